@@ -246,10 +246,37 @@ def test_fp8_of_a_run_without_a_gpu(run_file: str) -> None:
     assert "keep has 'first_block'" in h200 and "5 layers in FP8:" in h200
     rows = [line.split() for line in h200.splitlines() if line.startswith("layers") and "block" in line.split()[2:3]]
     assert len(rows) == 5
-    for *_, fp8, bf16, saved, saved_bf16 in rows:
+    for *_, fp8, bf16, saved, saved_bf16, _wire in rows:
         assert 0 < float(fp8) < float(bf16) and 0 < float(saved) < float(saved_bf16)
+    assert "wire: 0 of these weights gathered in FP8 by 8 ranks; once for all layers" in h200
     assert "sm_80 has no FP8 products" in a100 and "0 layers in FP8" in a100
     assert "5 layers in FP8: no rate was measured on sm_89" in ada
+
+
+@pytest.mark.parametrize(("shard", "said"), [(-1, "5 of"), (32, "2 of"), (1, "nothing is gathered")])
+def test_bytes_on_the_wire(run_file: str, shard: int, said: str) -> None:
+    """32 ranks have 128 rows each of the attention's output and of down; parts of blocks are gathered in 16 bits."""
+    code, output = _run("explain", "fp8", run_file, "fp8.wire=fp8", f"parallel.shard={shard}", "--arch", "H200")
+    (line,) = (line for line in output.splitlines() if line.startswith("wire: "))
+    assert code == 0 and said in line, output
+    if shard == -1:
+        plain, fp8 = (int(words.split()[-1]) for words in line.split(" MiB")[:2])
+        # the layers of the first block stay
+        assert 0.74 * plain < fp8 < 0.76 * plain
+
+
+def test_fp8_of_experts(run_file: str) -> None:
+    """By the rows of a micro-batch: with few, quantizing the experts' weights costs more than the products save."""
+    model = (
+        "model={architecture: deepseek, hidden_size: 7168, num_layers: 2, num_heads: 8, intermediate_size: 2048, "
+        "moe_intermediate_size: 2048, num_experts: 32, experts_per_token: 8, vocab_size: 64, "
+        "max_position_embeddings: 4096}"
+    )
+    options = (model, "fp8.recipe=row", "fp8.keep=[lm_head]", "train.seq_length=4096", "--arch", "H200")
+    for micro_batch, recipe in ((8, "row"), (1, "bf16:")):
+        code, output = _run("explain", "fp8", run_file, f"train.micro_batch_size={micro_batch}", *options)
+        (line,) = (line for line in output.splitlines() if line.startswith("layers.*.mlp.experts.gate_up"))
+        assert code == 0 and line.split()[1:3] == ["4096x7168", recipe], output
 
 
 def test_fp8_that_cannot_be_explained(run_file: str) -> None:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from powertrain.doctor.diagnose import Diagnosis, Log
+    from powertrain.doctor.diagnose import Diagnosis
+    from powertrain.doctor.log import Log
 
 
 class Language(str, Enum):

@@ -12,15 +12,17 @@ from powertrain.runtime.target import Target
 if TYPE_CHECKING:
     from powertrain.train.explain_fp8 import Line
 
-_COLUMNS = ("layers", "N x K", "recipe", "y", "dx", "dW", "quantize", "FP8 ms", "bf16 ms", "saved MiB", "bf16 MiB")
+_COLUMNS = (
+    "layers", "N x K", "recipe", "y", "dx", "dW", "quantize", "FP8 ms", "bf16 ms", "saved MiB", "bf16 MiB", "wire MiB",
+)  # fmt: skip
 
 
 def show(files: list[str], arch: list[str]) -> None:
     """Print a table for each GPU; the command ends with 2 if there is nothing to explain."""
     run = read_run(files)
-    from powertrain.train.explain_fp8 import explain
+    from powertrain.train.explain_fp8 import explain, shard_ranks
 
-    console, config = Console(width=140, highlight=False, soft_wrap=False), sized(run)
+    console, config = Console(width=150, highlight=False, soft_wrap=False), sized(run)
     for name in arch:
         try:
             target = Target.parse(name)
@@ -33,20 +35,25 @@ def show(files: list[str], arch: list[str]) -> None:
         console.print("layer, forward and backward, expected from rates measured at 16384x14336x4096 on one H200")
         console.print(_table(lines))
         console.print(_sums(lines, target))
+        console.print(_wire(lines, shard_ranks(config)))
 
 
 def _table(lines: "tuple[Line, ...]") -> Table:
     table = Table(*_COLUMNS, box=None, pad_edge=False)
     for line in lines:
         row = [f"{line.name}" + (f" ({line.count})" if line.count > 1 else ""), "{}x{}".format(*line.shape)]
+        plain, fp8 = line.wire
+        wire = f"{plain / 2**20:.0f}" if fp8 is None else f"{fp8 / 2**20:.0f}"
         if line.why:
-            table.add_row(*row, f"{line.recipe}: {line.why}")
+            table.add_row(*row, f"{line.recipe}: {line.why}", *[""] * 8, wire)
             continue
         e = line.expected
-        figures = [] if e is None else [f"{ms:.3f}" for ms in (e.fprop, e.dgrad, e.wgrad, e.quantize, e.total, e.bf16)]
-        memory = [] if e is None else [f"{size / 2**20:.0f}" for size in (e.saved, e.saved_bf16)]
+        figures = (
+            [""] * 6 if e is None else [f"{ms:.3f}" for ms in (e.fprop, e.dgrad, e.wgrad, e.quantize, e.total, e.bf16)]
+        )
+        memory = [""] * 2 if e is None else [f"{size / 2**20:.0f}" for size in (e.saved, e.saved_bf16)]
         slower = "" if e is None or e.wins else ", slower than bf16 with so few tokens"
-        table.add_row(*row, line.recipe + slower, *figures, *memory)
+        table.add_row(*row, line.recipe + slower, *figures, *memory, wire)
     return table
 
 
@@ -59,3 +66,13 @@ def _sums(lines: "tuple[Line, ...]", target: Target) -> str:
     fp8 = sum(line.count * line.expected.total for line in counted if line.expected)
     bf16 = sum(line.count * line.expected.bf16 for line in counted if line.expected)
     return f"{quantized} layers in FP8: {fp8:.2f} ms a micro-batch, {bf16:.2f} in bf16\n"
+
+
+def _wire(lines: "tuple[Line, ...]", ranks: int) -> str:
+    if ranks == 1:
+        return "wire: one rank has every weight, nothing is gathered\n"
+    plain = sum(line.count * line.wire[0] for line in lines)
+    sent = sum(line.count * (line.wire[0] if line.wire[1] is None else line.wire[1]) for line in lines)
+    fp8 = sum(line.count for line in lines if line.wire[1] is not None)
+    whole = f"{plain / 2**20:.0f} MiB in 16 bits" + (f", {sent / 2**20:.0f} MiB with fp8.wire fp8" if fp8 else "")
+    return f"wire: {fp8} of these weights gathered in FP8 by {ranks} ranks; once for all layers {whole}\n"

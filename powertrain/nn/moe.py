@@ -14,7 +14,6 @@ from powertrain.nn.attention import Context
 from powertrain.nn.mlp import GatedMLP
 from powertrain.nn.tensor_parallel.linear import local, shard_parameter
 from powertrain.ops.activations import gated_activation
-from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import (
     Score,
     moe_load_balancing_loss,
@@ -25,6 +24,7 @@ from powertrain.ops.moe import (
 )
 from powertrain.parallel.experts import spread_experts
 from powertrain.parallel.overlap import Overlap
+from powertrain.quant.grouped import GroupedProducts
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import without_autocast
 
@@ -75,7 +75,7 @@ class Router(nn.Module):
         return self
 
 
-class Experts(nn.Module):
+class Experts(GroupedProducts):
     """Rows sorted by expert -> the same, each expert a gated MLP: down[e](silu(gate) * up), gate and up packed.
 
     After `shard` each rank keeps some of the experts, and rows are sent to theirs (powertrain/parallel/experts.py).
@@ -106,7 +106,14 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         if self.overlap is not None:
             return spread_experts(rows, offsets, local(self.gate_up), local(self.down), self.overlap)
-        return grouped_gemm(gated_activation(grouped_gemm(rows, self.gate_up, offsets), "swiglu"), self.down, offsets)
+        hidden = gated_activation(self.grouped(rows, self.gate_up, offsets), "swiglu")
+        return self.grouped(hidden, self.down, offsets)
+
+    def grouped_weights(self) -> dict[str, tuple[int, int, int]]:
+        return {name: tuple(getattr(self, name).shape) for name in ("gate_up", "down")}
+
+    def why_not_fp8(self) -> str | None:
+        return None if self.overlap is None else "experts spread over ranks compute in 16 bits"
 
 
 class MoE(nn.Module):

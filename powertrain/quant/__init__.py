@@ -11,6 +11,7 @@ _PUBLIC = {
     "quantize_model": "powertrain.quant.model",
     "dequantize_model": "powertrain.quant.model",
     "shared_weights": "powertrain.quant.model",
+    "fp8_all_gather": "powertrain.quant.wire",
     "update_scales": "powertrain.quant.scales",
     "watch": "powertrain.quant.readings",
     "Reading": "powertrain.quant.readings",

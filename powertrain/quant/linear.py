@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from powertrain.ops.fp8.formulas import Copies
 from powertrain.ops.fp8.linear import fp8_linear, quantized_weight
+from powertrain.quant.gathered_weight import GatheredWeight
 from powertrain.quant.recipe import Recipe, grad_format
 from powertrain.quant.recipe import Tensor as TensorRecipe
+from powertrain.runtime import checks
 
 # of delayed scaling, float32. amax [3]: largest magnitudes of x, weight and dy since the last update;
 # history [3, steps]: those of the steps before, the newest first; scale [3]: 0 where none is known yet
@@ -53,11 +55,16 @@ class FP8State(nn.Module):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
         """x Wᵀ + b by `fp8_linear` and the recipe."""
         recipe, is_delayed = self.recipe, self.recipe.is_delayed
+        if isinstance(weight, GatheredWeight):
+            copies: Copies | None = self._gathered_copies(x, weight)
+            weight = weight.stand_in()
+        else:
+            copies = self._shared_copies(x, weight)
         return fp8_linear(
             x, weight, bias, by=recipe.by, grad_format=grad_format(recipe),
             power_of_two=recipe.power_of_two, fast=recipe.fast, scales=self.fp8_scale if is_delayed else None,
             amaxes=self.fp8_amax if is_delayed and self.training else None,
-            weight_copies=self._shared_copies(x, weight), main_grad=main_grad,
+            weight_copies=copies, main_grad=main_grad,
         )  # fmt: skip
 
     def _shared_copies(self, x: Tensor, weight: Tensor) -> Copies | None:
@@ -80,10 +87,24 @@ class FP8State(nn.Module):
                     power_of_two=self.recipe.power_of_two,
                     scale=scale,
                 )
-                if is_delayed and self.training:
-                    amax = self.fp8_amax[1:2]
-                    amax.copy_(torch.maximum(amax, self.copies.amax))
+                if is_delayed:
+                    self._record_weight(self.copies)
         return self.copies
+
+    def _gathered_copies(self, x: Tensor, weight: GatheredWeight) -> Copies:
+        if x.dtype is not weight.dtype or torch.is_autocast_enabled(x.device.type):
+            words = f"have the dtype of weights gathered in FP8, {checks.name(weight.dtype)}, without autocast"
+            autocast = " under autocast" if torch.is_autocast_enabled(x.device.type) else ""
+            checks.fail("fp8_linear", "x", words, checks.name(x.dtype) + autocast)
+        copies = weight.copies()
+        self._record_weight(copies)
+        return copies
+
+    @torch.no_grad()
+    def _record_weight(self, copies: Copies) -> None:
+        if self.recipe.is_delayed and self.training:
+            amax = self.fp8_amax[1:2]
+            amax.copy_(torch.maximum(amax, copies.amax))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FP8State":
         before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
@@ -132,6 +153,8 @@ class FP8Linear(FP8State, nn.Linear):
     `quantize_model` converts layers to this class, `dequantize_model` back; the class is not constructed directly.
     """
 
+    gather: Any = None  # how FSDP gathers its weight in FP8 (powertrain/quant/wire.py); None: as it does others
+
     @staticmethod
     def convert(linear: nn.Linear, recipe: Recipe) -> None:
         """Make `linear` an FP8Linear, in place: parameters, hooks and references to it stay."""
@@ -141,8 +164,10 @@ class FP8Linear(FP8State, nn.Linear):
 
     def revert(self) -> None:
         """Make this layer an nn.Linear again, in place; delayed scaling's buffers are dropped."""
+        if self.gather is not None:
+            self.gather.undo()
         self.copies = None
-        for name in ("recipe", "shares", "keeps", "copies", "_copied"):
+        for name in ("recipe", "shares", "keeps", "copies", "_copied", "gather"):
             self.__dict__.pop(name, None)
         for name in BUFFERS:
             self._buffers.pop(name, None)

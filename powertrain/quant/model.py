@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from powertrain.quant.grouped import GroupedProducts, why_not_grouped
 from powertrain.quant.linear import FP8Linear, HasFP8State
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
@@ -36,7 +37,7 @@ class Part:
 
 @dataclass
 class Report:
-    """What `quantize_model` did: `quantized` and `left`, in the order of the model's modules."""
+    """Layers that a function changed, `quantized`, and those it `left`, in the order of the model's modules."""
 
     quantized: list[Part] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)
@@ -53,7 +54,7 @@ def quantize_model(
     keep: Iterable[str] = ("lm_head", "router"),
     target: Target | None = None,
 ) -> Report:
-    """Compute the products of a model's nn.Linear layers in FP8, forward and backward. In place; parameters are kept.
+    """Compute the products of a model's nn.Linear layers, and of experts, in FP8. In place; parameters are kept.
 
         model    any nn.Module, on any device, before or after `fully_shard`; before torch.compile
         recipe   `Tensor()`, `Row()` or `Block()` of powertrain.quant
@@ -64,6 +65,8 @@ def quantize_model(
     Returns a Report: which layers were quantized, which were left and why. `dequantize_model(model)` undoes it.
 
     A layer with an adapter (powertrain.lora) has its frozen weight's product in FP8, the adapter's in its own dtype.
+    Our experts (`powertrain.nn.moe.Experts`), unless they are spread over ranks, compute by `Row()` or `Block()` in
+    calls whose number of rows makes that faster by expectation (`powertrain explain fp8`), in 16 bits in others.
     Also left: other classes derived from nn.Linear (sharded layers); on a GPU, layers too narrow for FP8 to be
     faster; on a GPU without FP8 products, all layers. On the CPU FP8 is emulated, for tests.
     The state dict does not change, except that delayed scaling adds its buffers (`FP8Linear`); one without them loads.
@@ -76,13 +79,18 @@ def quantize_model(
     report = Report()
     facts = _Facts(model)
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or _is_quantized(module):
+        if not isinstance(module, nn.Linear | GroupedProducts) or _is_quantized(module):
             continue
-        why = _kept(name, module, keep, facts, matched) or _why_not(module, target)
+        why = _kept(name, module, keep, facts, matched) or _why_not(module, recipe, target)
         if why:
             report.left.append(Part(name, why=why))
             continue
-        module.set_fp8(recipe) if isinstance(module, HasFP8State) else FP8Linear.convert(module, recipe)
+        if isinstance(module, GroupedProducts):
+            module.fp8_recipe = recipe
+        elif isinstance(module, HasFP8State):
+            module.set_fp8(recipe)
+        else:
+            FP8Linear.convert(module, recipe)
         report.quantized.append(Part(name, recipe))
     if unknown := [entry for entry in keep if entry not in matched]:
         for part in report.quantized:
@@ -99,6 +107,8 @@ def dequantize_model(model: nn.Module) -> None:
 
 
 def _is_quantized(module: nn.Module) -> bool:
+    if isinstance(module, GroupedProducts):
+        return module.fp8_recipe is not None
     return isinstance(module, FP8Linear) or (isinstance(module, HasFP8State) and module.fp8 is not None)
 
 
@@ -107,6 +117,8 @@ def _revert(module: nn.Module) -> None:
         module.revert()
     elif isinstance(module, HasFP8State):
         module.set_fp8(None)
+    elif isinstance(module, GroupedProducts):
+        module.fp8_recipe = None
 
 
 @contextmanager
@@ -114,8 +126,8 @@ def shared_weights(model: nn.Module) -> Iterator[None]:
     """Inside, each weight is quantized once, in its first forward, for all forwards and backwards: those of one step.
 
     For gradient accumulation: nothing may change the weights inside. Costs two bytes an element of the weights while it
-    lasts. Layers whose weights FSDP shards quantize each time, as those bytes would undo the sharding; so does compiled
-    code, which cannot know which call is the first.
+    lasts. Layers whose weights FSDP shards quantize each time, as those bytes would undo the sharding (with
+    `fp8_all_gather` in each gather); so does compiled code, which cannot know which call is the first.
     """
     layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not isinstance(m.weight, DTensor)]
     for layer in layers:
@@ -142,12 +154,12 @@ class _Facts:
         self.head = head
 
 
-def _kept(name: str, module: nn.Linear, keep: tuple[str, ...], facts: _Facts, matched: set[str]) -> str | None:
+def _kept(name: str, module: nn.Module, keep: tuple[str, ...], facts: _Facts, matched: set[str]) -> str | None:
     """The entry of keep that holds a layer back, in words; every entry that fits goes into `matched`."""
     parent, _, own = name.rpartition(".")
     block = re.match(rf"{re.escape(facts.blocks)}\.(\d+)(\.|$)", name) if facts.blocks else None
     groups = {
-        "lm_head": own in _HEADS or id(module.weight) in facts.embeddings or module is facts.head,
+        "lm_head": own in _HEADS or id(getattr(module, "weight", None)) in facts.embeddings or module is facts.head,
         "router": own in _ROUTERS and (own == "router" or parent in facts.with_experts),
         "first_block": block is not None and int(block[1]) == 0,
         "last_block": block is not None and int(block[1]) == facts.last,
@@ -157,8 +169,13 @@ def _kept(name: str, module: nn.Linear, keep: tuple[str, ...], facts: _Facts, ma
     return f"keep has {fitting[0]!r}" if fitting else None
 
 
-def _why_not(module: nn.Linear, target: Target | None) -> str | None:
+def _why_not(module: nn.Linear | GroupedProducts, recipe: Recipe, target: Target | None) -> str | None:
     """Why a layer is not changed to FP8, or None."""
+    if isinstance(module, GroupedProducts):
+        device = next(module.parameters()).device
+        if target is None and device.type == "cuda":
+            target = Target.of(device)
+        return why_not_grouped(module, recipe, target)
     if type(module) is not nn.Linear and not isinstance(module, HasFP8State):
         # FSDP's own class for a layer that is sharded by itself among them
         return f"it is a {type(module).__name__}, not an nn.Linear"

@@ -18,6 +18,7 @@ from powertrain.ops.fp8.formulas import MAX, dequantized, spread
 from powertrain.ops.fp8.linear import GRANULARITIES
 from powertrain.ops.fp8.quantize import fp8_quantize
 from powertrain.ops.shapes import as_rows
+from powertrain.quant.gathered_weight import GatheredWeight
 from powertrain.quant.linear import FP8Linear, FP8State, HasFP8State
 from powertrain.quant.recipe import grad_format
 
@@ -107,6 +108,7 @@ def watch(model: nn.Module) -> Iterator[Readings]:
 
     Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode only. The
     host does not wait for the device before `Readings.list()`. Of a layer with DoRA dy is the one before its magnitude.
+    Weights gathered in FP8 are left out.
     """
     readings, handles = Readings(), []
     for name, layer in model.named_modules():
@@ -122,6 +124,8 @@ def watch(model: nn.Module) -> Iterator[Readings]:
 def _see(readings: Readings, name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     state = layer if isinstance(layer, FP8Linear) else layer.fp8
     readings.add(state, name, "x", inputs[0])
-    readings.add(state, name, "weight", layer.weight)
+    # of a weight gathered in FP8 only the rounded values are here
+    if not isinstance(layer.weight, GatheredWeight):
+        readings.add(state, name, "weight", layer.weight)
     if output.requires_grad:
         output.register_hook(lambda dy: readings.add(state, name, "dy", dy))

@@ -1,5 +1,6 @@
 """FP8 in a run: its section of the config as a recipe, applied to the model."""
 
+from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,6 +10,7 @@ from powertrain.models import build
 from powertrain.quant.linear import BUFFERS
 from powertrain.quant.model import GROUPS, Report, quantize_model
 from powertrain.quant.recipe import Block, Recipe, Row, Tensor
+from powertrain.quant.wire import fp8_all_gather
 from powertrain.runtime.target import Target
 from powertrain.train.config.schema import FP8Config, RunConfig
 
@@ -39,6 +41,16 @@ def quantize(model: nn.Module, config: FP8Config, target: Target | None = None) 
         raise ValueError(str(error).replace("quantize_model: keep", "fp8.keep")) from None
 
 
+def gather(model: nn.Module, config: FP8Config, quantized: Report | None) -> Report | None:
+    """`fp8_all_gather` if a run's config states it and layers were quantized; else None."""
+    return fp8_all_gather(model) if config.wire == "fp8" and quantized is not None and quantized.quantized else None
+
+
+def quantize_run(model: nn.Module, config: RunConfig, *, staged: bool) -> Report | None:
+    """`quantize` of a run's model, or of a rank's pipeline stages."""
+    return quantize_stages(model, config) if staged else quantize(model, config.fp8)
+
+
 def quantize_stages(model: nn.Module, config: RunConfig) -> Report | None:
     """`quantize` of a pipeline's rank, which has some layers of the run's model."""
     names = [name for name, _ in build(config.model).named_modules()]
@@ -62,10 +74,17 @@ def is_statistic(name: str) -> bool:
     return name.rpartition(".")[2] in BUFFERS
 
 
-def summary(report: Report) -> str:
-    """How many layers compute in FP8, and each reason why others do not."""
+def summary(report: Report, gathered: Report | None = None) -> str:
+    """How many layers compute in FP8 and are gathered in FP8, and each reason why others are not."""
     recipes = {str(part.recipe) for part in report.quantized}
     lines = [f"fp8: {len(report.quantized)} linear layers by {' and '.join(sorted(recipes)) or 'no recipe'}"]
-    reasons = dict.fromkeys(part.why for part in report.left)
-    lines += [f"  {sum(part.why == why for part in report.left)} stay: {why}" for why in reasons]
+    lines += _reasons(report, "stay")
+    if gathered is not None:
+        lines.append(f"fp8.wire: the weights of {len(gathered.quantized)} of them are gathered in FP8")
+        lines += _reasons(gathered, "are not")
     return "\n".join(lines)
+
+
+def _reasons(report: Report, verb: str) -> list[str]:
+    counts = Counter(part.why for part in report.left)
+    return [f"  {count} {verb}: {why}" for why, count in counts.items()]

@@ -24,6 +24,7 @@ from powertrain.compat.transformer_engine.common.recipe import (
     quant_recipe,
 )
 from powertrain.compat.transformer_engine.pytorch import quantization
+from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.quant import recipe as quant
 from powertrain.runtime import tracing
 from powertrain.runtime.target import Target
@@ -335,7 +336,22 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
             layer(torch.ones(3, 4, dtype=torch.bfloat16), [1, 2])
     said = capsys.readouterr().err
     assert said.count("quantized_model_init: parameters stay in params_dtype") == 1
-    assert said.count("GroupedLinear: there is no grouped FP8 product") == 1
+    assert said.count("GroupedLinear: grouped FP8 products have scales by row and by block, not by tensor") == 1
+
+
+def test_grouped_linear_by_block() -> None:
+    """The bits of `fp8_grouped_gemm` with the recipe's formats and scales; without autocast those of `grouped_gemm`."""
+    layer = te.GroupedLinear(2, 24, 40, bias=False, device="cpu")
+    x = torch.randn(9, 24, requires_grad=True)
+    with te.autocast(recipe=Float8BlockScaling()):
+        y = layer(x, [4, 5])
+    y.square().sum().backward()
+    ours, weight = x.detach().requires_grad_(), torch.stack([layer.weight0, layer.weight1]).detach().requires_grad_()
+    offsets = torch.tensor([4, 9], dtype=torch.int32)
+    right = fp8_grouped_gemm(ours, weight, offsets)
+    right.square().sum().backward()
+    assert torch.equal(y, right) and torch.equal(x.grad, ours.grad) and torch.equal(layer.weight1.grad, weight.grad[1])
+    assert not torch.equal(layer(x, [4, 5]), right)
 
 
 def test_main_grad() -> None:

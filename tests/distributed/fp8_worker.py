@@ -15,6 +15,7 @@ from powertrain.compat.transformer_engine.common.recipe import DelayedScaling, F
 from powertrain.quant import Block, Row, quantize_model, shared_weights, update_scales
 from powertrain.quant import Tensor as TensorRecipe
 from powertrain.quant.recipe import Recipe
+from tests.distributed import fp8_wire_checks
 from tests.distributed.layers_worker import run_checks
 
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
@@ -118,7 +119,7 @@ def te_modules_sharded(mesh: DeviceMesh) -> None:
             assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, right, strict=True))
 
 
-CHECKS |= {"te_scales_agree": te_scales_agree, "te_modules_sharded": te_modules_sharded}
+CHECKS |= {"te_scales_agree": te_scales_agree, "te_modules_sharded": te_modules_sharded, **fp8_wire_checks.CHECKS}
 
 if __name__ == "__main__":
     run_checks(CHECKS, sys.argv[1])

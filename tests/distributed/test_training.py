@@ -115,6 +115,9 @@ def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 SHORT = {"steps": 3}
+WIRED = {
+    "model": "llama", "train": {**SHORT, "precision": "bf16"}, "fp8": {"recipe": "tensor-delayed", "wire": "fp8"},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +147,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             "folder": str(folder / "of_stages"),
             "parallel": {"pipeline": 2},
         },
+        "fp8": {**WIRED, "fp8": {"recipe": "tensor-delayed"}},
+        "fp8-wire": {**WIRED, "folder": str(folder / "of_wire")},
+        "fp8-wire-resumed": {**WIRED, "load": str(folder / "of_wire"), "train": {"steps": 4, "precision": "bf16"}},
     }
     *found, stopped = together(2, list(cases.values()), folder)
     return {**dict(zip(cases, found, strict=True)), "one": one, "folder": {"path": str(folder)}, "stopped": stopped}
@@ -196,6 +202,21 @@ def test_a_checkpoint_of_two_stages_on_one_rank(two: dict[str, dict[str, Any]]) 
     """The tied embedding, which both stages have, is in it once."""
     found = alone({"model": "gpt_neox", "train": SHORT, "load": two["folder"]["path"] + "/of_stages"})
     same_tensors(found["resumed"], two["stages"]["tensors"])
+
+
+def test_weights_gathered_in_fp8_change_nothing(two: dict[str, dict[str, Any]]) -> None:
+    """Losses and everything in a checkpoint, to the bit; the checkpoint goes on on two ranks and on one."""
+    plain, wire, resumed = two["fp8"], two["fp8-wire"], two["fp8-wire-resumed"]
+    assert wire["losses"] == plain["losses"] and wire["evaluations"] == plain["evaluations"]
+    same_tensors(wire["tensors"], plain["tensors"])
+    assert any(name.endswith("fp8_amax_history") and t.any() for name, t in wire["tensors"].items())
+    (note,) = (note for note in wire["notes"] if note.startswith("fp8: "))
+    assert "fp8.wire: the weights of 10 of them are gathered in FP8" in note
+    assert not any("fp8.wire" in note for note in plain["notes"])
+    same_tensors(resumed["resumed"], wire["tensors"])
+    assert len(resumed["losses"]) == 1
+    found = alone({**WIRED, "load": two["folder"]["path"] + "/of_wire"})
+    same_tensors(found["resumed"], wire["tensors"])
 
 
 def test_what_travels_between_tensor_ranks_is_explained(two: dict[str, dict[str, Any]]) -> None:

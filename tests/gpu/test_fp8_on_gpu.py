@@ -150,14 +150,14 @@ def test_inductor(recipe: object) -> None:
 def test_self_test_passes_and_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, capfd: object) -> None:
     module._self_tests.clear()
     assert module._self_test(CUDA, torch.bfloat16) is module._self_test(CUDA, torch.float16) is None
-    right = module._launch
+    right = module.launch
 
     def wrong(x: Tensor, *args: object) -> None:
         right(x, *args)
         args[-1].data.view(torch.uint8)[3, 4] ^= 1  # the results are the last argument
 
     x = torch.randn(64, 64, device=CUDA).bfloat16()
-    monkeypatch.setattr(module, "_launch", wrong)
+    monkeypatch.setattr(module, "launch", wrong)
     found = fp8_quantize(x, "tensor")
     assert "data by tensor in e4m3 differs" in str(module._self_tests[torch.bfloat16][0])
     _assert_same_bytes(found, quantize_ref(x.cpu(), "tensor", "e4m3"))

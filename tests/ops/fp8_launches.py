@@ -3,7 +3,9 @@
 import torch
 
 from powertrain.ops.fp8.gemm import fp8_gemm
+from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.fp8.quantize import fp8_quantize
+from powertrain.ops.fp8.transpose import fp8_transpose
 
 META = torch.device("meta")
 
@@ -18,6 +20,7 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
             fp8_quantize(x, by, format, power_of_two=False)
     fp8_quantize(x, "tensor", scale=torch.empty(1, device=META), measure=True)
     x = x[:, :4096]
+    fp8_transpose(fp8_quantize(x, "row", columns=False).data, 4096)
     operands = {by: fp8_quantize(x, by).rows for by in ("tensor", "row", "group", "block")}
     grads = {by: fp8_quantize(x, by, "e5m2").rows for by in ("tensor", "group")}
     total = torch.empty(512, 512, device=META)
@@ -26,3 +29,10 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
     for by in ("tensor", "group"):
         fp8_gemm(grads[by], operands[by], out=total, accumulate=True, backend="triton")
     fp8_gemm(operands["group"], operands["block"], out_dtype=dtype, bias=x.new_empty(512), backend="triton")
+    # by row every product of groups is ours where rows are not whole 16 bytes
+    offsets = torch.empty(4, dtype=torch.int32, device=META)
+    for by, width in (("row", 500), ("block", 512)):
+        rows = torch.empty(512, width, dtype=dtype, device=META, requires_grad=True)
+        weights = torch.empty(4, 256, width, dtype=dtype, device=META, requires_grad=True)
+        y = fp8_grouped_gemm(rows, weights, offsets, by=by)
+        y.backward(torch.empty_like(y))

@@ -16,7 +16,14 @@ from tests.conftest import HAS_GPU, INTERPRET
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-MATMULS = ("attention", "varlen_attention", "grouped_gemm", "fp8_linear", "lora_linear")  # cast under autocast
+MATMULS = (
+    "attention",
+    "varlen_attention",
+    "grouped_gemm",
+    "fp8_linear",
+    "fp8_grouped_gemm",
+    "lora_linear",
+)  # cast under autocast
 
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
 

@@ -24,6 +24,7 @@ from powertrain.ops.fp8.formulas import (
 from powertrain.ops.fp8.gemm import fp8_gemm, fp8_gemm_ref
 from powertrain.ops.fp8.linear import fp8_linear, fp8_linear_ref, quantized_weight
 from powertrain.ops.fp8.quantize import fp8_quantize, same_bits, special_values
+from powertrain.ops.fp8.transpose import fp8_transpose
 from powertrain.runtime.settings import settings
 from tests.conftest import SLOW_IN_INTERPRETER
 
@@ -175,6 +176,38 @@ def test_a_weights_copies_give_the_same_bits(by: str, device: torch.device) -> N
     copies = quantized_weight(tensors["weight"].detach(), by)
     shared = _grads(fp8_linear(**tensors, by=by, weight_copies=copies), tensors)
     assert all(torch.equal(a, b) for a, b in zip(plain, shared, strict=True))
+    # data alone: backward transposes it, and reads no value of the weight
+    rows = fp8_quantize(tensors["weight"], "block" if by == "block" else by, columns=False)
+    hidden = torch.full_like(tensors["weight"], torch.nan).requires_grad_()
+    tensors |= {"weight": hidden}
+    given = _grads(fp8_linear(**tensors, by=by, weight_copies=rows), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(plain, given, strict=True))
+
+
+# one tile, partial ones both ways, one element, none
+@pytest.mark.parametrize("shape", [(64, 64), (129, 200), (1, 1), (0, 40), (40, 0)], ids=str)
+def test_transposed_bytes(shape: tuple[int, int], device: torch.device) -> None:
+    """Those that quantizing gives, NaN and every exponent among them; rows may be further apart than their length."""
+    x = (torch.randn(shape) * torch.exp2(torch.randint(-20, 20, shape).float())).masked_fill(
+        torch.rand(shape) < 0.05, torch.nan
+    )
+    for format in DTYPES:
+        copies = fp8_quantize(x.to(device), "row", format)
+        assert same_bits(fp8_transpose(copies.data, shape[1]), copies.data_t)
+        wide = torch.cat([copies.data.view(torch.uint8)] * 2, 1).view(DTYPES[format])[:, : copies.data.shape[1]]
+        assert same_bits(fp8_transpose(wide, shape[1]), copies.data_t)
+
+
+def test_transpose_refuses(device: torch.device) -> None:
+    data = torch.zeros(4, 16, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    for call, message in (
+        (lambda: fp8_transpose(data.float(), 4), "fp8_transpose: data must be FP8, got float32"),
+        (lambda: fp8_transpose(data[0], 4), r"fp8_transpose: data must be \[R, C\], got \[16\]"),
+        (lambda: fp8_transpose(data[:, ::2], 4), "fp8_transpose: data must have contiguous rows"),
+        (lambda: fp8_transpose(data, 17), r"fp8_transpose: columns must be at most 16 \(of data\), got 17"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("by", ["tensor", "row", "block"])

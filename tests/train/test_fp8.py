@@ -158,7 +158,8 @@ def test_keep_and_errors(tmp_path: Path) -> None:
         open_trainer(tmp_path / "fp8", "fp8.recipe=row", "fp8.keep=['layers.7.*']", sinks=lambda t: [])
     for override, words in (
         ("fp8.recipe=mxfp8", "fp8.recipe"),
-        ("fp8.wire=fp8", "fp8.wire"),
+        ("fp8.wire=fp16", "fp8.wire"),
+        ("fp8.wire=fp8", r"fp8\.wire must be bf16 with fp8\.recipe none, got fp8"),
         ("fp8.history=0", "fp8.history"),
         ("fp8.margin=1", r"fp8\.margin must be 0 unless fp8\.recipe is tensor-delayed, got 1 for none"),
     ):

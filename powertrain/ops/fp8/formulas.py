@@ -128,9 +128,14 @@ def quantize_ref(
     power_of_two: bool = True,
     scale: Tensor | None = None,
     fold: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Copies:
     """The specification of `fp8_quantize`: both copies of x [R, C] (not empty)."""
     x = x.float()
+    if offsets is not None:
+        groups = (offsets[None, :] <= torch.arange(x.shape[0], device=x.device)[:, None]).sum(1)
+        x = torch.where((groups < offsets.shape[0])[:, None], x, 0.0)
+        fold = None if fold is None else fold[groups.clamp(max=offsets.shape[0] - 1)]
     x = x if fold is None else x * fold
     amax = _amax(x, "tensor")
     if by in ("group", "block"):

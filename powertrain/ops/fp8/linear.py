@@ -15,7 +15,8 @@ By rows W has one scale for each of its N rows, which dgrad sums over: dy is div
 W is quantized once for both. Scales of whole columns of x would need another pass over all tokens: wgrad takes groups.
 
 Saved: xᵀ in FP8 (1 byte an element) with its scales, W and its scales; W's transposed copy is quantized in backward,
-from W, unless both copies are given. x and dy are read twice; once by tensor with scales that are given.
+from W, unless both copies are given; if W's data is given alone, it is transposed, and the values of W are never read.
+x and dy are read twice; once by tensor with scales that are given.
 
 Sources: TransformerEngine's recipes; DeepSeek-V3, arXiv:2412.19437, section 3.3, for groups and blocks.
 """
@@ -30,7 +31,8 @@ from torch import Tensor
 from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
 from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
-from powertrain.ops.fp8.quantize import fp8_quantize, quantize_op
+from powertrain.ops.fp8.quantize import block_scales, fp8_quantize, quantize_op
+from powertrain.ops.fp8.transpose import transpose_op
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
@@ -62,7 +64,7 @@ def quantized_weight(weight: Tensor, by: By, *, power_of_two: bool = True, scale
 def _quantized(x: Tensor, by: str, format: str, power_of_two: bool, kernel: bool, **options: Any) -> Copies:
     scale, fold = options.get("scale"), options.get("fold")
     rows, columns, measure = (options.get(name, False) for name in ("rows", "columns", "measure"))
-    return Copies(*quantize_op(x, scale, fold, by, format, power_of_two, rows, columns, measure, kernel))
+    return Copies(*quantize_op(x, scale, fold, None, by, format, power_of_two, rows, columns, measure, kernel))
 
 
 def _product(
@@ -123,9 +125,9 @@ def _forward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, _, scales, _, w_inv, wt, wt_inv, main_grad, amaxes, *ctx.options = inputs
+    _, weight, _, scales, w, w_inv, wt, wt_inv, main_grad, amaxes, *ctx.options = inputs
     _, amax, x_t, x_inv, w_scale = output
-    ctx.save_for_backward(weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale)
+    ctx.save_for_backward(weight, w if wt is None else None, w_inv, wt, wt_inv, x_t, x_inv, w_scale)
     # not saved as tensors of the graph: they may change before backward, which needs their values at that time
     ctx.scales, ctx.amaxes, ctx.main_grad = scales, amaxes, main_grad
     ctx.mark_non_differentiable(x_t, x_inv, w_scale, amax)
@@ -137,7 +139,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         return (None,) * 16
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     # once: recomputation unpacks them once
-    weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors
+    weight, w, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors
     kernel, lead, dy = ctx.options[-1], dy.shape[:-1], as_rows(dy)
     dx = dw = db = None
     with without_autocast(dy.device):
@@ -147,7 +149,12 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
             fold = w_scale.reciprocal() if w_inv is None else w_inv
         rows, columns = _grads(ctx, dy, need_dx, need_dw, fold)
         if need_dx:
-            transposed = _transposed(ctx, weight, w_scale) if wt is None else Quantized(wt, wt_inv)
+            if wt is not None:
+                transposed = Quantized(wt, wt_inv)
+            elif w is not None:
+                transposed = _transposed_data(w, w_inv, weight.shape[1], kernel)
+            else:
+                transposed = _transposed(ctx, weight, w_scale)
             if fold is not None:
                 # W's are in dy
                 transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))
@@ -191,6 +198,13 @@ def _transposed(ctx: Any, weight: Tensor, w_scale: Tensor) -> Quantized:
     return _quantized(
         weight, GRANULARITIES[by][_WEIGHT], "e4m3", power_of_two, kernel, scale=scale, columns=True
     ).columns
+
+
+def _transposed_data(w: Tensor, w_inv: Tensor, columns: int, kernel: bool) -> Quantized:
+    """Wᵀ, of W that is quantized already: its bytes, and by block its scales, transposed."""
+    if w_inv.dim() == 2:
+        w_inv = block_scales(w, columns, w.shape[0]).copy_(w_inv.T)
+    return Quantized(transpose_op(w, columns, kernel), w_inv)
 
 
 def _raise(amaxes: Tensor, amax: Tensor, first: int) -> None:
@@ -260,7 +274,8 @@ def fp8_linear(
                                  these, not by scales of their own amax; 0: by the tensor's own scale
         amaxes         [3]       float32, only with by="tensor": in place, the maximum of each element and the largest
                                  magnitude of x, weight or dy; NaN if one of them is
-        weight_copies            `quantized_weight(weight, by)`, shared by calls between which weight does not change
+        weight_copies            `quantized_weight(weight, by)`, shared by calls between which weight does not change;
+                                 without data_t backward makes that, and the values of weight are not read
         main_grad      [N, K]    float32: backward adds the weight's gradient here, and weight.grad stays None
     Returns y [..., N] in x's dtype.
     Numerics: x, weight and dy are rounded to FP8 (e4m3: 3 mantissa bits, e5m2: 2) by the formulas of
@@ -285,7 +300,7 @@ def fp8_linear(
     # x frozen: what only the weight's gradient needs is kept too, in one kernel. Weight frozen, with copies: nothing is
     needs_scales = x.requires_grad and weight_copies is None
     keep = torch.is_grad_enabled() and (weight.requires_grad or needs_scales)
-    copies = (None,) * 4 if weight_copies is None else (*weight_copies.rows, *weight_copies.columns)
+    copies = _parts(weight_copies)
     args = (
         x, weight, bias, scales, *copies, main_grad, amaxes, by, grad_format, power_of_two, fast, keep,
         served,
@@ -299,6 +314,13 @@ def fp8_linear(
         _raise_op(amaxes, amax.detach() if amax.requires_grad else amax, _INPUT)
     found: Tensor = y
     return found
+
+
+def _parts(copies: Copies | None) -> tuple[Tensor | None, ...]:
+    """(w, w_inv, wt, wt_inv); the transposed ones None where there is no such copy."""
+    if copies is None:
+        return (None,) * 4
+    return (*copies.rows, *copies.columns) if copies.data_t.dim() == 2 else (*copies.rows, None, None)
 
 
 def _check(

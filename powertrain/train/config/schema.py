@@ -297,7 +297,8 @@ class FP8Config(Section):
     watch         every so many steps the operands of each layer are measured, and the worst are logged; 0: never
     rescue        a layer whose three last readings were bad is moved to the next safer recipe (tensor, row, block,
                   16 bits), which is logged and saved with the run
-    wire          the dtype in which ranks exchange parameters and gradients; FP8 is not implemented
+    wire          fp8: FSDP gathers the weights of these layers in FP8, half the bytes, with the same results; bf16: in
+                  `train.precision`, as all else. Gradients are exchanged in `train.reduce_dtype`
     """
 
     recipe: Literal["none", "tensor", "tensor-delayed", "row", "block"] = "none"
@@ -308,7 +309,7 @@ class FP8Config(Section):
     margin: Natural = 0
     watch: Natural = 0
     rescue: bool = True
-    wire: Literal["bf16"] = "bf16"
+    wire: Literal["bf16", "fp8"] = "bf16"
 
     @model_validator(mode="after")
     def _of_its_recipe(self) -> "FP8Config":
@@ -318,6 +319,11 @@ class FP8Config(Section):
                 raise ValueError(
                     f"fp8.{name} must be {default} unless fp8.recipe is tensor-delayed, got {value} for {self.recipe}"
                 )
+        # a layer's shards may not be whole blocks of the recipe that it would be moved to
+        if self.wire == "fp8" and self.watch and self.rescue:
+            raise ValueError("fp8.rescue must be false with fp8.watch and fp8.wire fp8, got true")
+        if self.wire == "fp8" and self.recipe == "none":
+            raise ValueError("fp8.wire must be bf16 with fp8.recipe none, got fp8")
         return self
 
 

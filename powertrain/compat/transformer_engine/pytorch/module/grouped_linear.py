@@ -10,7 +10,9 @@ from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch.module.base import ProductModule, default_init, results
 from powertrain.compat.transformer_engine.pytorch.quantization import active
 from powertrain.ops.conversion import unsupported
+from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.grouped_gemm import grouped_gemm
+from powertrain.quant.recipe import grad_format
 from powertrain.runtime import checks, tracing
 
 __all__ = ["Fp8Padding", "Fp8Unpadding", "GroupedLinear"]
@@ -21,7 +23,8 @@ class GroupedLinear(ProductModule):
 
     Parameters: weight0, weight1, ... [out_features, in_features] and bias0, ... [out_features]. The weights are stacked
     in every forward: a copy of all of them.
-    Under `autocast` the product stays in 16 or 32 bits, which a line says once: there is no grouped FP8 product here.
+    Under `autocast` with Float8BlockScaling its products are FP8. With a recipe by tensor they stay in 16 or 32 bits,
+    which a line says once: grouped FP8 products have scales by row and by block.
     return_bias: (output, list of biases), the biases not added. Refused: single_grouped_weight, single_grouped_bias,
     fuse_wgrad_accumulation, and the arguments that `Linear` refuses. use_grouped_tensor is a hint.
     """
@@ -94,8 +97,6 @@ class GroupedLinear(ProductModule):
         for argument, value in (("out", out), ("dgrad_out", dgrad_out)):
             if value is not None:
                 unsupported("GroupedLinear", argument, list(value.shape), "None: a new tensor")
-        if active() is not None:
-            tracing.warn("GroupedLinear: there is no grouped FP8 product; it computes in the dtype of its input")
         x = self._input(inp, self.get_parameter("weight0"))
         splits = torch.as_tensor(m_splits)
         checks.shape("GroupedLinear", "m_splits", splits, (self.num_gemms,), "num_gemms")
@@ -104,11 +105,27 @@ class GroupedLinear(ProductModule):
             checks.fail("GroupedLinear", "m_splits", f"add up to at most {rows.shape[0]}, the rows of inp", total)
         offsets = splits.cumsum(0).to(x.device, torch.int32, non_blocking=True)
         weights = torch.stack([getattr(self, f"weight{i}") for i in range(self.num_gemms)])
-        output = grouped_gemm(rows, weights, offsets)
+        output = _product(rows, weights, offsets)
         biases = [getattr(self, f"bias{i}").to(x.dtype) for i in range(self.num_gemms)]
         if self.use_bias and not self.return_bias:
             output = output + _of_rows(torch.stack(biases), offsets, rows.shape[0])
         return results(output.view(*x.shape[:-1], self.out_features), (self.return_bias, biases))
+
+
+def _product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    quantizing = active()
+    if quantizing is None:
+        return grouped_gemm(rows, weights, offsets)
+    recipe = quantizing.recipe
+    if recipe.by == "tensor":
+        tracing.warn(
+            "GroupedLinear: grouped FP8 products have scales by row and by block, not by tensor; it computes in the "
+            "dtype of its input"
+        )
+        return grouped_gemm(rows, weights, offsets)
+    return fp8_grouped_gemm(
+        rows, weights, offsets, by=recipe.by, grad_format=grad_format(recipe), power_of_two=recipe.power_of_two
+    )
 
 
 def _of_rows(biases: Tensor, offsets: Tensor, rows: int) -> Tensor:
