@@ -49,8 +49,9 @@ def diagnose(
     Each cause is certain (the message states it), likely (its usual reason) or possible (a symptom only, and the first
     error line is shown too). Exit code 0: a cause was found; 1: none is known, and the first error line is shown.
     """
-    from powertrain.doctor.diagnose import Log, attention_call
+    from powertrain.doctor.diagnose import attention_call
     from powertrain.doctor.diagnose import diagnose as search
+    from powertrain.doctor.log import Log
 
     text = Log(_read(log))
     diagnosis = search(text)
