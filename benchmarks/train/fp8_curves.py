@@ -31,7 +31,7 @@ SEEDS = (1, 2, 3)
 LAST = 100  # steps that are compared
 
 
-def run_config(seed: int, recipe: str, steps: int, tiny: bool) -> RunConfig:
+def run_config(seed: int, recipe: str, steps: int, lr: float, tiny: bool) -> RunConfig:
     sections: dict[str, Any] = {
         "model": TINY if tiny else MODEL,
         "data": {"train": "quickstart", "num_workers": 0},
@@ -39,8 +39,8 @@ def run_config(seed: int, recipe: str, steps: int, tiny: bool) -> RunConfig:
             "steps": steps, "seed": seed, "spike_factor": 0, "precision": "bf16",
             "seq_length": 32 if tiny else 1024, "micro_batch_size": 2 if tiny else 16,
         },
-        "optimizer": {"lr": 6e-4},
-        "schedule": {"warmup_steps": max(1, steps // 10)},
+        "optimizer": {"lr": lr},
+        "schedule": {"warmup_steps": max(1, steps // 5)},
         "evaluation": {"at_end": False},
         "checkpoint": {"save": False},
         "fp8": {"recipe": recipe, "watch": 0} | ({"history": 16} if recipe == "tensor-delayed" else {}),
@@ -49,9 +49,9 @@ def run_config(seed: int, recipe: str, steps: int, tiny: bool) -> RunConfig:
     return with_vocabulary(config, open_tokenizer(config.data).vocab_size)
 
 
-def run(seed: int, recipe: str, steps: int, device: torch.device) -> tuple[list[float], float]:
+def run(seed: int, recipe: str, steps: int, lr: float, device: torch.device) -> tuple[list[float], float]:
     """The losses of a run, and its seconds."""
-    config = run_config(seed, recipe, steps, tiny=device.type == "cpu")
+    config = run_config(seed, recipe, steps, lr, tiny=device.type == "cpu")
     losses = Losses()
     trainer = Trainer(config, Ranks(device), open_run_data(config, open_tokenizer(config.data), 1), [losses])
     start = time.perf_counter()
@@ -63,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -73,7 +74,7 @@ def main() -> None:
     wanted = [(f"bf16 seed {seed}", seed, "none") for seed in arguments.seeds]
     wanted += [(recipe, arguments.seeds[0], recipe) for recipe in arguments.recipes]
     for name, seed, recipe in wanted:
-        curves[name], seconds = run(seed, recipe, arguments.steps, device)
+        curves[name], seconds = run(seed, recipe, arguments.steps, arguments.lr, device)
         ends[name] = statistics.fmean(curves[name][-last:])
         if device.type == "cuda":
             torch.cuda.empty_cache()
