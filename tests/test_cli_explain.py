@@ -266,17 +266,17 @@ def test_bytes_on_the_wire(run_file: str, shard: int, said: str) -> None:
 
 
 def test_fp8_of_experts(run_file: str) -> None:
-    """By the rows of a micro-batch: with few, quantizing the experts' weights costs more than the products save."""
+    """By measured rates no number of rows makes a training step faster, so they stay in bf16, with the reason."""
     model = (
         "model={architecture: deepseek, hidden_size: 7168, num_layers: 2, num_heads: 8, intermediate_size: 2048, "
         "moe_intermediate_size: 2048, num_experts: 32, experts_per_token: 8, vocab_size: 64, "
         "max_position_embeddings: 4096}"
     )
     options = (model, "fp8.recipe=row", "fp8.keep=[lm_head]", "train.seq_length=4096", "--arch", "H200")
-    for micro_batch, recipe in ((8, "row"), (1, "bf16:")):
-        code, output = _run("explain", "fp8", run_file, f"train.micro_batch_size={micro_batch}", *options)
-        (line,) = (line for line in output.splitlines() if line.startswith("layers.*.mlp.experts.gate_up"))
-        assert code == 0 and line.split()[1:3] == ["4096x7168", recipe], output
+    code, output = _run("explain", "fp8", run_file, "train.micro_batch_size=8", *options)
+    (line,) = (line for line in output.splitlines() if line.startswith("layers.*.mlp.experts.gate_up"))
+    assert code == 0 and line.split()[1:3] == ["4096x7168", "bf16:"], output
+    assert "FP8 by row is not expected to be faster" in line
 
 
 def test_fp8_that_cannot_be_explained(run_file: str) -> None:

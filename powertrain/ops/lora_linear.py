@@ -13,6 +13,7 @@ Norms need no weight + scale B A in memory: |w + s BA|² = |w|² + 2 s B (w Aᵀ
 Sources: Hu et al., arXiv:2106.09685; Liu et al., arXiv:2402.09353 (DoRA), whose section 4.3 makes the norm a constant.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -63,10 +64,10 @@ def adapted_norm(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
 def _outputs(
     x: Tensor, weight: Tensor, bias: Any, A: Tensor, B: Any, magnitude: Tensor | None, x_adapter: Any, scale: float
 ) -> tuple[Tensor | None, ...]:
-    T, N = x.shape[0], weight.shape[0]
-    has_gain = magnitude is not None
+    lead, N = x.shape[:-1], weight.shape[0]
+    T, has_gain = prod(lead), magnitude is not None
     return (
-        x.new_empty((T, N)),
+        x.new_empty((*lead, N)),
         x.new_empty((T, A.shape[0])),
         x.new_empty((T, N)) if has_gain else None,
         x.new_empty(N, dtype=acc_dtype(x.dtype)) if has_gain else None,
@@ -77,14 +78,23 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, magnitude: Tensor | None,
     x_adapter: Tensor | None, scale: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    h = gemm(x if x_adapter is None else x_adapter, A.to(x.dtype)).mul_(scale)
+    shape, x = (*x.shape[:-1], weight.shape[0]), as_rows(x)
+    h = gemm(x if x_adapter is None else as_rows(x_adapter), A.to(x.dtype)).mul_(scale)
     z = gemm(h, B.to(x.dtype))
     gemm(x, weight, out=z, accumulate=True)
-    if magnitude is None:
-        return z if bias is None else z.add_(bias), h, None, None
-    norm = adapted_norm(weight, A, B, scale)
-    y = z * (magnitude / norm).to(z.dtype)
-    return y if bias is None else y.add_(bias), h, z, norm
+    y, norm = z, None
+    if magnitude is not None:
+        norm = adapted_norm(weight, A, B, scale)
+        y = z * (magnitude / norm).to(z.dtype)
+    if bias is not None:
+        y.add_(bias)
+    return _with_shape(y, shape), h, None if norm is None else z, norm
+
+
+def _with_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    # no view to autograd, which would refuse to change it in place
+    found: Tensor = torch.ops.aten._unsafe_view(x, shape)
+    return found
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -98,9 +108,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     if dy is None:
         return (None,) * 8
     x, weight, bias, A, B, magnitude, x_adapter, h, z, norm = ctx.saved_tensors
-    grads = _bwd_op(
-        dy.contiguous(), x, weight, bias, A, B, magnitude, x_adapter, h, z, norm, ctx.scale, *ctx.needs_input_grad[:7]
-    )
+    grads = _bwd_op(dy, x, weight, bias, A, B, magnitude, x_adapter, h, z, norm, ctx.scale, *ctx.needs_input_grad[:7])
     return (*(g if need else None for g, need in zip(grads, ctx.needs_input_grad[:7], strict=True)), None)
 
 
@@ -120,7 +128,8 @@ def _bwd(
     x_adapter: Tensor | None, h: Tensor, z: Tensor | None, norm: Tensor | None, scale: float, need_dx: bool,
     need_dw: bool, need_db: bool, need_dA: bool, need_dB: bool, need_dm: bool, need_dx_adapter: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    acc = acc_dtype(x.dtype)
+    acc, shape = acc_dtype(x.dtype), x.shape
+    dy, x = as_rows(dy).contiguous(), as_rows(x)
     dx = dx_adapter = dweight = dbias = dA = dB = dm = None
     if need_db and bias is not None:
         dbias = dy.sum(0, dtype=acc).to(bias.dtype)
@@ -129,7 +138,7 @@ def _bwd(
         dz = dy * (magnitude / norm).to(dy.dtype)
         dm = ((dy.to(acc) * z).sum(0) / norm).to(magnitude.dtype) if need_dm else None
     g = gemm(dz, B.to(x.dtype), layout="nn").mul_(scale)
-    adapted = x if x_adapter is None else x_adapter
+    adapted = x if x_adapter is None else as_rows(x_adapter)
     if need_dA:
         dA = gemm(g, adapted, layout="tn", out=torch.empty_like(A, memory_format=torch.contiguous_format))
     if need_dB:
@@ -142,16 +151,17 @@ def _bwd(
         gemm(dz, weight, layout="nn", out=dx, accumulate=True)
     if need_dw:
         dweight = gemm(dz, x, layout="tn")
+    dx, dx_adapter = (None if d is None else _with_shape(d, shape) for d in (dx, dx_adapter))
     return dx, dweight, dbias, dA, dB, dm, dx_adapter
 
 
 def _fwd_flops(x: Shape, weight: Shape, A: Shape, **_: Any) -> int:
-    return 2 * x[0] * (prod(weight) + A[0] * (x[1] + weight[0]))
+    return 2 * prod(x[:-1]) * (prod(weight) + A[0] * (x[-1] + weight[0]))
 
 
 def _bwd_flops(x: Shape, weight: Shape, A: Shape, need_dx: bool, need_dA: bool, need_dB: bool, **_: Any) -> int:
-    K, N, r = x[1], weight[0], A[0]
-    return 2 * x[0] * (need_dx * (N + r) * K + r * N + need_dA * r * K + need_dB * r * N)
+    K, N, r = x[-1], weight[0], A[0]
+    return 2 * prod(x[:-1]) * (need_dx * (N + r) * K + r * N + need_dA * r * K + need_dB * r * N)
 
 
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor A, Tensor B, Tensor? magnitude, Tensor? x_adapter"
@@ -161,6 +171,7 @@ _fwd_op = Op(
     _outputs,
     backward=_backward,
     setup_context=_setup_context,
+    num_results=1,
     flops=_fwd_flops,
 )
 _bwd_op = Op(
@@ -225,9 +236,8 @@ def lora_linear(
         checks.require(good, op, name, f"be {checks.name(x.dtype)} or float32", None if good else tensor.dtype)  # type: ignore[union-attr]
     if not use_kernel(op, x):
         return _plain(x, weight, A, B, scale, bias, magnitude, x_adapter)
-    rows = None if x_adapter is None else as_rows(x_adapter)
-    y = _fwd_op(as_rows(x), weight, bias, A, B, magnitude, rows, float(scale))[0]
-    return y.view(*x.shape[:-1], N)
+    y: Tensor = _fwd_op(x, weight, bias, A, B, magnitude, x_adapter, float(scale))[0]
+    return y
 
 
 def add_adapter(

@@ -18,12 +18,11 @@ _RATES = {
     "row": (1540.0, 1381.0, 1060.0),
     "block": (1311.0, 1311.0, 1060.0),
 }
-# of grouped products at T32768 E32 N4096 K7168, of y, dx and dW: bf16 as measured (ops/grouped_gemm.py). FP8 has not
-# been timed with groups: by block and for dW our dense product's rates at 8192^3; by row those of torch._scaled_mm,
-# times the share that torch's grouped product reached of its dense one in bf16 (607 of 804)
-_BF16_GROUPED = (640.0, 614.0, 643.0)
-_GROUPED_RATES = {"row": (1163.0, 1043.0, 483.0), "block": (634.0, 634.0, 483.0)}
-_SHARE = 0.5  # of the datasheet's bandwidth that quantizing reaches
+# of grouped products at T32768 E32 N4096 K7168 on one H200, of y, dx and dW: bf16 by ops/grouped_gemm.py, FP8 by
+# ops/fp8/grouped.py. dW, whose sums are promoted by groups of rows, is slower than bf16 at every size
+_BF16_GROUPED = (752.0, 732.0, 696.0)
+_GROUPED_RATES = {"row": (925.0, 943.0, 225.0), "block": (534.0, 517.0, 225.0)}
+_SHARE = 0.7  # of the datasheet's bandwidth that quantizing reaches, by docs/log/fp8.md
 # bytes moved an element of bfloat16 by a recipe: of x and dy, both copies; of W, forward and backward together
 _BYTES = {"tensor": (6, 8), "tensor-delayed": (4, 6), "row": (6, 6), "block": (6, 6)}
 

@@ -82,14 +82,16 @@ def test_reasons() -> None:
 
 
 def test_expected_times() -> None:
-    """At hidden size 2048 never FP8; at 7168 by row with many rows, with few the weights' quantization costs more."""
+    """By the measured rates never FP8, as dW is slower; y and dx alone would win with many rows, with few the weights'
+    quantization costs more."""
     with torch.device("meta"):
         narrow, wide = Experts(2048, 1408, 64, 6), Experts(7168, 2048, 32, 8)
     for recipe in (Row(), Block()):
-        assert "not expected to be faster" in str(why_not_grouped(narrow, recipe, H200))
-    assert why_not_grouped(wide, Row(), H200) is None
+        for experts in (narrow, wide):
+            assert "not expected to be faster" in str(why_not_grouped(experts, recipe, H200))
     few, many = (expected_grouped(T, 32, 4096, 7168, Row(), H200) for T in (8192, 1 << 20))
-    assert few is not None and many is not None and many.wins and not few.wins
+    assert few is not None and many is not None and few.quantize > few.bf16 / 8 > 0
+    assert many.fprop + many.dgrad + many.quantize < many.bf16 * 2 / 3 < many.bf16 < many.wgrad * 1.1
     assert expected_grouped(8192, 32, 4096, 7168, TensorRecipe(), H200) is None
 
 
