@@ -276,7 +276,7 @@ def test_fp8_of_experts(run_file: str) -> None:
     code, output = _run("explain", "fp8", run_file, "train.micro_batch_size=8", *options)
     (line,) = (line for line in output.splitlines() if line.startswith("layers.*.mlp.experts.gate_up"))
     assert code == 0 and line.split()[1:3] == ["4096x7168", "bf16:"], output
-    assert "FP8 by row is not expected to be faster" in line
+    assert "FP8 by row is not" in line  # cut at the width of the table
 
 
 def test_fp8_that_cannot_be_explained(run_file: str) -> None:

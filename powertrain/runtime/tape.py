@@ -153,17 +153,16 @@ class _Source:
 
     def _layouts_of_outputs(self) -> dict[int, _Layout]:
         """storage -> the layout in which it is returned: an allocation is made in that one."""
-        found: dict[int, _Layout] = {}
+        found: dict[int, Tensor] = {}
         for out in self._outputs:
             if out is None:
                 continue
             if not isinstance(out, Tensor):
                 raise NotReplayable("it returns more than tensors")
-            storage = out.untyped_storage()._cdata
-            if storage in found:
+            # the gradient of x + residual is one tensor for both
+            if found.setdefault(out.untyped_storage()._cdata, out) is not out:
                 raise NotReplayable("two results lie in one allocation")
-            found[storage] = _Layout.of(out)
-        return found
+        return {storage: _Layout.of(out) for storage, out in found.items()}
 
     def _allocate(self, name: str, x: Tensor, outputs: dict[int, _Layout]) -> None:
         layout = _Layout.of(x)

@@ -6,6 +6,7 @@ walks its share of them, as ops/grouped_gemm.py does; one of the second computes
 
 from typing import NamedTuple
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -136,6 +137,12 @@ def _fp8_grouped_kernel(
         )  # [BLOCK_M, BLOCK_N]
 
 
+@triton.jit
+def _kept(x, inside):
+    """FP8 values where `inside`, else 0; by their bytes, as `tl.where` has no FP8."""
+    return tl.where(inside, x.to(tl.uint8, bitcast=True), 0).to(x.dtype, bitcast=True)
+
+
 @kernel(aligned=("K",))
 def _fp8_grouped_wgrad_kernel(
     dy_ptr,
@@ -202,11 +209,17 @@ def _fp8_grouped_wgrad_kernel(
             lanes_t = tl.arange(0, BLOCK_T)
             first, at = block * BLOCK_T, block.to(tl.int64)
             inside = ((first + lanes_t >= low) & (first + lanes_t < high))[None, :]
-            dy_at = dy_ptr + row.to(tl.int64) * stride_dyn + first
-            x_at = x_ptr + col.to(tl.int64) * stride_xk + first
-            # [BLOCK_N, BLOCK_T], [BLOCK_K, BLOCK_T]
-            dy = tl.load(dy_at + lanes_n[:, None] * stride_dyn + lanes_t, mask=in_rows[:, None] & inside, other=0.0)
-            x = tl.load(x_at + lanes_k[:, None] * stride_xk + lanes_t, mask=in_x[:, None] & inside, other=0.0)
+            if TMA:
+                # the tokens of other groups become 0 in both, as theirs may be NaN; loads under a mask would be of
+                # single bytes
+                dy = _kept(dy_desc.load([row, first]), inside)  # [BLOCK_N, BLOCK_T]
+                x = _kept(x_desc.load([col, first]), inside)  # [BLOCK_K, BLOCK_T]
+            else:
+                dy_at = dy_ptr + row.to(tl.int64) * stride_dyn + first
+                x_at = x_ptr + col.to(tl.int64) * stride_xk + first
+                # [BLOCK_N, BLOCK_T], [BLOCK_K, BLOCK_T]
+                dy = tl.load(dy_at + lanes_n[:, None] * stride_dyn + lanes_t, mask=in_rows[:, None] & inside, other=0.0)
+                x = tl.load(x_at + lanes_k[:, None] * stride_xk + lanes_t, mask=in_x[:, None] & inside, other=0.0)
             sdy = tl.load(sdy_ptr + at * step_dyg + lanes_n * step_dyn, mask=in_rows, other=0.0)  # [BLOCK_N]
             sx = tl.load(sx_ptr + at * step_xg + lanes_k * step_xk, mask=in_x, other=0.0)  # [BLOCK_K]
             acc += tl.dot(dy, x.T) * (sdy[:, None] * sx[None, :])
