@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from powertrain import attention, decode_attention
-from powertrain.ops import norm, norm_kernels
+from powertrain.ops import norm, norm_fwd_kernels
 from powertrain.testing.bench import Timing, host_us, note
 
 _FIRST_USE = """
@@ -91,7 +91,7 @@ def run() -> Iterator[str]:
     y, rstd = torch.empty_like(x), torch.empty(128, device="cuda")
     arguments = (x, None, w, None, y, None, None, rstd, 128, 1024, 1024, 0, 1e-6)
     constants = {"IS_LAYER": False, "ZERO_CENTERED": False, "ROUND_FIRST": False, "BLOCK_M": 4, "BLOCK_N": 1024}
-    kernel = norm_kernels._norm_fwd_kernel
+    kernel = norm_fwd_kernels._norm_fwd_kernel
     for name, launch in {"powertrain": kernel[(32,)], "triton": kernel.jit[(32,)]}.items():
         launch(*arguments, **constants, num_warps=4)
         microseconds = host_us(lambda launch=launch: launch(*arguments, **constants, num_warps=4))

@@ -25,12 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powertrain.ops.norm_kernels import (
-    norm_bwd,
-    norm_bwd_outputs,
-    norm_fwd,
-    norm_fwd_outputs,
-)
+from powertrain.ops.norm_bwd_kernels import norm_bwd, norm_bwd_outputs
+from powertrain.ops.norm_fwd_kernels import norm_fwd, norm_fwd_outputs
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast

@@ -171,7 +171,7 @@ def test_memory_of_a_norm_is_its_results() -> None:
 @pytest.mark.parametrize("broken", ["fwd", "bwd"])
 def test_a_kernel_that_cannot_be_compiled_falls_back_as_a_whole(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is backward's: the forward then takes plain PyTorch already."""
-    from powertrain.ops import norm, norm_kernels
+    from powertrain.ops import norm, norm_bwd_kernels, norm_fwd_kernels
     from powertrain.runtime import dispatch, settings
     from powertrain.runtime.errors import CompileTimeout
 
@@ -186,7 +186,7 @@ def test_a_kernel_that_cannot_be_compiled_falls_back_as_a_whole(broken: str, mon
     monkeypatch.setattr(dispatch, "disabled_ops", ())
     monkeypatch.setattr(dispatch, "_holds", [])
     monkeypatch.setenv("POWERTRAIN_ON_COMPILE_FAILURE", "reference")
-    for kernel in (norm_kernels._norm_fwd_kernel, norm_kernels._norm_bwd_kernel):
+    for kernel in (norm_fwd_kernels._norm_fwd_kernel, norm_bwd_kernels._norm_bwd_kernel):
         monkeypatch.setattr(kernel, "_loaded", {})
         kernel._tables.clear()
     monkeypatch.setattr(norm._norm_op, "_rehearsed", set())

@@ -221,10 +221,10 @@ def test_recording_notes_and_does_not_run() -> None:
 @native
 def test_python_calls_of_one_eager_op() -> None:
     """Python calls of a call that is not replayed; tests/ops/test_replay.py counts those of one that is."""
-    from powertrain.ops import norm_kernels
+    from powertrain.ops import norm_fwd_kernels
 
     x, w = torch.empty(128, 1024, device="meta"), torch.empty(1024, device="meta")
-    Driver(norm_kernels._norm_fwd_kernel)
+    Driver(norm_fwd_kernels._norm_fwd_kernel)
     try:
         powertrain.rms_norm(x, w)
         calls = 0
@@ -237,9 +237,9 @@ def test_python_calls_of_one_eager_op() -> None:
         powertrain.rms_norm(x, w)
         sys.setprofile(None)
     finally:
-        namespace = norm_kernels._norm_fwd_kernel.launch.__globals__
-        namespace["prepare"] = norm_kernels._norm_fwd_kernel._prepare
+        namespace = norm_fwd_kernels._norm_fwd_kernel.launch.__globals__
+        namespace["prepare"] = norm_fwd_kernels._norm_fwd_kernel._prepare
         namespace["current_device"] = lambda: None
         namespace["launch_kernel"] = driver.launcher
-        norm_kernels._norm_fwd_kernel._tables.clear()
+        norm_fwd_kernels._norm_fwd_kernel._tables.clear()
     assert calls <= 60, f"{calls} Python calls"

@@ -127,17 +127,17 @@ def test_the_key_knows_code_and_not_comments() -> None:
 
 
 def test_the_key_knows_called_functions_and_constants() -> None:
-    from powertrain.ops import norm_kernels
+    from powertrain.ops import norm_fwd_kernels
     from powertrain.runtime.compile.triton_compat import source_hash
 
-    before = norm_kernels._norm_fwd_kernel.source_hash
-    kept = norm_kernels._affine
+    before = norm_fwd_kernels._norm_fwd_kernel.source_hash
+    kept = norm_fwd_kernels._affine
     try:
-        norm_kernels._affine = norm_kernels._weight
-        assert source_hash(norm_kernels._norm_fwd_kernel.fn) != before
+        norm_fwd_kernels._affine = norm_fwd_kernels.norm_weight
+        assert source_hash(norm_fwd_kernels._norm_fwd_kernel.fn) != before
     finally:
-        norm_kernels._affine = kept
-    assert source_hash(norm_kernels._norm_fwd_kernel.fn) == before
+        norm_fwd_kernels._affine = kept
+    assert source_hash(norm_fwd_kernels._norm_fwd_kernel.fn) == before
 
 
 def test_a_namedtuple_is_part_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,4 +76,4 @@ def test_neighbours_start_with_the_plan_itself() -> None:
 
 def test_the_command_lists_where_plans_were_measured() -> None:
     result = CliRunner().invoke(app, ["tune"])
-    assert result.exit_code == 0 and "norm_kernels._plan_bwd" in result.output and "H200" in result.output
+    assert result.exit_code == 0 and "norm_bwd_kernels._plan_bwd" in result.output and "H200" in result.output

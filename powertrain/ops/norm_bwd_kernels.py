@@ -1,4 +1,4 @@
-"""Kernels of RMSNorm and LayerNorm, their plans and launches; norm.py has the formulas."""
+"""Kernels of the backward of RMSNorm and LayerNorm, their plan and launches; norm.py has the formulas."""
 
 from typing import NamedTuple
 
@@ -7,134 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.norm_fwd_kernels import norm_weight
 from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
-
-
-@kernel(aligned=("N",))
-def _norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    h_ptr,
-    mean_ptr,
-    rstd_ptr,
-    M,
-    N,
-    stride_xm,
-    stride_rm,
-    eps,
-    IS_LAYER: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < M) & (cols < N)
-
-    h = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    if residual_ptr is not None:
-        h += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-        h = h.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + rows * N + cols, h, mask=mask)  # [BLOCK_M, BLOCK_N]
-        h = h.to(tl.float32)
-    if IS_LAYER:
-        # two passes over registers: E[h²] - mean² would lose the digits of a row whose mean is large
-        mean = tl.sum(h, axis=1, keep_dims=True) / N
-        h = tl.where(mask, h - mean, 0.0)
-        tl.store(mean_ptr + rows, mean, mask=rows < M)  # [BLOCK_M, 1]
-    rstd = tl.rsqrt(tl.sum(h * h, axis=1, keep_dims=True) / N + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
-    y = _affine(h * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
-    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
-
-
-@triton.jit
-def _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    # as Hugging Face's Llama does: the normalized row is rounded to its dtype ahead of the weight
-    if ROUND_FIRST:
-        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
-    if weight_ptr is not None:
-        y *= _weight(weight_ptr, cols, N, ZERO_CENTERED)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
-    return y
-
-
-@triton.jit
-def _weight(weight_ptr, cols, N, ZERO_CENTERED: tl.constexpr):
-    w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
-    if ZERO_CENTERED:
-        w += 1.0
-    return w
-
-
-@kernel(aligned=("N",))
-def _norm_fwd_looped_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    h_ptr,
-    mean_ptr,
-    rstd_ptr,
-    N,
-    stride_xm,
-    stride_rm,
-    eps,
-    IS_LAYER: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    # one row a program, in blocks; each lane keeps a running mean and sum of squared deviations, combined at the end
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK_N)
-    count = tl.zeros([BLOCK_N], tl.float32)
-    mean = tl.zeros([BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        cols = start + lanes
-        mask = cols < N
-        h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-        if residual_ptr is not None:
-            h += tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-            h = h.to(h_ptr.dtype.element_ty)
-            tl.store(h_ptr + row * N + cols, h, mask=mask)  # [BLOCK_N]
-            h = h.to(tl.float32)
-        if IS_LAYER:
-            count += tl.where(mask, 1.0, 0.0)
-            # Welford's update, lane by lane; the lanes are combined behind the loop by Chan's formula
-            delta = tl.where(mask, h - mean, 0.0)
-            mean += delta / tl.maximum(count, 1.0)
-            squares += delta * tl.where(mask, h - mean, 0.0)
-        else:
-            squares += h * h
-    row_mean = 0.0
-    total = tl.sum(squares, axis=0)
-    if IS_LAYER:
-        row_mean = tl.sum(mean * count, axis=0) / N
-        total += tl.sum(count * (mean - row_mean) * (mean - row_mean), axis=0)
-        tl.store(mean_ptr + row, row_mean)  # scalar
-    rstd = tl.rsqrt(total / N + eps)
-    tl.store(rstd_ptr + row, rstd)  # scalar
-    for start in range(0, N, BLOCK_N):
-        cols = start + lanes
-        mask = cols < N
-        if residual_ptr is not None:
-            # this program wrote h itself, and each lane reads only what it wrote
-            h = tl.load(h_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-        else:
-            h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-        y = _affine((h - row_mean) * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_N]
 
 
 @kernel(aligned=("N",))
@@ -170,7 +47,7 @@ def _norm_bwd_kernel(
     dw = tl.zeros([SUMS, BLOCK_N], tl.float32)
     db = tl.zeros([SUMS, BLOCK_N], tl.float32)
     if weight_ptr is not None:
-        w = _weight(weight_ptr, cols, N, ZERO_CENTERED)
+        w = norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
     if BLOCK_TAIL > 0:
         tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
         tail_dw = tl.zeros([SUMS, BLOCK_TAIL], tl.float32)
@@ -190,7 +67,7 @@ def _norm_bwd_kernel(
         if weight_ptr is not None:
             if BLOCK_TAIL > 0:
                 # from the cache once more: kept, it made 18432 columns spill 272 bytes a thread
-                w = _weight(weight_ptr, cols, N, ZERO_CENTERED)
+                w = norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
             wdy = dy * w
         sum_wdy_xhat = tl.sum(wdy * xhat, axis=1, keep_dims=True)  # [BLOCK_M, 1]
         sum_wdy = tl.zeros([BLOCK_M, 1], tl.float32)
@@ -206,7 +83,7 @@ def _norm_bwd_kernel(
                 tail_db += _over_rows(tail_dy, SUM_ROWS_LAST)
             tail_wdy = tail_dy
             if weight_ptr is not None:
-                tail_wdy = tail_dy * _weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
+                tail_wdy = tail_dy * norm_weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
             sum_wdy_xhat += tl.sum(tail_wdy * tail_xhat, axis=1, keep_dims=True)
             if IS_LAYER:
                 sum_wdy += tl.sum(tail_wdy, axis=1, keep_dims=True)
@@ -317,7 +194,7 @@ def _wdy_xhat(dy_ptr, h_ptr, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED: tl.
     h = tl.load(h_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     wdy = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     if weight_ptr is not None:
-        wdy *= _weight(weight_ptr, cols, N, ZERO_CENTERED)
+        wdy *= norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
     # columns past the row would hold -mean * rstd
     return wdy, tl.where(mask, (h - mean) * rstd, 0.0)
 
@@ -385,32 +262,10 @@ class _Plan(NamedTuple):
     block_m: int
     block_n: int
     num_warps: int
-    programs: int  # that share the rows in backward
-    pipeline: int = 1  # stages in flight in backward
-    tail: int = 0  # columns behind block_n, a power of 2; backward
-    sum_rows_last: bool = False  # weight gradients are summed over a block's rows after the last block; backward
-
-
-@tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
-def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
-    # bf16, 16384 rows, ms; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
-    #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
-    #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
-    # a persistent grid, cache hints on loads and on stores: no gain
-    # as much between the powers of 2, where a block has idle lanes; in brackets torch.compile:
-    #   rms    5120: 1 row 0.0847, 2 rows 0.0970 (0.0914);   6144: 0.1009, 0.1063 (0.0997)
-    #   rms    12288: one block 0.2113, 4096 at a time 0.2020 (0.1936);   18432: 0.4158, 8192 at a time 0.3123 (0.2926)
-    #   layer  18432: 4096 at a time 0.4855, 2048 at a time 0.4353 (0.3077)
-    block_n = next_power_of_2(N)
-    if block_n > 16384:
-        return _Plan(True, 1, 2048 if is_layer else 8192, 8, M)
-    if not is_layer and 8192 < N <= 12288:
-        return _Plan(True, 1, 4096, 16, M)
-    if block_n > 8192 or (is_layer and block_n > 4096) or (not is_layer and 4096 < N <= 6144):
-        return _Plan(False, 1, block_n, 8, M)
-    if block_n >= 4096:
-        return _Plan(False, 2, block_n, 8, M)
-    return _Plan(False, min(16, 4096 // block_n), block_n, 4, M)
+    programs: int  # that share the rows
+    pipeline: int = 1  # stages in flight
+    tail: int = 0  # columns behind block_n, a power of 2
+    sum_rows_last: bool = False  # weight gradients are summed over a block's rows after the last block
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps", "programs", "pipeline"))
@@ -451,45 +306,6 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) 
     room = (target.shared_per_block // per_sm - 4096) // (block_m * (block_n + tail) * stage_bytes)
     programs = min(cdiv(M, block_m), per_sm * target.num_sms)
     return _Plan(False, block_m, block_n, warps, programs, min(stages, max(1, room + 1)), tail, sum_rows_last)
-
-
-def norm_fwd_outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer: bool, *_: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    h = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return y, h, torch.empty_like(rstd) if is_layer else None, rstd
-
-
-def norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    is_layer: bool,
-    zero_centered: bool,
-    round_first: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    y, h, mean, rstd = norm_fwd_outputs(x, residual, weight, bias, eps, is_layer, zero_centered, round_first)
-    rows = as_rows(x)
-    residual = None if residual is None else as_rows(residual)
-    M, N = rows.shape
-    plan = _plan_fwd(M, N, is_layer, Target.of(x.device))
-    tensors = (rows, residual, weight, bias, y, h, mean, rstd)
-    strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
-    modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
-    if plan.looped:
-        _norm_fwd_looped_kernel[(M,)](
-            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps
-        )
-    else:
-        _norm_fwd_kernel[(cdiv(M, plan.block_m),)](
-            *tensors, M, N, *strides, eps, **modes,
-            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
-        )  # fmt: skip
-    return y, h, mean, rstd
 
 
 def norm_bwd_outputs(

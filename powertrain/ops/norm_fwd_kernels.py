@@ -1,0 +1,229 @@
+"""Kernels of the forward of RMSNorm and LayerNorm, their plan and launches; norm.py has the formulas."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
+
+
+@kernel(aligned=("N",))
+def _norm_fwd_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    h_ptr,
+    mean_ptr,
+    rstd_ptr,
+    M,
+    N,
+    stride_xm,
+    stride_rm,
+    eps,
+    IS_LAYER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+):
+    # a row is BLOCK_N columns, and BLOCK_TAIL after them: 18432 as one power of 2 would leave half of the lanes idle
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    h = _load_sum(x_ptr, residual_ptr, h_ptr, rows, cols, stride_xm, stride_rm, mask, N)
+    if BLOCK_TAIL > 0:
+        tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_mask = (rows < M) & (tail_cols < N)
+        tail = _load_sum(x_ptr, residual_ptr, h_ptr, rows, tail_cols, stride_xm, stride_rm, tail_mask, N)
+    if IS_LAYER:
+        # two passes over registers: E[h²] - mean² would lose the digits of a row whose mean is large
+        total = tl.sum(h, axis=1, keep_dims=True)
+        if BLOCK_TAIL > 0:
+            total += tl.sum(tail, axis=1, keep_dims=True)
+        mean = total / N
+        h = tl.where(mask, h - mean, 0.0)
+        if BLOCK_TAIL > 0:
+            tail = tl.where(tail_mask, tail - mean, 0.0)
+        tl.store(mean_ptr + rows, mean, mask=rows < M)  # [BLOCK_M, 1]
+    squares = tl.sum(h * h, axis=1, keep_dims=True)
+    if BLOCK_TAIL > 0:
+        squares += tl.sum(tail * tail, axis=1, keep_dims=True)
+    rstd = tl.rsqrt(squares / N + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
+    y = _affine(h * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
+    if BLOCK_TAIL > 0:
+        y = _affine(tail * rstd, weight_ptr, bias_ptr, y_ptr, tail_cols, N, ZERO_CENTERED, ROUND_FIRST)
+        tl.store(y_ptr + rows * N + tail_cols, y.to(y_ptr.dtype.element_ty), mask=tail_mask)  # [BLOCK_M, BLOCK_TAIL]
+
+
+@triton.jit
+def _load_sum(x_ptr, residual_ptr, h_ptr, rows, cols, stride_xm, stride_rm, mask, N):
+    """x, or x + residual rounded to the stream's dtype, which is stored too; in float32."""
+    h = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # the shape of rows + cols
+    if residual_ptr is not None:
+        h += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+        h = h.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + rows * N + cols, h, mask=mask)
+        h = h.to(tl.float32)
+    return h
+
+
+@triton.jit
+def _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    # as Hugging Face's Llama does: the normalized row is rounded to its dtype ahead of the weight
+    if ROUND_FIRST:
+        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+    if weight_ptr is not None:
+        y *= norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
+    return y
+
+
+@triton.jit
+def norm_weight(weight_ptr, cols, N, ZERO_CENTERED: tl.constexpr):
+    w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
+    if ZERO_CENTERED:
+        w += 1.0
+    return w
+
+
+@kernel(aligned=("N",))
+def _norm_fwd_looped_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    h_ptr,
+    mean_ptr,
+    rstd_ptr,
+    N,
+    stride_xm,
+    stride_rm,
+    eps,
+    IS_LAYER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # one row a program, in blocks; each lane keeps a running mean and sum of squared deviations, combined at the end
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)
+    count = tl.zeros([BLOCK_N], tl.float32)
+    mean = tl.zeros([BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + lanes
+        mask = cols < N
+        h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+        if residual_ptr is not None:
+            h += tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+            h = h.to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + row * N + cols, h, mask=mask)  # [BLOCK_N]
+            h = h.to(tl.float32)
+        if IS_LAYER:
+            count += tl.where(mask, 1.0, 0.0)
+            # Welford's update, lane by lane; the lanes are combined behind the loop by Chan's formula
+            delta = tl.where(mask, h - mean, 0.0)
+            mean += delta / tl.maximum(count, 1.0)
+            squares += delta * tl.where(mask, h - mean, 0.0)
+        else:
+            squares += h * h
+    row_mean = 0.0
+    total = tl.sum(squares, axis=0)
+    if IS_LAYER:
+        row_mean = tl.sum(mean * count, axis=0) / N
+        total += tl.sum(count * (mean - row_mean) * (mean - row_mean), axis=0)
+        tl.store(mean_ptr + row, row_mean)  # scalar
+    rstd = tl.rsqrt(total / N + eps)
+    tl.store(rstd_ptr + row, rstd)  # scalar
+    for start in range(0, N, BLOCK_N):
+        cols = start + lanes
+        mask = cols < N
+        if residual_ptr is not None:
+            # this program wrote h itself, and each lane reads only what it wrote
+            h = tl.load(h_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+        else:
+            h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+        y = _affine((h - row_mean) * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
+        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_N]
+
+
+class _Plan(NamedTuple):
+    looped: bool  # the row does not fit in one block
+    block_m: int
+    block_n: int
+    num_warps: int
+    tail: int = 0  # columns behind block_n, a power of 2
+
+
+@tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
+def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
+    # bf16, 16384 rows, ms; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
+    #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
+    #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
+    # a persistent grid, cache hints on loads and on stores: no gain
+    # as much between the powers of 2, where a block has idle lanes; in brackets torch.compile:
+    #   rms    5120: 1 row 0.0847, 2 rows 0.0970 (0.0914);   6144: 0.1009, 0.1063 (0.0997)
+    #   rms    12288: one block 0.2113, 4096 at a time 0.2020 (0.1936);   18432: 0.4158, 8192 at a time 0.3123 (0.2926)
+    #   layer  18432: 4096 at a time 0.4855, 2048 at a time 0.4353 (0.3077)
+    block_n = next_power_of_2(N)
+    if block_n > 16384:
+        return _Plan(True, 1, 2048 if is_layer else 8192, 8)
+    if not is_layer and 8192 < N <= 12288:
+        return _Plan(True, 1, 4096, 16)
+    if block_n > 8192 or (is_layer and block_n > 4096) or (not is_layer and 4096 < N <= 6144):
+        return _Plan(False, 1, block_n, 8)
+    if block_n >= 4096:
+        return _Plan(False, 2, block_n, 8)
+    return _Plan(False, min(16, 4096 // block_n), block_n, 4)
+
+
+def norm_fwd_outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer: bool, *_: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    h = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return y, h, torch.empty_like(rstd) if is_layer else None, rstd
+
+
+def norm_fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    is_layer: bool,
+    zero_centered: bool,
+    round_first: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    y, h, mean, rstd = norm_fwd_outputs(x, residual, weight, bias, eps, is_layer, zero_centered, round_first)
+    rows = as_rows(x)
+    residual = None if residual is None else as_rows(residual)
+    M, N = rows.shape
+    plan = _plan_fwd(M, N, is_layer, Target.of(x.device))
+    tensors = (rows, residual, weight, bias, y, h, mean, rstd)
+    strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
+    modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
+    if plan.looped:
+        _norm_fwd_looped_kernel[(M,)](
+            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps
+        )
+    else:
+        _norm_fwd_kernel[(cdiv(M, plan.block_m),)](
+            *tensors, M, N, *strides, eps, **modes,
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_TAIL=plan.tail, num_warps=plan.num_warps,
+        )  # fmt: skip
+    return y, h, mean, rstd
