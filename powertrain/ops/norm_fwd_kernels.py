@@ -175,15 +175,28 @@ def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
     #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
     # a persistent grid, cache hints on loads and on stores: no gain
     # as much between the powers of 2, where a block has idle lanes; in brackets torch.compile:
-    #   rms    5120: 1 row 0.0847, 2 rows 0.0970 (0.0914);   6144: 0.1009, 0.1063 (0.0997)
-    #   rms    12288: one block 0.2113, 4096 at a time 0.2020 (0.1936);   18432: 0.4158, 8192 at a time 0.3123 (0.2926)
-    #   layer  18432: 4096 at a time 0.4855, 2048 at a time 0.4353 (0.3077)
+    # a block and a tail, warps, beside one block and in brackets torch.compile:
+    #   rms    5120 8 warps 0.083 / 0.084 (0.091)    6144 4 warps 0.098 / 0.099 (0.099)
+    #   rms    10240 16 warps 0.161 / 0.175 (0.160)  12288 4 warps 0.202 / 0.205 (0.192)
+    #   rms    14336 8 warps 0.225 / 0.231 (0.224)   18432 32 warps 0.296 / 0.345 (0.291)
+    #   rms    20480 16 warps 0.431 / 8192 at a time 0.393 (0.314)   24576 16 warps 0.462 / 0.495 (0.375)
+    #   layer  5120 4 warps 0.084 / 0.103 (0.152)    6144 4 warps 0.100 / 0.112 (0.127)
+    #   layer  10240 8 warps 0.175 / 0.220 (0.179)
+    #   layer  12288 4 warps 0.232 / 0.236 (0.207)   14336 8 warps 0.250 / 0.254 (0.237)
+    #   layer  18432 8 warps 0.549 / 2048 at a time 0.451 (0.307)   24576 16 warps 0.543 / 0.619 (0.430)
     block_n = next_power_of_2(N)
+    whole = block_n // 2
+    tail = max(256, next_power_of_2(N - whole)) if N > whole else 0
+    if N in range(4097, 6145):
+        return _Plan(False, 1, whole, 8 if tail <= 1024 and not is_layer else 4, tail)
+    if N in range(8193, 14337):
+        warps = 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8
+        return _Plan(False, 1, whole, warps, tail)
+    if N in range(20481, 24577) or (N in range(16385, 18433) and not is_layer):
+        return _Plan(False, 1, whole, 32 if tail <= 2048 else 16, tail)
     if block_n > 16384:
         return _Plan(True, 1, 2048 if is_layer else 8192, 8)
-    if not is_layer and 8192 < N <= 12288:
-        return _Plan(True, 1, 4096, 16)
-    if block_n > 8192 or (is_layer and block_n > 4096) or (not is_layer and 4096 < N <= 6144):
+    if block_n > 8192 or (is_layer and block_n > 4096):
         return _Plan(False, 1, block_n, 8)
     if block_n >= 4096:
         return _Plan(False, 2, block_n, 8)
