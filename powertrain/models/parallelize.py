@@ -84,7 +84,6 @@ def parallelize(
         overlap = Overlap(tensor, transport=transport)
         apart = _shard_layers(model, tensor)
         name_layers(model)
-        # the model asks its sharding in every forward, so exchanging the object suffices
         model.sharding = TokenSharding(overlap)
         shape = (mesh["replicate"].size(), mesh["shard"].size() * tensor.size())
         whole = _rearranged(mesh, shape, ("replicate", "shard"))["replicate", "shard"]
@@ -92,9 +91,7 @@ def parallelize(
         check_context(model.config, context.size())
         model.sharding = ContextSharding(context_parallel(context), model.sharding)
     if mesh["replicate"].size() == 1:
-        # a mesh of one dim is FSDP, of two HSDP
         shard, whole = mesh["shard"], whole["shard"]
-    # with one shard rank there is nothing to free
     reshard_after_forward = reshard_after_forward and mesh["shard"].size() > 1
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
     if expert > 1:

@@ -200,7 +200,6 @@ class TransformerLayer(nn.Module):
             ), **common,
         )  # fmt: skip
         if self.parallel_attention_mlp:
-            # both branches read the same input: one residual addition
             return self._added((attended + self.layernorm_mlp(x, is_first_microbatch), None), x)
         x = self._added(attended, x)
         if self.layer_type == "decoder":
