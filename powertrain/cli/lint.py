@@ -27,7 +27,7 @@ def lint(
 ) -> None:
     """Check a training config without training: every key, shapes, memory, kernels, and unsupported features of a GPU.
 
-    Ends with 0 if all is well, 1 if a GPU named cannot do it, 2 if the config cannot be read.
+    The exit code is 0 if nothing is wrong, 1 if the run cannot work on a named GPU, 2 if the config cannot be read.
 
     \b
     powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --arch A100 --arch "RTX 2080"

@@ -64,8 +64,8 @@ def initialize_ub(
     # one line for the job
     if not dist.is_initialized() or dist.get_rank() == 0:
         tracing.progress(
-            f"initialize_ub: layers of powertrain.nn.tensor_parallel.linear overlap over the group of {tp_size} ranks "
-            f"that each is given; not needed, and not read: {', '.join(unneeded)}"
+            f"initialize_ub: not needed, since layers of powertrain.nn.tensor_parallel.linear overlap over the group "
+            f"of {tp_size} ranks that each is constructed with; arguments without effect: {', '.join(unneeded)}"
         )
 
 

@@ -111,7 +111,7 @@ def attention(
         out = dropout(softmax(s over the keys that the mask lets see)) v
 
     Query i stands at position p = i, or with causal_align "bottom_right" at p = i + Sk - Sq, where seqused_q and
-    seqused_k replace Sq and Sk if given. masks.py says which keys j it sees.
+    seqused_k replace Sq and Sk if given. mask.py says which keys j it sees.
 
     Shapes: B batch, Sq queries, Sk keys, H heads (a multiple of K key heads), D and E head dims, 1 to 512 each.
         layout           query             key               value
@@ -265,7 +265,7 @@ def varlen_attention(
         seqused_q, seqused_k   [B]: their lengths, if less than that. With seqused_k, and without cu_seqlens_k_padded,
                        keys lie anywhere: sequence n has seqused_k[n] rows from cu_seqlens_k[n] on, and starts may be in
                        any order, and rows those of several sequences, whose gradients add up. (With
-                       cu_seqlens_k_padded the Hopper backward serves, here the universal one)
+                       cu_seqlens_k_padded the Hopper backward can run, without it the universal one)
         prefix_lengths [B]; alibi_slopes [H] or [B, H]; sinks [H]
     is_causal to backend are those of `attention`: positions count within a sequence, as do dropout's rows and columns
     (and the sequence's number in the batch), so that packing changes no result.

@@ -170,7 +170,7 @@ def _column(
         notes.append(f"with {given}")
     decision = select.decide(problem, preference)
     if decision is None:
-        notes.append(f"nothing is left; smallest change: {select.smallest_change(list(results))}")
+        notes.append(f"no backend supports the call; smallest change: {select.smallest_change(list(results))}")
         return Column(name, problem, results, tuple(notes))
     # a backend may have a note besides its limits: flash-attn-4 compiles at its first call
     if note := getattr(decision.backend, "note", None):

@@ -85,20 +85,20 @@ def _first_backward(problem: AttentionProblem, preference: BackendPreference, or
 
 
 def decide_backward(problem: AttentionProblem, preference: BackendPreference) -> str:
-    """Which of the backwards that take any forward's out and LSE differentiates. The universal kernels if none that is
-    allowed can, which is reported."""
+    """The backend that computes gradients from any forward's out and LSE. The universal kernels if no allowed one can,
+    which is reported."""
     # the caller may be under no_grad, as attention_backward is, but a backward is wanted all the same
     problem = replace(problem, needs_grad=True)
     chosen = _first_backward(problem, preference, order_of(problem, preference.forbidden).backwards)
     if chosen is None:
         # reported and not raised: a preference must not take away the only backward there is
-        reason = "no other backward takes this problem, though triton is forbidden"
+        reason = "no other backward supports this call, although triton is forbidden"
         tracing.event("dispatch", f"attention's backward: triton: {reason}", op="attention", backend="triton")
     return chosen or "triton"
 
 
 def why_other_backward(problem: AttentionProblem, decision: Decision, preference: BackendPreference) -> str:
-    """Why not the forward's own backward differentiates, and why not cuDNN's where it was measured faster."""
+    """Why the forward's own backward does not run, and why cuDNN's does not where it was measured faster."""
     problem = _of_output(problem)
     order = preference.backward_order(order_of(problem, preference.forbidden).behind(decision.name))
     before = order[: order.index(decision.backward)] if decision.backward in order else order
@@ -121,7 +121,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(problem: AttentionProblem, preference: BackendPreference) -> list[Verdict]:
-    """Every backend, those that may be tried first, in order."""
+    """A verdict for every backend: first those that may be tried, in order, then the others."""
     order = order_of(problem, preference.forbidden)
     tried = preference.order(order.names)
     results, chosen = [], False
@@ -145,7 +145,7 @@ class NoBackendError(PowertrainError):
 
     def __init__(self, problem: AttentionProblem, results: list[Verdict]) -> None:
         self.problem, self.verdicts = problem, results
-        lines = [f"attention: no backend that is allowed takes this problem: {describe(problem)}"]
+        lines = [f"attention: no allowed backend supports this call: {describe(problem)}"]
         for name, verdict, reasons in results:
             if verdict == "forbidden":
                 lines.append(
@@ -248,7 +248,7 @@ def _choose(problem: Callable[[], AttentionProblem], backend: str | Sequence[str
     decision = decide(asked, preference)
     if decision is None:
         raise NoBackendError(asked, verdicts(asked, preference))
-    by = "" if decision.other_backward is None else f", differentiated by {decision.backward}"
+    by = "" if decision.other_backward is None else f", backward by {decision.backward}"
     tracing.event(
         "attention", f"attention by {decision.name}{by}: {describe(asked)}", backend=decision.name, problem=asked,
         backward=decision.backward,

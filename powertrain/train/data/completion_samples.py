@@ -57,8 +57,8 @@ class CompletionSamples:
         empty = len(examples) - long - len(kept)
         if long or empty:
             tracing.warn(
-                f"{self.sides[0].files.tokens}: of {len(examples)} examples {long} are left out that do not fit into "
-                f"train.seq_length {self.seq_length}, and {empty} without a label that counts"
+                f"{self.sides[0].files.tokens}: of {len(examples)} examples {long} are left out because they are "
+                f"longer than train.seq_length {self.seq_length}, and {empty} because none of their labels counts"
             )
         if not len(kept):
             raise ValueError(f"{self.sides[0].files.tokens}: must hold an example to train on, got none")

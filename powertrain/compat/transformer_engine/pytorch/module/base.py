@@ -141,7 +141,7 @@ class ProductModule(nn.Module):
                 state_dict.update({f"{prefix}{gemm}.{name}": tensor for name, tensor in buffers.items()})
         except Unreadable as error:
             # a warning: the weights are right, only the first step's scales differ
-            tracing.warn(f"{key} of the checkpoint is ignored: {error}; delayed scales begin anew")
+            tracing.warn(f"{key} of the checkpoint is ignored: {error}; delayed scaling starts with an empty history")
         self._expect_buffers(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if is_missing:
