@@ -58,6 +58,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            # in one place for all commands: a missing extra is one line, not a traceback
             return super().invoke(ctx)
         except MissingExtra as error:
             typer.echo(str(error), err=True)
