@@ -187,7 +187,7 @@ def document_of(raw: Raw, key: str = "text") -> str | Messages:
         text.encode()
     except UnicodeEncodeError as error:
         at = f"the lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
-        raise BadDocument(f"{raw.where}: must be text that UTF-8 has, got {at}") from None
+        raise BadDocument(f"{raw.where}: must be text that UTF-8 can represent, got {at}") from None
     return document
 
 
