@@ -92,7 +92,7 @@ def test_a_packed_file_that_ends_early_is_damaged(tmp_path: Path, ending: str) -
 def test_a_lone_surrogate_is_a_bad_line(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text('{"text": "a"}\n{"text": "\\ud83d"}\n["b", "\\udc00x"]\n"\\ud83d\\ude00"\n')
-    with pytest.raises(BadDocument, match=r"t\.jsonl:2: must be text that UTF-8 can represent, got the lone surrogate U\+D83D"):
+    with pytest.raises(BadDocument, match=r"t\.jsonl:2: must be text .* represent, got the lone surrogate U\+D83D"):
         list(texts([file]))
     assert list(texts([file], skip_bad=True)) == ["a", "\U0001f600"]
 

@@ -58,7 +58,7 @@ class SentencePieceTokenizer:
         return [list(ids) for ids in self._processor.encode(texts)]
 
     def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
-        raise ValueError(f"{self.path}: must have a chat template for messages, which a SentencePiece model does not have")
+        raise ValueError(f"{self.path}: must have a chat template for messages; SentencePiece models have none")
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids]))

@@ -80,7 +80,9 @@ class FusedScaleMaskSoftmax(nn.Module):
         """Probabilities, in the input's shape and dtype."""
         checks.require(input.dim() == 4, self.op, "input", "have 4 dims", list(input.shape))
         if self.dtype is not None and input.dtype is not self.dtype:
-            checks.fail(self.op, "input", f"be {checks.name(self.dtype)}, as the constructor says", checks.name(input.dtype))
+            checks.fail(
+                self.op, "input", f"be {checks.name(self.dtype)}, as the constructor says", checks.name(input.dtype)
+            )
         if softmax_offset is not None:
             nearest = "sinks= of powertrain.ops.attention.attention, without scores in memory"
             unsupported(self.op, "softmax_offset", list(softmax_offset.shape), nearest)
