@@ -143,7 +143,7 @@ def test_any_damage_of_a_cache_is_mended(tmp_path: Path, count: int, capfd: pyte
         bad = b"" if n % 7 == 0 else damaged(file.read_bytes(), chance)
         file.write_bytes(bad)
         assert samples() == wanted, file
-    assert len(files) == 9 and "anew" in capfd.readouterr().err
+    assert len(files) == 9 and "again:" in capfd.readouterr().err
 
 
 def test_a_zero_length_order(tmp_path: Path) -> None:
