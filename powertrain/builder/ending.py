@@ -98,6 +98,7 @@ _NOISE = re.compile(r"^\s*(ERROR: Failed building|error: subprocess-exited|× |n
 def lines_of(log: IO[bytes]) -> Iterator[str]:
     """A log's lines, each cut to the length that is searched: a compiler's command line can be longer than a book."""
     whole = True
+    # with a limit: a regular expression over a line of many megabytes would take longer than the build's end
     while part := log.readline(LONGEST_LINE):
         if whole:
             yield part.decode(errors="replace")
@@ -106,7 +107,9 @@ def lines_of(log: IO[bytes]) -> Iterator[str]:
 
 def first_error(lines: Iterable[str]) -> Failure | None:
     """The first line with a known cause, and its meaning; None if there is none."""
+    # uv puts DEBUG before the builder's own lines, and patterns look at their beginning
     for line in map(bare, lines):
+        # pip's closing lines say that something failed, never what
         if _NOISE.match(line):
             continue
         for pattern, cause, fix in _PATTERNS:

@@ -88,10 +88,12 @@ def look(
     memory       bytes the build may use instead of all that is available
     """
     path = environment.get("PATH", "")
+    # affinity and cgroup limits, not the machine's cores: a container may have four of a hundred
     cores, cores_why = usable_cores()
     available, memory_why = available_memory()
     if memory is not None and memory < available:
         available, memory_why = memory, "--memory"
+    # of the command's environment, which may differ from this process's
     tmp = environment.get("TMPDIR") or tempfile.gettempdir()
     gpus, gpus_why = _named(archs) if archs else present_gpus()
     nvcc = _nvcc(environment)
@@ -120,6 +122,7 @@ def _named(archs: Sequence[str]) -> tuple[tuple[Gpu, ...], str]:
 def _nvcc(environment: Mapping[str, str]) -> Nvcc | None:
     """The nvcc that torch's extensions would take: of CUDA_HOME or CUDA_PATH, on PATH, or in /usr/local/cuda."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    # the order of torch.utils.cpp_extension, so that the plan speaks of the nvcc that will run
     on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
     for path in [f"{home}/bin/nvcc"] if home else [on_path, "/usr/local/cuda/bin/nvcc"]:
         if path and Path(path).is_file():
@@ -129,9 +132,11 @@ def _nvcc(environment: Mapping[str, str]) -> Nvcc | None:
 
 def nvcc_at(path: str) -> Nvcc | None:
     """Facts of this nvcc; None if it does not answer."""
+    # asked, not read from a file name: /usr/local/cuda is often a link to something else
     version = re.search(r"release (\d+)\.(\d+)", _ask(path, "--version"))
     if not version:
         return None
+    # compilers know what they compile for; a table of ours would be out of date with each release
     archs = sorted(int(arch) for arch in re.findall(r"compute_(\d+)$", _ask(path, "--list-gpu-arch"), re.MULTILINE))
     # a script in front of nvcc would mislead; nvcc itself says where its toolkit is
     top = re.search(r"_HERE_=(\S+)", _ask(path, "-dryrun", "-x", "cu", "-E", "/dev/null"))
@@ -142,20 +147,24 @@ def nvcc_at(path: str) -> Nvcc | None:
 
 
 def _newest_gcc(home: Path) -> int | None:
+    # conda keeps headers under targets/
     for header in [home / "include/crt/host_config.h", *home.glob("targets/*/include/crt/host_config.h")]:
         if header.is_file():
+            # the text of the #error that nvcc would stop with
             limit = re.search(r"gcc versions later than (\d+)", header.read_text(errors="replace"))
             return int(limit[1]) if limit else None
     return None
 
 
 def _compiler(cxx: str | None, path: str) -> Compiler | None:
+    # CXX may hold a launcher's options too, such as "g++ -m64"
     names = [cxx.split()[0]] if cxx else ["c++", "g++", "clang++"]
     compiler = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
     if not compiler:
         return None
     text = _ask(compiler, "--version")
     number = re.search(r"(\d+)\.\d+\.\d+", text)
+    # c++ may be gcc or clang; only gcc has a limit in nvcc's headers that is checked here
     is_gcc = "Free Software Foundation" in text
     return Compiler(compiler, (text.splitlines() or ["?"])[0], int(number[1]) if number and is_gcc else None)
 
@@ -166,6 +175,7 @@ def python_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
     program = Path(shutil.which(command[0], path=path) or command[0])
     if re.fullmatch(r"python[\d.]*", program.name) and program.is_file():
         return str(program)
+    # pip's script lies beside the Python whose packages it installs
     if program.name.startswith("pip"):
         beside = program.parent / "python"
         if beside.is_file():
@@ -183,6 +193,7 @@ def _python(path: str) -> Python | None:
         return None
     torch, cuda = None, None
     if facts["torch"]:
+        # importing torch takes seconds; its version file has all that is asked here
         file = Path(facts["torch"], "version.py")
         text = file.read_text() if file.is_file() else ""
         torch, cuda = _assigned("__version__", text), _assigned("cuda", text)
@@ -200,6 +211,7 @@ def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Ma
     folders = [f"{home}/include" for home in homes if home]
     folders += [environment.get("CPATH", ""), environment.get(f"{library.upper()}_INCLUDE_DIR", "")]
     folders += [f"{nvcc.home}/include"] if nvcc else []
+    # wheels for CUDA 12 have a folder for each library, those for CUDA 13 one for all
     folders += [f"{python.site}/nvidia/{part}/include" for part in (library, "cu13")] if python else []
     folders += ["/usr/include", "/usr/local/include", "/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu"]
     candidates = (Path(part, name) for folder in folders for part in folder.split(":") if part)
@@ -209,6 +221,7 @@ def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Ma
 def _ask(*command: str) -> str:
     """Output of a program, both streams; empty if it cannot be run."""
     try:
+        # a deadline and no input, for a wrapper named nvcc may ask or hang
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -83,7 +83,9 @@ def make_plan(
     """
     recipe = recipe_of(command)
     estimate = measured or Estimate(recipe.bytes, None, recipe.source)
+    # a share below 1: the rest of the machine needs memory too, and a job's size is an estimate
     fit = int(host.memory * SHARE // estimate.bytes)
+    # one job at least, even where it may not fit: swap may carry it
     slots = max(1, min(host.cores, fit))
     if estimate.seconds is None:
         estimate = replace(estimate, seconds=recipe.seconds(slots), time_why=recipe.time_source, rough=True)
@@ -95,13 +97,17 @@ def make_plan(
     ]
     kept = [_kept(variable, environment) for variable in variables]
     refusals = [*_refusals(recipe, host), *_arch_refusals(recipe, host)]
+    # kept apart: a setup.py that downloads its own wheel still imports torch first, one that pip downloads does not
     before = _torch_refusals(recipe, host, _isolated(command, environment, recipe))
     notes = _notes(recipe, host, estimate, fit, _isolated(command, environment, recipe))
+    # a wheel that the command would not take by itself is only mentioned
     taken = wheel if wheel and wheel.automatic else None
     if taken:
+        # no compiler runs, so what only a compiler needs is no reason to refuse
         refusals, notes = [], [f"nothing is compiled: this command takes {taken.name}"]
         before = before if taken.by_setup else []
     refusals = [*before, *refusals]
+    # the user's number wins; memory is still granted job by job
     asked = environment.get("MAX_JOBS", "")
     jobs = int(asked) if asked.isdigit() and int(asked) else slots
     return Plan(
@@ -110,6 +116,7 @@ def make_plan(
 
 
 def _kept(variable: Variable, environment: Mapping[str, str]) -> Variable:
+    # a variable that is set but empty is unset to most build scripts
     yours = environment.get(variable.name)
     if not yours:
         return variable
@@ -124,6 +131,7 @@ def _parallelism(slots: int, fit: int, host: BuildHost, estimate: Estimate) -> l
     one = "one thread a job, so that MAX_JOBS alone bounds memory (threads multiply it)"
     return [
         Variable("MAX_JOBS", str(slots), why),
+        # CMake does not read MAX_JOBS, a variable of torch's extensions and of setup.py files
         Variable("CMAKE_BUILD_PARALLEL_LEVEL", str(slots), "the same for cmake --build"),
         Variable("NVCC_THREADS", "1", one),
         Variable("NVTE_BUILD_THREADS_PER_JOB", "1", one),
@@ -132,10 +140,12 @@ def _parallelism(slots: int, fit: int, host: BuildHost, estimate: Estimate) -> l
 
 def _arch_lists(host: BuildHost) -> list[Variable]:
     archs = host.archs
+    # without a GPU there is nothing to guess from: the project's own default stands
     if not archs:
         return []
     plain = ";".join(map(str, archs))
     why = f"{', '.join(map(str, dict.fromkeys(host.gpus)))} ({host.gpus_why})"
+    # torch's spelling; CMake and TransformerEngine write the same archs without a dot
     dotted = " ".join(f"{arch // 10}.{arch % 10}" for arch in archs)
     ptx = "no +PTX: machine code for these GPUs only. +PTX adds text that a newer GPU's driver compiles at first use"
     variables = [
@@ -152,6 +162,7 @@ def _arch_lists(host: BuildHost) -> list[Variable]:
 
 
 def _flash_family(arch: int) -> int | None:
+    # flash-attention 2 begins at sm_80; sm_110 is a family by itself there
     return None if arch < 80 else arch if arch == 110 else arch // 10 * 10
 
 
@@ -165,12 +176,14 @@ def _toolkit(host: BuildHost) -> list[Variable]:
 
 def _headers(recipe: Recipe, host: BuildHost) -> list[Variable]:
     """Headers that lie in torch's own wheels, where no compiler looks."""
+    # headers in /usr/include are found without help, so only those of wheels get a variable
     site = f"{host.python.site}/" if host.python else "none"
     wheels = {name: Path(path) for name in recipe.headers if (path := host.headers.get(name)) and path.startswith(site)}
     if not wheels:
         return []
     why = f"{', '.join(wheels)}: in the wheels that torch came with, where no compiler looks"
     folders = dict.fromkeys(str(path.parent) for path in wheels.values())
+    # gcc and nvcc both read CPATH, and no build script has to pass it on
     variables = [Variable("CPATH", ":".join(folders), why)]
     if "cudnn.h" in wheels:
         variables.append(Variable("CUDNN_PATH", str(wheels["cudnn.h"].parent.parent), "the same, for CMake"))
@@ -179,12 +192,14 @@ def _headers(recipe: Recipe, host: BuildHost) -> list[Variable]:
 
 def _isolated(command: Sequence[str], environment: Mapping[str, str], recipe: Recipe) -> bool:
     """Whether pip or uv builds in an environment of its own, without the packages that are installed."""
+    # by name, since pip is often called with its path
     words = [Path(command[0]).name, *command[1:]]
     pip = re.fullmatch(r"pip[\d.]*", words[0]) or words[:2] == ["uv", "pip"] or words[1:3] == ["-m", "pip"]
     if not pip or not {"install", "wheel"} & set(words):
         return False
     if environment.get("PIP_NO_BUILD_ISOLATION") or environment.get("UV_NO_BUILD_ISOLATION"):
         return False
+    # the package follows "=" or is the next word
     names = {word.partition("=")[2] or following for word, following in pairwise([*words, ""])
              if word.startswith("--no-build-isolation-package")}  # fmt: skip
     mine = any(name.lower().replace("_", "-") == recipe.package for name in names)
@@ -196,7 +211,9 @@ def _torch_refusals(recipe: Recipe, host: BuildHost, isolated: bool) -> list[Ref
     python = host.python
     if not python or not recipe.torch:
         return []
+    # in pip's own environment the installed torch is not seen, so whether there is one does not matter
     if isolated:
+        # such a project lists torch among its build requirements, and pip downloads one
         if recipe.torch != "yours":
             return []
         problem = f"{recipe.name} imports torch to build, and pip builds in an environment of its own, which has none"
@@ -224,6 +241,7 @@ def _refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
         refusals.append(Refusal("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda", fix))
     if nvcc and python and python.torch_cuda and recipe.needs_nvcc:
         major = int(python.torch_cuda.split(".")[0])
+        # only the major version: torch.utils.cpp_extension refuses another one and only warns about another minor
         if major != nvcc.version[0]:
             problem = (
                 f"nvcc {_version(nvcc.version)} ({nvcc.path}) cannot build for torch {python.torch}, "
@@ -234,6 +252,7 @@ def _refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
                     problem, f"set CUDA_HOME to a CUDA {major}.x toolkit, or install a torch for cu{nvcc.version[0]}x"
                 )
             )
+    # nvcc's own host_config.h ends the compile with #error, but only after everything before it was built
     if nvcc and compiler and nvcc.newest_gcc and compiler.gcc and compiler.gcc > nvcc.newest_gcc:
         newest = nvcc.newest_gcc
         problem = (
@@ -254,6 +273,7 @@ def _refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
                 f"install the {library} development package, or set {library.upper()}_PATH to the folder above include/"
             )
             refusals.append(Refusal(f"{header} is nowhere that {recipe.name} looks", fix))
+    # a full disk ends a build after an hour, often with a message about something else
     if host.disk < recipe.disk * _GIB:
         problem = f"{host.tmp} has {_gib(host.disk)} free; {recipe.name} wants {recipe.disk:g} GiB"
         refusals.append(Refusal(problem, "set TMPDIR to a folder on a larger disk"))
@@ -264,6 +284,7 @@ def _arch_refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
     refusals, nvcc = [], host.nvcc
     for arch in host.archs:
         if nvcc and nvcc.archs and arch not in nvcc.archs:
+            # CUDA 13 has dropped archs before sm_75, so a toolkit can be too new as well
             side = "old" if arch > nvcc.archs[-1] else "new"
             problem = f"nvcc {_version(nvcc.version)} is too {side} for sm_{arch}: it knows {_archs(nvcc.archs)}"
             refusals.append(Refusal(problem, f"install a CUDA toolkit that lists sm_{arch} and set CUDA_HOME"))
@@ -292,6 +313,7 @@ def _notes(recipe: Recipe, host: BuildHost, estimate: Estimate, fit: int, isolat
             "without --no-build-isolation it is compiled for a torch that pip chooses, not for your "
             f"{host.python.torch}"
         )
+    # /dev/shm is a tmpfs: files in it are charged as memory
     if "memory" in Path(host.tmp).parts or str(host.tmp).startswith("/dev/shm"):
         notes.append(f"TMPDIR {host.tmp} is memory: files there count against the compilers")
     return notes

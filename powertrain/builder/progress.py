@@ -51,6 +51,7 @@ class Progress:
         if count := _COUNT.match(line):
             self._count(int(count[1]), int(count[2]))
         elif percent := _PERCENT.match(line):
+            # makefiles tell no number of files, only a share
             self.done, self.total = int(percent[1]), 100
         if wheel := _WHEEL.search(line):
             name = Path(wheel[1]).name
@@ -60,6 +61,7 @@ class Progress:
         return changed
 
     def _count(self, done: int, total: int) -> None:
+        # a build may run ninja several times, once for each extension; a count that starts again is a new run
         if total != self.total and self.total and done <= 1:
             self.before += self.done
         self.done, self.total = done, total
@@ -73,6 +75,7 @@ class Progress:
         running   seconds that those at work have had
         earlier   seconds that the whole build took the last time
         """
+        # an earlier build knows phases that no count covers: downloads, linking, the wheel
         if earlier is not None and elapsed < earlier:
             return earlier - elapsed
         if self.total == 100:
@@ -80,7 +83,9 @@ class Progress:
         if not finished or not self.total:
             return None
         mean = sum(finished) / len(finished)
+        # what is being compiled counts for the time it has had, at most a mean file's
         left = (self.total - self.done) * mean - sum(min(seconds, mean) for seconds in running)
+        # files are compiled side by side, as many as are at work now
         return max(0.0, left) / max(1, len(running))
 
 
@@ -95,6 +100,7 @@ def verbose(command: Sequence[str]) -> list[str]:
     """The command, with the flag that makes pip or uv show the builder's output; others as they are."""
     words = list(command)
     name = Path(words[0]).name
+    # the user's own choice, quiet included, stays
     if any(re.fullmatch(r"-v+|--verbose|-q+|--quiet", word) for word in words[1:]):
         return words
     if is_pip(words):

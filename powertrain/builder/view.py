@@ -33,11 +33,13 @@ class PlainView:
         self.named: set[str] = set()
 
     def say(self, text: str) -> None:
+        # file names may contain brackets, which rich would read as markup
         self.console.print(f"[powertrain] {printable(text)}", markup=False, soft_wrap=True)
 
     def show(self, status: Status) -> None:
         for unit in status.units:
             seconds = status.now - unit.since
+            # named once: to somebody who waits, a file of ten minutes looks like a hang
             if unit.state == "running" and seconds > _SLOW and unit.name not in self.named:
                 self.named.add(unit.name)
                 self.say(slow_but_working(seconds, unit.name, unit.doing, seconds) or "")
@@ -52,6 +54,7 @@ class LiveView:
     """A table that is redrawn in place; messages stay above it."""
 
     def __init__(self, console: Console) -> None:
+        # no thread of its own: the loop that watches the build redraws
         self.live = Live(console=console, auto_refresh=False, transient=True)
         self.live.start()
         self.drawn = 0.0
@@ -64,11 +67,13 @@ class LiveView:
             return
         self.drawn = status.now
         table = Table.grid(padding=(0, 2))
+        # a table longer than the terminal would scroll instead of being redrawn in place
         for unit in status.units[:_SHOWN]:
             style = {"running": "", "paused": "yellow", "waiting": "dim", "killed": "red"}[unit.state]
             table.add_row(unit.name, *_cells(unit, status.now), style=style)
         if len(status.units) > _SHOWN:
             table.add_row(f"and {len(status.units) - _SHOWN} more")
+        # before the builder has counted its files there is no total, so the bar only moves
         bar = ProgressBar(total=status.total or None, completed=status.done, width=40, pulse=not status.total)
         self.live.update(Group(Text(summary(status)), bar, table), refresh=True)
 

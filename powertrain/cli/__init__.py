@@ -58,6 +58,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            # in one place for all commands: a missing extra is one line, not a traceback
             return super().invoke(ctx)
         except MissingExtra as error:
             typer.echo(str(error), err=True)
@@ -92,18 +93,18 @@ def main(
     powertrain demo                   train a small GPT, kill it, resume it, generate from it
     powertrain check                  this machine, and every op against float64
     powertrain check rms_norm rope    some ops only
-    powertrain tour                   the field's pains, before and after, on this machine
+    powertrain tour                   common problems, without and with Powertrain
     powertrain train run.yml          train, resume; a GPT-NeoX YAML is read as it is
     powertrain generate runs/NAME --prompt "def "   text out of a checkpoint
     powertrain evaluate runs/NAME --tasks piqa      scores in tasks of lm_eval
     powertrain convert runs/NAME OUT --to hf        to and from Hugging Face and GPT-NeoX, logits compared
-    powertrain report runs/NAME       report.html of a run, made anew
+    powertrain report runs/NAME       write a run's report.html again
     powertrain lint run.yml           a training config, checked without training
     powertrain verify runs/NAME       checkpoints and data sets, compared with their checksums
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
-    powertrain kernels                compiled kernels, checked
+    powertrain kernels                list and verify compiled kernels
     powertrain tune rms_norm          measure this GPU's tiles (only when asked)
-    powertrain build -- pip install ...   a CUDA build of another project, planned and governed
+    powertrain build -- pip install ...   another project's CUDA build, with limits
     powertrain shim flash_attn -- python train.py   other libraries' names, computed by Powertrain
     powertrain target "RTX 3090 Ti"   facts of a GPU, present or not
     powertrain env                    environment variables and their values

@@ -1,4 +1,4 @@
-"""`powertrain build -- COMMAND`: any build of a CUDA extension, planned and governed; `powertrain build history`."""
+"""`powertrain build -- COMMAND`: a CUDA extension's build, planned and within memory; `powertrain build history`."""
 
 import os
 import re

@@ -67,6 +67,7 @@ def convert(
         )  # fmt: skip
     except (ValueError, OSError, LogitsDiffer, NotImplementedError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        # 1: the conversion was done and its check failed; 2: it could not be done
         raise typer.Exit(1 if isinstance(error, LogitsDiffer) else 2) from None
     console.print(f"{destination}: {NAMES[to.value]}")
     for note in done.notes:

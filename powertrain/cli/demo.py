@@ -31,6 +31,7 @@ def demo(
     console.rule("[bold]train[/]: a GPT of 2.7 M parameters, 369,000 bytes of Python's standard library", align="left")
     train = _Train(folder)
     killed_at = train.until_killed()
+    # a progress bar that was killed leaves the terminal's cursor hidden
     console.show_cursor()
     if killed_at is None:
         console.print("[red]the training ended before it could be killed[/]")
@@ -57,6 +58,7 @@ class _Train:
     def __init__(self, folder: Path) -> None:
         config = importlib.resources.files("powertrain.train") / "quickstart.yml"
         where = [f"logging.folder={folder}", f"checkpoint.folder={folder / 'checkpoints'}"]
+        # python -m, because the command may not be on PATH in a checkout
         self.command = [*_POWERTRAIN, "train", str(config), *where]
         self.folder = folder
 
@@ -64,8 +66,10 @@ class _Train:
         """Run, and SIGKILL it a few steps after its first checkpoint; the step, or None if it ended by itself."""
         process = subprocess.Popen(self.command)
         while process.poll() is None:
+            # a checkpoint's folder gets this name when it is complete, so the file is there whole
             checkpoint = min(self.folder.glob("checkpoints/step_*/checkpoint.json"), default=None)
             step = max((record["step"] for record in _records(self.folder) if record["kind"] == "step"), default=0)
+            # a few steps later, so that the resumed run repeats steps that were lost
             if checkpoint is not None and step > json.loads(checkpoint.read_text())["step"] + 2:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
@@ -81,6 +85,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     """Whole lines of the run's metrics.jsonl."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    # a killed trainer leaves half a line at the end
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
@@ -88,6 +93,7 @@ def _clear(folder: Path) -> None:
     """Remove an earlier demo; anything else in the way is an error."""
     if not folder.exists():
         return
+    # what follows removes the folder, so one that is not a run's must not get there
     if any(folder.iterdir()) and not (folder / "metrics.jsonl").is_file():
         raise typer.BadParameter(f"{folder} must be new or an earlier demo's, got other files", param_hint="--folder")
     shutil.rmtree(folder)

@@ -26,7 +26,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="JSON file to write the results to", show_default=False)] = None,
     device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
 ) -> None:
-    """Evaluate a model on lm_eval's tasks (pip install 'powertrain[evaluate]').
+    """Evaluate a model on lm_eval's tasks (pip install 'powertrain\\[evaluate]').
 
     \b
     powertrain evaluate runs/quickstart --tasks lambada_openai,piqa

@@ -22,6 +22,7 @@ def show(files: list[str], arch: list[str]) -> None:
     run = read_run(files)
     from powertrain.train.explain_fp8 import explain, shard_ranks
 
+    # wider than most terminals, since a table of twelve columns that wraps cannot be read
     console, config = Console(width=150, highlight=False, soft_wrap=False), sized(run)
     for name in arch:
         try:
@@ -61,6 +62,7 @@ def _sums(lines: "tuple[Line, ...]", target: Target) -> str:
     counted = [line for line in lines if line.expected is not None]
     quantized = sum(line.count for line in lines if not line.why)
     if not counted:
+        # an expectation from another arch's rates would look like a measurement
         why = "" if not quantized else f": no rate was measured on sm_{target.arch}"
         return f"{quantized} layers in FP8{why}\n"
     fp8 = sum(line.count * line.expected.total for line in counted if line.expected)

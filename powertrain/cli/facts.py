@@ -79,6 +79,7 @@ def env(
     table.add_column("meaning")
     for field, variable in VARIABLES.items():
         value = getattr(now, field)
+        # a variable that differs from its default is what one looks for here
         style = "bold" if value != variable.default else None
         table.add_row(variable.name, _text(value), _text(variable.default), variable.meaning, style=style)
     Console().print(table)
@@ -107,4 +108,5 @@ def _text(value: object) -> str:
         return "unset"
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
+    # a bool as 0 or 1, as it is written in the environment
     return f"{value:g}" if isinstance(value, bool | float) else str(value)

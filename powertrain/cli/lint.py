@@ -27,7 +27,7 @@ def lint(
 ) -> None:
     """Check a training config without training: every key, shapes, memory, kernels, and unsupported features of a GPU.
 
-    Ends with 0 if all is well, 1 if a GPU named cannot do it, 2 if the config cannot be read.
+    The exit code is 0 if nothing is wrong, 1 if the run cannot work on a named GPU, 2 if the config cannot be read.
 
     \b
     powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --arch A100 --arch "RTX 2080"
@@ -71,11 +71,13 @@ def read_run(words: list[str], *, world_size: int = 1, strict: bool = False, for
 
 def missing_files(words: list[str]) -> list[str]:
     """Words of a command line that are neither an override nor a config that is there."""
+    # "small" stands for small.yml, as in GPT-NeoX's own command line
     known = {"quickstart", *_overrides(words)}
     return [word for word in words if word not in known and not Path(f"{word}.yml").exists()]
 
 
 def _overrides(words: list[str]) -> list[str]:
+    # a file may have "=" in its name
     return [word for word in words if "=" in word and not Path(word).exists()]
 
 
@@ -84,6 +86,7 @@ def sized(run: "Run") -> "RunConfig":
     from powertrain.train.data.sources import vocabulary_size
     from powertrain.train.run import with_vocabulary
 
+    # a size in the config spares reading the tokenizer, which may not be on this machine
     if run.config.model.vocab_size:
         return run.config
     try:
@@ -136,6 +139,7 @@ def _show_finding(finding: "Finding", console: Console) -> None:
         console.print(f"  [red]cannot[/] {problem}")
     for note in finding.notes:
         console.print(f"  note: {note}")
+    # one kernel is compiled for several shapes; its name is shown once, in order
     names = dict.fromkeys(spec.describe().split(" for ")[0].strip("_") for spec in finding.kernels)
     console.print(f"  {len(finding.kernels)} kernels to compile: {', '.join(names)}", highlight=False)
     if finding.attention is None:

@@ -53,6 +53,7 @@ def prebuild(
     report = build_with_progress(specs, console)
     for name, failure in report.failures.items():
         console.print(f"[red]failed[/] {name}: {failure}")
+    # also where some kernels failed: the others are of use, and the exit code tells
     report.write_pack(out)
     sources = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))
     size = out.stat().st_size / 2**20
@@ -76,11 +77,14 @@ def recorded(inputs: list[str], target: Target, dtype: Dtype, world_size: int = 
     from powertrain.ops.cases import cases
     from powertrain.runtime.recording import record
 
+    # launches on meta tensors are noted and not run, so the GPU need not be here
     with record(target) as wanted:
         if len(inputs) == 1 and inputs[0].endswith(".py"):
             if not Path(inputs[0]).is_file():
                 raise typer.BadParameter(f"no such file: {inputs[0]}", param_hint="WHAT")
+            # the file's tensors then have shapes and no memory
             with torch.device("meta"):
+                # as a program, so that what stands under `if __name__ == "__main__"` runs too
                 runpy.run_path(inputs[0], run_name="__main__")
             return wanted.specs
         unknown = set(inputs) - {case.op for case in cases()}
@@ -105,6 +109,7 @@ def build_with_progress(specs: "list[Spec]", console: Console, *, again: bool = 
     console.print(f"{len(specs)} kernels; {jobs(PER_JOB_BYTES, settings().jobs).why}")
     columns = (TextColumn("{task.description:60.60}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
+        # several specializations may be one kernel, which is compiled once
         task = bar.add_task("starting", total=len({spec.key for spec in specs}))
         return build(
             specs,

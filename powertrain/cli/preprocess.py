@@ -52,6 +52,7 @@ def preprocess(
     powertrain preprocess books/ --output data/books --tokenizer books.json --train-tokenizer 8192 --append-eod
     powertrain preprocess pairs.jsonl --output data/dpo --tokenizer tokenizer.json --completions pairs
     """
+    # refused rather than ignored: completions have their own end token and one process
     ignored = {"--workers": workers > 1, "--append-eod": append_eod, "--train-tokenizer": train_tokenizer is not None}
     if completions is not None and any(ignored.values()):
         names = ", ".join(name for name, is_given in ignored.items() if is_given)
@@ -72,6 +73,7 @@ def preprocess(
     except (OSError, ValueError, RuntimeError) as error:
         console.print(f"[red]{_plain(str(error))}[/]", soft_wrap=True)
         raise typer.Exit(1) from None
+    # the first twenty show what is wrong; a damaged corpus may have millions
     for message in counts.bad[:20]:
         console.print(f"left out: {_plain(message)}", soft_wrap=True)
     console.print(
@@ -114,6 +116,7 @@ def _tokenizer(
     path = Path(name)
     if path.suffix != ".json":
         raise ValueError(f"--tokenizer must be the .json file to write when --train-tokenizer is given, got {name!r}")
+    # another tokenizer under the same name would give existing data sets other meanings
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path}: exists already; leave --train-tokenizer out to use it, or --overwrite it")
     with console.status(f"training a tokenizer of {size} ids"):
@@ -140,6 +143,7 @@ def _encoded(
     from powertrain.train.data.indexed import IndexedWriter, folder_of
 
     folder_of(output)
+    # of compressed files the final size is not known, so there is no total to show
     compressed = any(file.name.endswith(LINES) and file.suffix in (".zst", ".gz") for file in files)
     total = None if compressed else sum(file.stat().st_size for file in files)
     columns = (

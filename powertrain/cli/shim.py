@@ -12,7 +12,7 @@ def shim(
     command: Annotated[list[str], typer.Argument(help="after --: the command as you would run it")],
     force: Annotated[bool, typer.Option("--force", help="put ours before a library that is installed")] = False,
 ) -> None:
-    """Run a command, unchanged, with `import flash_attn` and the like answered by Powertrain, in all its processes.
+    """Run an unchanged command in which `import flash_attn` and the like give Powertrain's modules, in all processes.
 
     \b
     powertrain shim flash_attn -- python train.py

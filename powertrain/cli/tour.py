@@ -1,4 +1,4 @@
-"""`powertrain tour`: a screen for each pain of the field, before and after, on this machine."""
+"""`powertrain tour`: a screen for each common problem, without and with Powertrain, on this machine."""
 
 import os
 import shlex
@@ -51,7 +51,7 @@ def tour(
         typer.Argument(help="one screen only: hang, build, archs, attention, mixed or overlap", show_default=False),
     ] = None,
 ) -> None:
-    """Show common problems of the field on this machine's CPU, before and after.
+    """Show common problems on this machine's CPU, without and with Powertrain.
 
     \b
     hang       a fused-kernel build killed half-way: the next run of torch's loader waits for ever, ours finishes

@@ -33,8 +33,8 @@ def train(
 ) -> None:
     """Train, from a Powertrain or a GPT-NeoX YAML, on this CPU, this GPU, or every rank of torchrun, srun or mpiexec.
 
-    A run whose folder holds a checkpoint goes on from it. SIGTERM and Ctrl-C end it after the step under way, with a
-    checkpoint. Ends with 0 when all steps are done, 1 when training went bad, 2 when it cannot begin.
+    A run whose folder holds a checkpoint resumes from it. SIGTERM and Ctrl-C end it after the current step, with a
+    checkpoint. The exit code is 0 when all steps are done, 1 when a bad loss stopped the run, 2 when it cannot start.
 
     \b
     powertrain train quickstart

@@ -19,6 +19,7 @@ __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
+    # on first use: importing one library's modules must not import all others' requirements
     return resolve(__name__, name, {module: f"{__name__}.{module}" for module in _MODULES})
 
 

@@ -49,6 +49,7 @@ class PeerCase:
     queries: int
     keys: int
     versions: Versions
+    # switches are given, not read from the environment: the answer may be for another machine
     switches: Mapping[str, str]
 
     def off(self, switch: str) -> bool:
@@ -69,6 +70,7 @@ class PeerCase:
     @property
     def padding(self) -> bool:
         """TransformerEngine's mask type says padding."""
+        # thd has no padding in memory, but TransformerEngine requires a padding mask type for it
         return self.p.layout == "thd" or self.p.has_key_lengths
 
     @property
@@ -89,6 +91,7 @@ class Rule(NamedTuple):
     fails: Callable[[PeerCase], bool]
     text: str
     fix: str
+    # versions are tuples: (2, 10) is after (2, 3), unlike as text
     since: tuple[int, ...] = (0,)  # first version of the library that has it
     until: tuple[int, ...] = (999,)  # first version that has it no more
 
@@ -107,6 +110,7 @@ def _fused_head_dims(c: PeerCase) -> bool:
     p, v = c.p, c.cudnn
     if c.widest <= 128:
         return True
+    # limits of cuDNN per version and arch, as nvte_get_fused_attn_backend states them
     if p.arch == 90 and c.widest <= 256 and v >= (90500 if p.needs_grad else 90100):
         return not (
             v >= 91100 and p.needs_grad and c.unequal and min(p.head_dim_qk, p.head_dim_v) >= 128
@@ -123,6 +127,7 @@ _FUSED_DIMS_FIX = (
     "head dims up to 128; up to 256 on sm_90 (training: cuDNN 9.5); 192/128 on sm_100 (cuDNN 9.11); or " + _POWERTRAIN
 )
 
+# one row a condition, so that the table can be compared with their function
 TE_RULES = (
     Rule(_FA, lambda c: c.off("NVTE_FLASH_ATTN"), "NVTE_FLASH_ATTN=0", "unset NVTE_FLASH_ATTN"),
     Rule(_FA2, lambda c: c.off("NVTE_FLASH_ATTN_V2"), "NVTE_FLASH_ATTN_V2=0", "unset NVTE_FLASH_ATTN_V2", (2, 14)),
@@ -134,6 +139,7 @@ TE_RULES = (
     Rule(_FA2, lambda c: not (c.versions.flash_attn or "").startswith("2"), "flash-attn 2 is not installed",
          "pip install flash-attn"),
     Rule(_FA3, lambda c: not (c.versions.flash_attn or "").startswith("3"), "FlashAttention-3 is not installed",
+         # not on PyPI: it is built from source
          "build it from flash-attention's folder hopper"),
     Rule(_FA4, lambda c: not (c.versions.flash_attn or "").startswith("4"), "flash-attn-4 is not installed",
          "pip install flash-attn-4", (2, 14)),
@@ -264,6 +270,7 @@ class Library:
     switches: tuple[str, ...] = ()  # environment variables it reads
 
 
+# their order: on Hopper and later FusedAttention is preferred, before it flash-attn
 def _te_order(c: PeerCase) -> tuple[str, ...]:
     flash = (_FA3, _FA4, _FA2)
     return (_FUSED, *flash, _UNFUSED) if c.p.arch >= 90 else (*flash, _FUSED, _UNFUSED)
@@ -272,6 +279,7 @@ def _te_order(c: PeerCase) -> tuple[str, ...]:
 LIBRARIES = {
     "transformer-engine": Library(
         "TransformerEngine", TE_RULES, _te_order,
+        # newest first; the versions of torch, cuDNN and flash-attn are those of that release's time
         (Versions((2, 20), "2.11", 91900, "2.8.3"), Versions((2, 3), "2.6", 90800, "2.7.4")),
         "get_attention_backend in dot_product_attention/utils.py; nvte_get_fused_attn_backend in fused_attn.cpp",
         ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4", "NVTE_FUSED_ATTN",
@@ -292,6 +300,7 @@ def versions_of(
     library: str, version: str | None, torch: str | None, cudnn: str | None, flash_attn: str | None
 ) -> Versions:
     """Versions to answer for: the newest known of the library that is not newer than `version`, changed as said."""
+    # a version between two known ones is answered by the rules of the older
     known = LIBRARIES[library].versions
     asked = known[0].library if version is None else version_numbers(LIBRARIES[library].name, version)
     base = next((v for v in known if v.library <= asked), known[-1])
@@ -314,6 +323,7 @@ def peer_verdicts(library: str, case: PeerCase) -> tuple[Verdict, ...]:
         else:
             rules = LIBRARIES[library].rules
             reasons = tuple(_reason(rule, case) for rule in rules if _met(rule, name, case))
+        # a library takes the first backend without a reason, as our selector does
         verdict = "no" if reasons else "would do" if chosen else "chosen"
         chosen = chosen or verdict == "chosen"
         verdicts.append(Verdict(name, verdict, reasons))
@@ -332,11 +342,13 @@ def _reason(rule: Rule, case: PeerCase) -> Reason:
 def _flash_attn_reasons(name: str, case: PeerCase) -> tuple[Reason, ...]:
     """Our own limits for the packages, as far as they are theirs: thd is their own layout."""
     backend = BACKENDS[name]
+    # their varlen functions are thd, which our backend calls by bshd's limits
     layout = "bshd" if case.p.layout == "thd" else case.p.layout
     p = replace(case.p, layout=layout, needs_lse_grad=False, compiling=False, dropout_seeded=False)
     if case.p.layout == "thd":
         p = replace(p, has_key_lengths=False)
     package = "flash-attn" if name == "flash-attn-2" else name
+    # assumed to be installed: the question is about limits
     with assume(Installed((2, 11), True, case.cudnn, ((package, "here"),))):
         return tuple(backend.why_not(p))
 
@@ -355,9 +367,11 @@ def changes_that_help(library: str, case: PeerCase) -> list[Change]:
     """
     steps = _steps(library, case)
     helpful: list[tuple[frozenset[str], Change]] = []
+    # 0 changes first: a problem that is served as it is gets no advice
     for size in (0, 1, 2):
         for chosen in combinations(steps, size):
             names = frozenset(text for text, _ in chosen)
+            # a pair that contains a sufficient single change says nothing new
             if any(known <= names for known, _ in helpful):
                 continue
             changed = case
@@ -406,6 +420,7 @@ def _steps(library: str, case: PeerCase) -> list[Step]:
         steps.append(("float16", facts(dtype=torch.float16)))
     if case.p.needs_grad:
         steps.append(("no gradients", facts(needs_grad=False)))
+    # one GPU per generation stands for it
     for arch in ("A100", "H100", "B200"):
         target = Target.parse(arch)
         if case.p.arch != target.arch:

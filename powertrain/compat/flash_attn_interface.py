@@ -49,9 +49,11 @@ def flash_attn_func(
 
     With return_attn_probs (out, lse [b, h, sq]).
     """
+    # FP8 attention and qv of MLA are inputs that no kernel of ours reads
     _refuse("flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attention(
         *unit_stride(q, k, v), scale=softmax_scale, is_causal=causal, window_size=window_size,
+        # False means "not required" there, and None "as PyTorch's setting" here
         chunk_size=attention_chunk, softcap=softcap, deterministic=deterministic or None, return_lse=return_attn_probs,
     )  # fmt: skip
 
@@ -77,6 +79,7 @@ def flash_attn_qkvpacked_func(
         checks.require(qkv.dim() == 5 and qkv.shape[2] == 3, op, "qkv", "be [b, s, 3, h, d]", list(qkv.shape))
         q, k, v = qkv.unbind(2)
     else:
+        # key and value have equal head counts, so the rest is split in halves
         heads = (qkv.shape[-2] - num_heads_q) // 2
         fits = qkv.dim() == 4 and heads > 0 and num_heads_q + 2 * heads == qkv.shape[2]
         checks.require(fits, op, "qkv", f"be [b, s, {num_heads_q} + 2 * heads of k, d]", list(qkv.shape))
@@ -113,8 +116,10 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed sequences: q [total_q, h, d], k and v [total_k, hk, d]; seqused_q and seqused_k [b] rows of each count."""
+    # the positions of the arguments are those of flash-attn 3, which differ from 2
     _refuse("flash_attn_varlen_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return varlen_attention(
+        # known(): lengths may come as tensors, and reading one would wait for the GPU
         *unit_stride(q, k, v), cu_seqlens_q, cu_seqlens_k, known(max_seqlen_q), known(max_seqlen_k),
         seqused_q=seqused_q, seqused_k=seqused_k, scale=softmax_scale, is_causal=causal, window_size=window_size,
         chunk_size=attention_chunk, softcap=softcap, deterministic=deterministic or None, return_lse=return_attn_probs,
@@ -160,6 +165,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
     if attention_chunk:
+        # decode_attention has no chunks
         unsupported(op, "attention_chunk", attention_chunk, "chunk_size of powertrain.attention")
     return flash2.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
@@ -174,6 +180,7 @@ def flash_attn_combine(
 
     Returns (out [b, s, h, d] in out_dtype, None: that of out_partial; lse [b, s, h] float32).
     """
+    # there LSE is [b, s, h], ours [b, h, s]
     lses = [lse.transpose(1, 2).contiguous() for lse in lse_partial]
     whole, lse = merge_attentions(list(out_partial), lses)
     whole = whole if out_dtype is None else whole.to(out_dtype)
@@ -196,4 +203,5 @@ def _refuse(op: str, **given: Tensor | None) -> None:
             unsupported(op, name, list(value.shape), nearest.get(name, "keys and values in 16 bits"))
 
 
+# a name that is missing says why, instead of a plain AttributeError
 __getattr__ = unknown(__name__)

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import NoReturn
 
 _PACKAGE = "powertrain.compat."
+# bytecode of `from module import name`: that statement replaces an AttributeError's text by its own
 _FROM_IMPORT = dis.opmap["IMPORT_FROM"]
 
 # pattern of their name -> why not, or what to take; the longest pattern that matches counts
@@ -104,6 +105,7 @@ WHY_NOT: dict[str, str] = {
 def why_not(name: str) -> str:
     """The reason that a name is not here; `name` may begin with ours or theirs."""
     name = name.removeprefix(_PACKAGE)
+    # the longest pattern: "fmha.*" is refined by single names
     matching = [pattern for pattern in WHY_NOT if fnmatchcase(name, pattern)]
     return WHY_NOT[max(matching, key=len)] if matching else "not yet"
 
@@ -117,11 +119,14 @@ def unknown(module: str) -> Callable[[str], NoReturn]:
 
     def __getattr__(name: str) -> NoReturn:
         theirs = module.removeprefix(_PACKAGE)
+        # importlib and inspect ask for dunder names; a long answer would only cost time
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         there = public(module)
+        # close names first, for most misses are typing errors or renames
         shown = difflib.get_close_matches(name, there, 3, 0.6) or there
         what = f"{theirs}.{name} is not in Powertrain ({why_not(f'{theirs}.{name}')}); there is {', '.join(shown[:40])}"
+        # co_code at the caller's last instruction tells which statement asked
         caller = sys._getframe(1)
         if caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == _FROM_IMPORT:
             raise ImportError(what, name=module)

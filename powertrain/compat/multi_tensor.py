@@ -19,6 +19,7 @@ Lists = Sequence[Sequence[Tensor]]
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
     """[inputs, outputs]: outputs = scale * inputs; noop_flag becomes 1 where an input is not finite."""
     sources, results = _lists("multi_tensor_scale", tensor_lists, 2)
+    # 16-bit inputs are scaled in float32, as Apex's kernel does
     wide = [x.float() if x.dtype.itemsize < 4 else x for x in sources]
     torch._foreach_copy_(list(results), torch._foreach_mul(wide, scale))
     _flag(noop_flag, sources)
@@ -42,8 +43,10 @@ def multi_tensor_l2norm(
     float64).
     """
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
+    # an empty list is legal there: parameter groups may be empty
     if not tensors:
         return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
+    # float32 sums of 16-bit squares
     wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
     each = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide))
     return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else each.new_empty(0)
@@ -55,6 +58,7 @@ def multi_tensor_l2norm_scale(
     """[inputs, outputs]: outputs = scale * inputs, and the norms of them."""
     multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, [tensor_lists[0]], per_tensor)
+    # the norm is homogeneous: no second pass over the scaled tensors
     return total * abs(scale), each * abs(scale)
 
 
@@ -88,8 +92,10 @@ def multi_tensor_adam(
     checks.require(lists in (4, 5), "multi_tensor_adam", "tensor_lists", "be 4 or 5 lists", lists)
     grads, parameters, means, squares = (list(tensors) for tensors in tensor_lists[:4])
     source = list(tensor_lists[4]) if lists == 5 else parameters
+    # a tensor and not a bool: the decision stays on the device
     keep = noop_flag.reshape(()) == 0
     correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    # tensor by tensor: this form is for scripts that call amp_C themselves, powertrain.AdamW is one launch
     for g, p, m, v, w in zip(grads, parameters, means, squares, source, strict=True):
         wide = torch.float64 if w.dtype is torch.float64 else torch.float32
         g, x = g.to(wide), w.to(wide)
@@ -102,6 +108,7 @@ def multi_tensor_adam(
         m.copy_(torch.where(keep, mean, m.to(wide)))
         v.copy_(torch.where(keep, square, v.to(wide)))
         w.copy_(new)
+        # with master weights the model's copy is rounded from the new master
         if w is not p:
             p.copy_(new)
 
@@ -125,8 +132,10 @@ def multi_tensor_sgd(
     keep = noop_flag.reshape(()) == 0
     copies = tensor_lists[3] if lists == 4 else [None] * len(tensor_lists[0])
     for g, p, buffer, copy in zip(*tensor_lists[:3], copies, strict=True):
+        # momentum buffers are float32 in mixed precision
         x, g = p.to(buffer.dtype), g.to(buffer.dtype) * scale
         g = g if wd_after_momentum else g + wd * x
+        # PyTorch's rule too: the first step initializes the buffer with the gradient, undamped
         moving = g if first_run else momentum * buffer + (1 - dampening) * g
         step = (g + momentum * moving if nesterov else moving) if momentum else g
         step = step + wd * x if wd_after_momentum else step
@@ -148,5 +157,6 @@ def _lists(op: str, tensor_lists: Lists, count: int) -> Lists:
 def _flag(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
     if tensors:
         # an inf or nan anywhere is one in the largest magnitude
+        # one stacked test for all tensors
         worst = torch.stack([x.float() for x in torch._foreach_norm(list(tensors), torch.inf)])
         noop_flag.logical_or_(~worst.isfinite().all())

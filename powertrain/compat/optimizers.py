@@ -35,12 +35,14 @@ class FusedAdam(AdamW):
     ) -> None:
         if amsgrad:
             unsupported("FusedAdam", "amsgrad", True, "torch.optim.AdamW(amsgrad=True)")
+        # an int there too: it selects a mode in the kernel
         self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=capturable, master_weights=master_weights,
             state_dtype=state_dtype,
         )  # fmt: skip
         self.defaults["bias_correction"] = bias_correction
+        # Apex's checkpoints have the key in each group
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
             self._refuse(group)
@@ -72,6 +74,7 @@ class FusedSGD(torch.optim.SGD):
         nesterov: bool = False,
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
+        # FusedSGD's default is False, FusedAdam's True, in Apex
         set_grad_none: bool = False,
     ) -> None:
         if wd_after_momentum:

@@ -41,6 +41,7 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         checks.require(x.dim() >= 2, _OP, name, "have at least 2 dims", list(x.shape))
     if attn_mask is not None:
+        # as PyTorch refuses both together
         checks.require(not is_causal, _OP, "is_causal", "be False where attn_mask is given", True)
         checks.require(attn_mask.dim() >= 2, _OP, "attn_mask", "have at least 2 dims", list(attn_mask.shape))
     lead, kv_lead = _leading(query, key, value, enable_gqa)
@@ -49,6 +50,7 @@ def scaled_dot_product_attention(
         *unit_stride(q, k, v), attn_bias=_mask(attn_mask, lead, query.shape[-2], key.shape[-2]), is_causal=is_causal,
         causal_align="top_left", scale=scale, dropout_p=dropout_p, layout="bhsd",
     )  # fmt: skip
+    # leading dims come back as the caller had them
     return out.reshape(*lead, *out.shape[-2:])
 
 
@@ -57,6 +59,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
     shapes = [x.shape[:-2] for x in (query, key, value)]
     if not enable_gqa:
         both = _broadcast(shapes)
+        # without enable_gqa heads broadcast like any other dim
         return both, both
     for name, shape in zip(("query", "key", "value"), shapes, strict=True):
         checks.require(len(shape) >= 1, _OP, name, "have at least 3 dims with enable_gqa", len(shape) + 2)
@@ -78,6 +81,7 @@ def _as_bhsd(x: Tensor, lead: Size) -> Tensor:
     """[..., n, d] as [batch, heads, n, d]; a copy only where several batch dims are broadcast."""
     heads = lead[-1] if lead else 1
     batch = lead[:-1].numel() if lead else 1
+    # expand is a view; reshape copies only if two broadcast dims must become one
     return x.expand(*lead, *x.shape[-2:]).reshape(batch, heads, *x.shape[-2:])
 
 
@@ -88,9 +92,11 @@ def _mask(mask: Tensor | None, lead: Size, queries: int, keys: int) -> Tensor | 
     full = (*lead, queries, keys)
     fits = mask.dim() <= len(full) and all(n in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False))
     checks.require(fits, _OP, "attn_mask", f"broadcast to {list(full)}", list(mask.shape))
+    # up to 4 dims our attention broadcasts by itself
     if mask.dim() <= 4 and len(full) <= 4:
         return mask
     mask = mask[(None,) * (len(full) - mask.dim())]
     if mask.shape[:-3].numel() == 1:
+        # one mask for the whole batch is not expanded
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])

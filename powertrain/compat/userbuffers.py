@@ -19,7 +19,10 @@ from powertrain.runtime import checks, tracing
 _OP = "initialize_ub"
 # the products that ub_cfgs may name; each is chosen for here by powertrain/parallel/cost_model.py
 _NAMES = tuple(
-    f"{layer}_{product}" for layer in ("qkv", "proj", "fc1", "fc2") for product in ("fprop", "dgrad", "wgrad")
+    # TransformerEngine's names: layers' products, forward, input gradient and weight gradient
+    f"{layer}_{product}"
+    for layer in ("qkv", "proj", "fc1", "fc2")
+    for product in ("fprop", "dgrad", "wgrad")
 )
 
 
@@ -41,12 +44,15 @@ def initialize_ub(
     """
     good = len(shape) == 2 and all(isinstance(n, int) and n > 0 for n in shape)
     checks.require(good, _OP, "shape", "be [tokens, hidden size], both above 0", list(shape))
+    # ranks may be checked before torch.distributed is up
     world = dist.get_world_size() if dist.is_initialized() else 1
     checks.require(tp_size > 0 and world % tp_size == 0, _OP, "tp_size", f"divide the {world} ranks", tp_size)
     checks.require(dtype in checks.FLOATS, _OP, "dtype", "be float32, float16 or bfloat16", dtype)
+    # members of TransformerEngine's enum or strings: the library is not imported
     modes = [str(getattr(mode, "name", mode)) for mode in quantization_modes or ()]
     if use_fp8 or any(mode != "NONE" for mode in modes):
         got = "use_fp8=True" if use_fp8 else f"quantization_modes={modes}"
+        # FP8 gathers quantize rows with scales that our transports do not carry
         raise NotImplementedError(
             f"{_OP}: rows travel in 16 or 32 bits; leave out use_fp8 and quantization_modes, got {got}"
         )
@@ -55,10 +61,11 @@ def initialize_ub(
     unneeded += [f"ub_cfgs for {', '.join(names)}"] if names else []
     unneeded += [f"bootstrap_backend {bootstrap_backend}"] if bootstrap_backend else []
     unneeded += ["with_cublasmp"] if with_cublasmp else []
+    # one line for the job
     if not dist.is_initialized() or dist.get_rank() == 0:
         tracing.progress(
-            f"initialize_ub: layers of powertrain.nn.tensor_parallel.linear overlap over the group of {tp_size} ranks "
-            f"that each is given; not needed, and not read: {', '.join(unneeded)}"
+            f"initialize_ub: not needed, since layers of powertrain.nn.tensor_parallel.linear overlap over the group "
+            f"of {tp_size} ranks that each is constructed with; arguments without effect: {', '.join(unneeded)}"
         )
 
 

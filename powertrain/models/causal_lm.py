@@ -16,6 +16,7 @@ from powertrain.nn.cache import KVCache
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 
+# FSDP gathers the head's weight only inside its module's forward, so code that needs it is passed in
 # a function of the head's input [B, S, D], its weight [V, D] and its bias
 Read = Callable[[Tensor, Tensor, Tensor | None], Any]
 
@@ -49,17 +50,20 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config, self.dropout = config, dropout
         self.sharding = Unsharded()
+        # a single process is a pipeline of one stage
         self.is_first = self.is_last = True  # of a pipeline's stages
         self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
         self.layers: Any = nn.ModuleList(layers)
         self.norm = norm
         self.head = None
+        # a tied head has no parameters of its own: two names for one parameter would be two in an optimizer
         if not config.tie_embeddings:
             self.head = Head(config.hidden_size, config.vocab_size, bias=head_bias)
 
     def init_weights(self, seed: int) -> None:
         """Every parameter anew: the same values for a seed whatever the device's kind, sharding or number of ranks."""
+        # names, not order, seed the values: see init.py
         init_weights(self, self.config, seed)
 
     def forward(
@@ -76,18 +80,22 @@ class CausalLM(nn.Module):
         read: Read | None = None,
         stream: Tensor | None = None,
     ) -> Any:
+        # tensor and context parallelism replace `sharding`; the model itself names no ranks
         context = self.sharding.context(tokens, Context(position_ids, document_ids, cache))
         states = self.hidden_states(tokens, context, stream)
+        # the next stage goes on from the residual stream
         if not self.is_last:
             return states
         if cache is not None:
             cache.advance(tokens.shape[1] if lengths is None else lengths)
         head = partial(_head, self.embed.weight, None) if self.head is None else self.head
+        # logits are wanted for whole sequences, the loss only for this rank's tokens
         if labels is None:
             states = self.sharding.gather_states(states, tokens)
         if read is not None:
             return head(states, read=read)
         if logits_at is not None:
+            # one position a row before the head: a prompt's logits would be S times the vocabulary
             states = states[torch.arange(len(states), device=states.device), logits_at]
         if labels is None:
             return head(states)
@@ -96,6 +104,7 @@ class CausalLM(nn.Module):
     def hidden_states(self, tokens: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
         """The head's input [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]. Of a
         stage that is not the last the residual stream behind its layers."""
+        # (x, residual): the addition of a layer's output is left to the next norm, which fuses it
         x, residual = self._embedded(tokens, context) if stream is None else stream, None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
@@ -107,10 +116,12 @@ class CausalLM(nn.Module):
         x, residual = self.sharding.after_layers(x), None if residual is None else self.sharding.after_layers(residual)
         if self.norm is None:
             return x if residual is None else x + residual
+        # the last addition is fused into the final norm
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
     def _embedded(self, tokens: Tensor, context: Context) -> Tensor:
         x = self.embed(self.sharding.local_part(tokens, tokens))
+        # learned positions are added behind the lookup, as in GPT-2
         if self.positions is not None:
             x = x + self.positions(self.sharding.local_part(_positions(tokens, context), tokens))
         return self.sharding.before_layers(F.dropout(x, self.dropout, self.training) if self.dropout else x)
@@ -122,6 +133,7 @@ class CausalLM(nn.Module):
         """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device, in their dtype."""
         weight = self.embed.weight
         rows = [layer.cache_row for layer in self.layers]
+        # the cache has the weights' dtype, as keys and values have
         return KVCache(rows, batch, max_length, device=weight.device, dtype=weight.dtype)
 
 
@@ -153,6 +165,7 @@ class Unsharded:
         return mean_loss(states, labels)
 
 
+# a module of its own, so that FSDP can shard it as a unit
 class Head(nn.Linear):
     """states [..., D] -> logits [..., V]; with labels [...] their mean loss, and no logits are stored."""
 
@@ -175,6 +188,7 @@ def _head(
         return read(states, weight, bias)
     if labels is None:
         return F.linear(states, weight, bias)
+    # the loss from states and weight directly: [tokens, vocabulary] logits are never in memory
     return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)
 
 
@@ -183,6 +197,7 @@ def _positions(tokens: Tensor, context: Context) -> Tensor:
     if context.position_ids is not None:
         return context.position_ids
     positions = torch.arange(tokens.shape[1], device=tokens.device)
+    # an empty cache starts at 0; reading its lengths would be a tensor operation for nothing
     if context.cache is None or context.cache.is_empty:
         return positions
     return context.cache.lengths[:, None].long() + positions

@@ -27,11 +27,13 @@ class ModelConfig(BaseModel):
     init_std                 of "normal", and of "scaled_normal" before its division by sqrt(2 * num_layers)
     """
 
+    # frozen: a config is part of checkpoints and of cache keys; unknown fields are typing errors
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     # classes of transformers whose checkpoints it reads and writes
     hf_architectures: ClassVar[tuple[str, ...]] = ()
 
     architecture: str
+    # 0 until the tokenizer is read, since the config may leave the vocabulary to it
     vocab_size: Annotated[int, Field(ge=0)] = 0
     hidden_size: Positive
     num_layers: Positive
@@ -55,6 +57,7 @@ class ModelConfig(BaseModel):
 def check_heads(config: ModelConfig, num_kv_heads: int | None, head_dim: int | None = None) -> None:
     """Check that head counts divide their dims; raises ValueError naming the field."""
     hidden_size, num_heads = config.hidden_size, config.num_heads
+    # with a head_dim of its own the product may differ from hidden_size (Qwen 3)
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(f"model.hidden_size must be a multiple of num_heads ({num_heads}), got {hidden_size}")
     if num_kv_heads is not None and num_heads % num_kv_heads:

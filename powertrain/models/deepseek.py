@@ -62,9 +62,11 @@ class Config(ModelConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
+        # an unknown scheme fails here, at the config, and not at the first forward
         scheme(self.rope_scaling)
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"model.qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
+        # a group's score is the sum of its two best experts, so it needs two
         if self.num_experts % self.num_groups or (self.num_groups > 1 and self.num_experts // self.num_groups < 2):
             raise ValueError(
                 f"model.num_groups must divide num_experts ({self.num_experts}) into groups of two or more, "
@@ -103,6 +105,7 @@ class Model(CausalLM):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """As CausalLM; while training the loss includes the load balancing loss of every layer of experts."""
+        # the load balancing loss is of training only: evaluation reports the language model's loss
         loss = super().forward(tokens, labels, **options)
         weight = self.config.balance_loss  # type: ignore[attr-defined]
         if labels is None or not self.training or not weight:
@@ -129,6 +132,7 @@ def _block(config: Config, layer: int) -> Block:
         hidden_size,
         config.num_heads,
         kv_lora_rank=config.kv_lora_rank,
+        # DeepSeek rotates a part of each head by itself; the other channels carry no position
         q_lora_rank=config.q_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
         qk_rope_head_dim=config.qk_rope_head_dim,
@@ -166,6 +170,7 @@ TENSOR_PLAN = {
     "mlp_norm": "replicated",
     "attention.q": "columns",
     "attention.q_down": "replicated",
+    # the latents are whole on every rank: only the products out of them have heads to share
     "attention.q_norm": "replicated",
     "attention.q_up": "columns",
     "attention.kv_down": "replicated",
@@ -178,6 +183,7 @@ TENSOR_PLAN = {
     "mlp.shared.gate": "columns",
     "mlp.shared.up": "columns",
     "mlp.shared.down": "rows",
+    # experts are not sharded by tensor ranks: each rank computes the experts of its own tokens
     "mlp.router": "data",
     "mlp.experts": "data",
 }
@@ -186,6 +192,7 @@ TENSOR_PLAN = {
 def divided_by_tensor(config: Config) -> dict[str, int]:
     """The sizes that the number of tensor-parallel ranks must divide, by key."""
     if config.balance_loss:
+        # the balance loss is per sequence, and a tensor rank has parts of sequences
         raise ValueError(
             "model.balance_loss must be 0 with parallel.tensor above 1, whose ranks see parts of sequences, "
             f"got {config.balance_loss}"
@@ -252,11 +259,13 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
     """The config of a DeepseekV3ForCausalLM's config.json; raises ValueError naming unsupported fields."""
     if values.get("model_type") != "deepseek_v3":
         raise ValueError(f"config.json: model_type must be 'deepseek_v3', got {values.get('model_type')!r}")
+    # values that this model has no code for are refused by name
     only(values, hidden_act="silu", attention_dropout=0.0, scoring_func="sigmoid", topk_method="noaux_tc")
     only(values, moe_layer_freq=1, num_key_value_heads=values.get("num_attention_heads"))
     optional = ("tie_word_embeddings", "initializer_range", "q_lora_rank", "attention_bias", "rope_interleave")
     required(values, *(name for name in _HF_FIELDS.values() if name not in optional))
     if "q_lora_rank" not in values:
+        # an absent key means the default of transformers, 1536, which a small model does not have
         raise ValueError("config.json: q_lora_rank must be given, or null for queries without a latent, got none")
     fields = {ours: values[theirs] for ours, theirs in _HF_FIELDS.items() if values.get(theirs) is not None}
     rope = from_hf_rope(values)
@@ -273,6 +282,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
     fields = {theirs: getattr(config, ours) for ours, theirs in _HF_FIELDS.items()}
     rope = to_hf_rope(config.rope_theta, config.rope_scaling)
     known = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_act": "silu"}
+    # multi-token prediction is left out, so none is announced
     return {**known, **fields, "num_key_value_heads": config.num_heads, **rope, "num_nextn_predict_layers": 0}
 
 
@@ -294,6 +304,7 @@ _HF_LAYER = {
 
 
 # multi-token prediction, a layer more
+# {num_layers} is filled in: the layer behind the last one is the prediction layer
 HF_LEFT_OUT = r"^model\.layers\.{num_layers}\.|rotary_emb\.inv_freq$"
 
 
@@ -306,12 +317,14 @@ def hf_parts(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, T
     prefix = f"model.layers.{layer}."
     if inside == "mlp.experts.gate_up":
         for e, expert in enumerate(tensor):
+            # one file tensor per expert there, a stack of all here
             for half, part in zip(("gate", "up"), expert.chunk(2), strict=True):
                 yield f"{prefix}mlp.experts.{e}.{half}_proj.weight", part
     elif inside == "mlp.experts.down":
         for e, expert in enumerate(tensor):
             yield f"{prefix}mlp.experts.{e}.down_proj.weight", expert
     else:
+        # queries have their rotary channels last in published checkpoints, first here
         rotary_last = inside in _QUERIES
         yield prefix + _HF_LAYER[inside], _rolled(tensor, config, -1) if rotary_last else tensor
 
@@ -322,6 +335,7 @@ _QUERIES = ("attention.q.weight", "attention.q_up.weight")
 def _rolled(weight: Tensor, config: Config, direction: int) -> Tensor:
     """A query projection with each head's rotary rows moved from the end to the front (1) or back (-1)."""
     heads = weight.unflatten(0, (config.num_heads, -1))
+    # roll and not permute: the two parts only change places
     return heads.roll(direction * config.qk_rope_head_dim, 1).flatten(0, 1)
 
 

@@ -34,6 +34,7 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """[B, V] -> [B] int64."""
         if self.temperature == 0:
+            # ties take the first, as argmax does
             return logits.argmax(-1)
         # made here because a generator belongs to a device, and the first logits tell which
         if self._generator is None:
@@ -65,6 +66,7 @@ def stream(
     Memory: a KV cache of the longest prompt and `max_new_tokens`.
     Raises ValueError naming the argument, the expected value and the given one.
     """
+    # one implementation with `complete`, which needs the logits too
     for tokens, _ in _steps(model, prompts, max_new_tokens, sampler or Sampler()):
         yield tokens
 
@@ -85,9 +87,11 @@ def _steps(
             f"max_new_tokens must be at most {limit - longest} after a prompt of {longest} tokens "
             f"(model.max_position_embeddings is {limit}), got {max_new_tokens}"
         )
+    # dropout would make continuations random even at temperature 0
     model.eval()
     cache = model.new_cache(len(prompts), longest + max_new_tokens)
     lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=device)
+    # padding behind the prompt is neither attended to nor kept: `lengths` says where it begins
     padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
     # the head computes one position a row, each prompt's last token
     logits = model(padded, cache=cache, lengths=lengths, logits_at=lengths.long() - 1)
@@ -117,6 +121,7 @@ def generate(
             # every 16 tokens, because reading the result waits for the device
             if len(steps) % 16 == 0 and bool(ended.all()):
                 break
+    # no prompt ended: rows of equal length
     rows = torch.stack(steps, 1).tolist() if steps else [[] for _ in prompts]
     return [row[: row.index(eod)] if eod in row else row for row in rows]
 
@@ -152,8 +157,10 @@ def complete(
     rows = [Row() for _ in prompts]
     going = set(range(len(rows)))
     for tokens, logits in _steps(model, prompts, max_new_tokens, sampler or Sampler()):
+        # log_softmax of the whole row: the probability under the model, not under the sampler's cut
         logprobs = logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
         for index, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            # rows that have ended still run in the batch, and their tokens are dropped
             if index not in going:
                 continue
             row = rows[index]

@@ -60,6 +60,7 @@ class Config(ModelConfig):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         check_heads(self, self.num_kv_heads)
+        # one norm for both halves makes sense only where both read the same input
         if self.shared_norm and not self.parallel_residual:
             raise ValueError("model.shared_norm must be false without model.parallel_residual, got true")
         if self.num_layers % len(self.layer_types):
@@ -67,6 +68,7 @@ class Config(ModelConfig):
                 f"model.layer_types must have a number of kinds that divides num_layers ({self.num_layers}), "
                 f"got {len(self.layer_types)}"
             )
+        # a gMLP layer has a gate of its own
         if self.has_gmlp and self.activation in get_args(Gated):
             raise ValueError(f"model.activation must have no gate with gmlp layers, got {self.activation}")
         return self
@@ -111,6 +113,7 @@ def _layer(config: Config, layer: int) -> Layer:
 
 def _attention(config: Config, layer: int) -> SelfAttention:
     head_dim = config.hidden_size // config.num_heads
+    # channels turn in pairs, so an odd share is rounded down
     turned = int(head_dim * config.rotary_pct) // 2 * 2
     rotary = None
     if config.position_embedding == "rotary" and turned:
@@ -131,6 +134,7 @@ def _attention(config: Config, layer: int) -> SelfAttention:
 
 def _mlp(config: Config) -> nn.Module:
     kind: Any = config.activation
+    # the config names the activation, gated ones make another module
     mlp = GatedMLP if kind in get_args(Gated) else MLP
     return mlp(config.hidden_size, config.ffn, kind=kind, bias=config.mlp_bias)
 
@@ -177,6 +181,7 @@ def _gpt3(hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
 
 def _pythia(hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
     sizes = _gpt3(hidden_size, num_layers, num_heads)
+    # Pythia rotates a quarter of the channels and adds attention and MLP in parallel
     return {**sizes, "rotary_pct": 0.25, "parallel_residual": True}
 
 
@@ -206,6 +211,7 @@ _HF_ACTIVATIONS = {
 
 def from_hf_config(values: Mapping[str, Any]) -> Config:
     """The config of a GPTNeoXForCausalLM's config.json; raises ValueError naming unsupported fields."""
+    # GPTNeoXConfig's own default fraction is 0.25
     rope = from_hf_rope(values, fraction=0.25)
     if rope.scaling is not None:
         raise ValueError(f"config.json: rope_scaling must be null for gpt_neox, got {rope.scaling}")
@@ -218,6 +224,7 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
         norm_eps=values.get("layer_norm_eps") or 1e-5, tie_embeddings=bool(values.get("tie_word_embeddings")),
         activation=chosen(values, "hidden_act", "gelu", _HF_ACTIVATIONS),
         rotary_pct=rope.fraction, rope_theta=rope.theta,
+        # transformers' default is parallel, GPT-NeoX's is not
         parallel_residual=True if parallel is None else parallel,
         attention_bias=True if attention_bias is None else attention_bias,
         hidden_dropout=values.get("hidden_dropout") or 0.0, attention_dropout=values.get("attention_dropout") or 0.0,
@@ -233,6 +240,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
     equivalent = hf_equivalent(config)
     if isinstance(equivalent, llama.Config):
         return llama.to_hf_config(equivalent)
+    # reversed: of several names of one activation the first is written
     acts = {ours: theirs for theirs, ours in reversed(_HF_ACTIVATIONS.items())}
     return {
         "architectures": ["GPTNeoXForCausalLM"],
@@ -261,6 +269,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
 
 def hf_equivalent(config: Config) -> Config | llama.Config:
     """The config itself if GPTNeoXForCausalLM computes it, or the same model as a Llama; ValueError if neither."""
+    # the features that GPTNeoXForCausalLM has, as values that they must have
     neox = _lacks(config, {
         "norm": ("layer_norm",), "norm_bias": (True,), "activation": tuple(_HF_ACTIVATIONS.values()),
         "position_embedding": ("rotary",), "num_kv_heads": (None, config.num_heads), "mlp_bias": (True,),
@@ -314,6 +323,7 @@ def hf_parts(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, T
     yield f"{prefix}{_HF_MODULES[inside]}.{kind}", tensor
     if inside == "attention_norm" and config.shared_norm:
         # both halves read this norm; there each has one
+        # a copy: safetensors refuses two names for one memory
         yield f"{prefix}post_attention_layernorm.{kind}", tensor.clone()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 def required(values: Mapping[str, Any], *names: str) -> list[Any]:
     """The values of these keys of a config.json. Raises ValueError naming one that is not there."""
+    # null counts as absent, as in transformers' configs
     missing = [name for name in names if values.get(name) is None]
     if missing:
         raise ValueError(f"config.json: {missing[0]} must be given, got none")
@@ -15,6 +16,7 @@ def required(values: Mapping[str, Any], *names: str) -> list[Any]:
 def only(values: Mapping[str, Any], **expected: Any) -> None:
     """Raise ValueError naming a key of config.json that is set to something else, which we could not honour."""
     for name, must in expected.items():
+        # a feature at its neutral value needs no code
         if values.get(name) not in (None, must):
             raise ValueError(f"config.json: {name} must be {must!r}, got {values[name]!r}")
 

@@ -25,6 +25,7 @@ from powertrain.runtime.reading import read_json, reading
 
 Named = Iterable[tuple[str, Tensor]]
 
+# loaders map the shards of a checkpoint one by one
 _SHARD_BYTES = 4 << 30
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -48,9 +49,11 @@ def read_config(folder: Path) -> ModelConfig:
 def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
     """Our config of a config.json's values. Raises ValueError naming the key, the expected value and the given one."""
     names = values.get("architectures") or [None]
+    # asked of every architecture: classes are declared where they are implemented
     known = {hf: module for module in map(architecture, ARCHITECTURES) for hf in module.Config.hf_architectures}
     if names[0] not in known:
         raise ValueError(f"config.json: architectures must name one of {', '.join(known)}, got {names[0]!r}")
+    # quantized weights need the library that wrote them
     if values.get("quantization_config") is not None:
         raise ValueError("config.json: quantization_config must be absent (weights in 16 or 32 bits), got one")
     config: ModelConfig = known[names[0]].from_hf_config(values)
@@ -65,6 +68,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def to_hf(config: ModelConfig, tensors: Named) -> Iterator[tuple[str, Tensor]]:
     """A state dict's tensors under Hugging Face's names and in its layout: views where possible."""
+    # a GPT-NeoX config may be a Llama under another name, with Llama's tensor names
     module = architecture(hf_equivalent(config).architecture)
     for name, tensor in tensors:
         yield from module.hf_parts(config, name, tensor)
@@ -77,11 +81,13 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tupl
     """
     module = architecture(config.architecture)
     expected = shapes(config)
+    # the names of our tensors as theirs, found by mapping meta tensors: one table serves both directions
     parts = {name: [theirs for theirs, _ in module.hf_parts(config, name, t)] for name, t in expected.items()}
     _check_names(config, module, {name for names in parts.values() for name in names}, set(tensors))
     for name, names in parts.items():
         with reading("checkpoint", f"make {name} of {' with '.join(names[:3])}"):
             tensor = module.from_hf_parts(config, name, [tensors[part] for part in names])
+        # integer tensors would be cast silently by copy_
         if not tensor.is_floating_point():
             raise ValueError(f"checkpoint: {' with '.join(names[:3])} must hold floats, got {tensor.dtype}")
         if tensor.shape != expected[name].shape:
@@ -105,6 +111,7 @@ def _check_names(config: ModelConfig, module: Any, wanted: set[str], present: se
 def shapes(config: ModelConfig) -> dict[str, Tensor]:
     """The state dict of `build(config)`, on the meta device."""
     with torch.device("meta"):
+        # on meta: only shapes and names are needed
         state: dict[str, Tensor] = architecture(config.architecture).Model(config).state_dict()
     return state
 
@@ -148,6 +155,7 @@ class _Safetensors(Mapping[str, Tensor]):
         self._files: dict[str, Any] = {}
         for file in files:
             with reading(file, "be a safetensors file"):
+                # files are opened once and mapped; tensors are read on request
                 handle = safe_open(file, framework="pt")
                 self._files |= dict.fromkeys(handle.keys(), (file, handle))
 
@@ -191,6 +199,7 @@ def write(
     """
     values = to_hf_config(config)
     plan = _plan(config, shard_bytes, dtype)
+    # how many tensors each shard still waits for: it is written and freed with its last one
     lacking = Counter(plan.values())
     open_shards: dict[int, dict[str, Tensor]] = {number: {} for number in lacking}
     names, size = {}, 0
@@ -203,6 +212,7 @@ def write(
         lacking[number] -= 1
         if not lacking[number]:
             save_file(open_shards.pop(number), folder / names[name], metadata={"format": "pt"})
+    # every planned tensor came, and no other
     assert not open_shards and names.keys() == plan.keys()
     if len(lacking) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": names}
@@ -232,6 +242,7 @@ def _shard_name(number: int, count: int) -> str:
 
 def _plan(config: ModelConfig, shard_bytes: int, dtype: torch.dtype | None) -> dict[str, int]:
     """Their tensor -> the shard it goes to, in the order they come; sizes are those of float32, or of `dtype`."""
+    # by the sizes of the written dtype, since shards are limited in bytes
     plan, filled, number = {}, 0, 0
     for name, tensor in to_hf(config, shapes(config).items()):
         size = tensor.numel() * (dtype or torch.float32).itemsize

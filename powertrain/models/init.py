@@ -23,8 +23,10 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
     On a GPU the values are drawn on the GPU: other ones than a CPU draws.
     """
+    # norms are recognized by their class: weights of 1
     norms = {f"{name}.weight" for name, module in model.named_modules() if "norm" in type(module).__name__.lower()}
     with torch.no_grad():
+        # named_parameters: DTensors under their plain names
         for name, p in model.named_parameters():
             if name.endswith(".lora_A"):
                 _draw_uniform(p, name, seed, p.shape[1])
@@ -48,12 +50,14 @@ def _draw_uniform(p: Tensor, name: str, seed: int, fan_in: int) -> None:
     full = torch.empty(p.shape, dtype=torch.float32, device=p.device)
     full.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
     if isinstance(p, DTensor):
+        # each rank draws the whole tensor, so src_data_rank=None: nothing is broadcast
         full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
     p.copy_(full)
 
 
 def _draw(p: Tensor, name: str, config: ModelConfig, seed: int) -> None:
     method = config.output_init_method if name.endswith(_OUTPUTS) else config.init_method
+    # the two halves of one matrix must have the values that GPT-NeoX gives that matrix
     if half := _half_of_gpt_neox(name, config, method):
         name = name.replace(*half)
     generator = torch.Generator(p.device).manual_seed(_seed_of(seed, name))
@@ -86,6 +90,7 @@ def _half_of_gpt_neox(name: str, config: ModelConfig, method: str) -> tuple[str,
 
 
 def _seed_of(seed: int, name: str) -> int:
+    # 7 bytes: torch's seeds fit a signed 64-bit integer
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
 
 

@@ -77,8 +77,10 @@ def _block(config: Config, layer: int) -> Block:
 
 # modules that tensor parallelism shards in a layer (parallelize.py)
 TENSOR_PLAN = {
+    # every rank normalizes its own tokens
     "attention_norm": "replicated",
     "mlp_norm": "replicated",
+    # by heads: a rank has whole heads of q, k and v
     "attention.qkv": "columns",
     "attention.q_norm": "replicated",
     "attention.k_norm": "replicated",
@@ -91,6 +93,7 @@ TENSOR_PLAN = {
 
 def divided_by_tensor(config: Config) -> dict[str, int]:
     """The sizes that the number of tensor-parallel ranks must divide, by key."""
+    # key heads are the smaller number: each rank needs at least one
     return {"num_kv_heads": config.num_kv_heads or config.num_heads, "intermediate_size": config.intermediate_size}
 
 
@@ -113,6 +116,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# defaults of Qwen's config classes in transformers
 _QWEN = {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096}
 # model_type -> class, fixed features, and defaults of config.json
 _HF_CLASSES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
@@ -153,6 +157,7 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
     }
     return Config(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_layers=layers, num_heads=heads,
+        # older configs have no head_dim
         num_kv_heads=values.get("num_key_value_heads") or heads, head_dim=values.get("head_dim") or hidden // heads,
         max_position_embeddings=length, norm_eps=eps, tie_embeddings=bool(values.get("tie_word_embeddings")),
         init_std=values.get("initializer_range") or 0.02, rope_theta=rope.theta, rope_scaling=rope.scaling,
@@ -165,12 +170,14 @@ def _hf_window(kind: str, values: Mapping[str, Any], layers: int) -> int | None:
     """The window of all layers, or None; raises ValueError where layers differ."""
     window = values.get("sliding_window")
     if kind == "llama":
+        # Llama's class has no window; a config that sets one would be computed differently there
         only(values, sliding_window=None)
         types = values.get("layer_types")
     elif kind == "mistral":
         types = values.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]
     else:
         first = values["max_window_layers"]
+        # Qwen has a window in its config that is off unless use_sliding_window
         window = window if values.get("use_sliding_window") else None
         types = values.get("layer_types") or [
             "sliding_attention" if window is not None and layer >= first else "full_attention"
@@ -225,8 +232,10 @@ def _hf_kind(config: Config) -> str:
     """The model_type whose class computes this: Mistral's for windows, Qwen's for its biases and norms."""
     for kind, (_, always, _) in _HF_CLASSES.items():
         fits = all(getattr(config, field) == value for field, value in always.items())
+        # only Qwen 2 has biases on q, k and v but not on the output
         fits &= kind == "qwen2" or config.qkv_bias == config.out_bias
         fits &= config.sliding_window is None or kind != "llama"
+        # Qwen 2's class takes no head_dim
         fits &= kind != "qwen2" or config.head_dim in (None, config.hidden_size // config.num_heads)
         if fits:
             return kind
@@ -272,6 +281,7 @@ def split_qkv(packed: Tensor, num_heads: int, num_kv_heads: int | None) -> list[
     """Rows packed by kv head as all queries' rows, all keys', all values'."""
     kv_heads = num_kv_heads or num_heads
     group = num_heads // kv_heads
+    # packed by kv head: its queries, then its key, its value, so that tensor ranks cut between kv heads
     groups = packed.unflatten(0, (kv_heads, group + 2, -1))
     return [part.flatten(0, 2) for part in groups.split((group, 1, 1), 1)]
 

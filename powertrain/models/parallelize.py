@@ -41,6 +41,7 @@ from powertrain.parallel.overlap import Overlap
 # a layer may return its input's residual stream as a view; nothing here writes into it in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
+# outermost first: ranks of the innermost axis, tensor, are consecutive, and so mostly on one node
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 # of a layer's module. columns, rows: its weight is sharded; replicated: whole on every rank, applied to the rank's
@@ -96,6 +97,7 @@ def parallelize(
     if expert > 1:
         check_expert(model.config, expert, mesh["shard"].size(), tensor.size())
         _shard_experts(model, mesh, expert, transport, policy, reshard_after_forward)
+    # innermost first, as fully_shard asks: an outer unit collects the parameters that no inner one has
     for module in apart:
         fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for block in model.layers:
@@ -115,6 +117,7 @@ def _with_all_axes(mesh: DeviceMesh) -> DeviceMesh:
         raise ValueError(f"parallelize: mesh must have axes among {', '.join(AXES)}, in this order, got {mesh}")
     if len(sizes) == len(AXES):
         return mesh
+    # a missing axis has size one, so the code below has one form
     return init_device_mesh(mesh.device_type, tuple(sizes.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
 
 
@@ -126,6 +129,7 @@ def _rearranged(mesh: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]
 
 def check_tensor(config: ModelConfig, size: int) -> None:
     """Raise ValueError if the layers cannot be sharded over `size` ranks (parallel.tensor)."""
+    # a gMLP layer mixes positions, which tensor ranks share
     if getattr(config, "has_gmlp", False) and size > 1:
         raise ValueError(f"parallel.tensor must be 1 with gmlp layers (model.layer_types), got {size}")
     divided: dict[str, int] = architecture(config.architecture).divided_by_tensor(config)
@@ -137,7 +141,9 @@ def check_tensor(config: ModelConfig, size: int) -> None:
 def check_context(config: ModelConfig, size: int) -> None:
     """Raise ValueError if sequences cannot be sharded over `size` ranks (parallel.context)."""
     if config.architecture not in ("gpt_neox", "llama"):
+        # latent attention and experts have no form for parts of a sequence
         raise ValueError(f"parallel.context must be 1 for model.architecture {config.architecture}, got {size}")
+    # attention over context ranks has no dropout
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(f"parallel.context must be 1 with model.attention_dropout, got {size}")
 
@@ -145,6 +151,7 @@ def check_context(config: ModelConfig, size: int) -> None:
 def check_pipeline(config: ModelConfig) -> None:
     """Raise NotImplementedError if a model cannot be cut into stages (parallel.pipeline)."""
     if config.architecture not in ("gpt_neox", "llama"):
+        # embeddings and heads of other architectures have not been cut into stages
         raise NotImplementedError(f"parallel.pipeline must be 1 for model.architecture {config.architecture}")
 
 
@@ -185,6 +192,7 @@ def _shard_layers(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
         for name, style in plan.items():
             module = _shard_module(block, name, style, mesh)
             apart += [module] if style == "data" and module is not None else []
+        # ALiBi slopes and dropout count heads of the whole model
         block.attention.first_head = mesh.get_local_rank() * block.attention.num_heads // mesh.size()
     return apart
 
@@ -206,6 +214,7 @@ def _shard_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) -
         return None
     match style:
         case "columns" | "rows":
+            # a LoRA layer shards its adapter like its weight
             setattr(owner, last, _PARALLEL[style, isinstance(module, LoRALinear)].from_linear(module, mesh))
         case "replicated" if isinstance(module, nn.Linear):
             setattr(owner, last, ReplicatedLinear.from_linear(module, mesh))
@@ -229,7 +238,9 @@ class TokenSharding(Unsharded):
 
     def context(self, tokens: Tensor, context: Context) -> Context:
         if context.cache is not None:
+            # a KV cache belongs to whole sequences
             raise NotImplementedError("CausalLM: cache must be None under tensor parallelism, got a KVCache")
+        # each rank needs a token, or its products would be empty
         if tokens.numel() < self.overlap.size:
             raise ValueError(
                 f"CausalLM: tokens must be at least as many as tensor-parallel ranks ({self.overlap.size}), "
@@ -238,9 +249,11 @@ class TokenSharding(Unsharded):
         return context._replace(shape=(tokens.shape[0], tokens.shape[1]))
 
     def local_part(self, x: Tensor, tokens: Tensor) -> Tensor:
+        # one sequence behind the other: shares differ by at most one token, wherever sequences end
         return x.expand_as(tokens).flatten().split(self._rows(tokens))[self.overlap.rank]
 
     def before_layers(self, x: Tensor) -> Tensor:
+        # FSDP averages over tensor ranks outside of the layers and not inside: the two factors restore the sum
         return _ScaledGradient.apply(x, float(self.overlap.size))
 
     def after_layers(self, x: Tensor) -> Tensor:
@@ -253,6 +266,7 @@ class TokenSharding(Unsharded):
 
     def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
         part, weight = normalize_labels(self.local_part(labels, labels), (labels != -100).sum())
+        # the weight is this rank's share of the counted labels, times the ranks over which the mean is taken
         return mean_of_ranks(mean_loss(states, part) * (weight * self.overlap.size), self.overlap.group)
 
     def _rows(self, tokens: Tensor) -> list[int]:
@@ -263,6 +277,7 @@ def _scale_gradients(module: nn.Module, factor: float) -> None:
     """In a module gradients are `factor` times those around it, because FSDP averages the tensor ranks' gradients."""
 
     def each(tensors: Any, by: float) -> tuple[Any, ...]:
+        # integer inputs (indices) have no gradient to scale
         return tuple(_ScaledGradient.apply(t, by) if t.requires_grad else t for t in tensors)
 
     def left(module: nn.Module, args: Any, y: Any) -> Any:
@@ -278,6 +293,7 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
+        # a view, so that the hook does not return its input itself
         return x.view_as(x)
 
     @staticmethod

@@ -25,6 +25,7 @@ from powertrain.nn.lora import LoRALinear, lora_layers
 from powertrain.runtime.reading import read_json, reading
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# PEFT wraps the model twice, and its names begin so
 _PREFIX = "base_model.model."
 
 
@@ -74,6 +75,7 @@ def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
     values = read_json(Path(folder) / CONFIG)
     modules = dict(model.named_modules())
     for name, adapter in adapters.items():
+        # the adapter's own tensors say the layer's shape
         linear, shape = modules.get(name), [adapter.B.shape[0], adapter.A.shape[1]]
         if type(linear) is not nn.Linear or list(linear.weight.shape) != shape:
             got = "no nn.Linear" if type(linear) is not nn.Linear else str(list(linear.weight.shape))
@@ -85,6 +87,7 @@ def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
             dora=adapter.magnitude is not None,
         )  # fmt: skip
         fill_layer(layer, adapter)
+        # set_submodule and not setattr: names have dots
         model.set_submodule(name, layer)
     return model
 
@@ -112,6 +115,7 @@ def write_adapter(
         magnitudes = {} if adapter.magnitude is None else _parts(config, name, adapter.magnitude)
         for theirs, B in rows.items():
             rank = ranks[theirs] = len(adapter.A)
+            # PEFT stores alpha and derives the scale from it
             alphas[theirs] = adapter.scale * (math.sqrt(rank) if rslora else rank)
             # save_file refuses tensors that share memory
             tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = adapter.A.cpu().contiguous().clone()
@@ -119,6 +123,7 @@ def write_adapter(
             if magnitudes:
                 magnitude = magnitudes[theirs].cpu().contiguous().clone()
                 tensors[f"{_PREFIX}{theirs}.lora_magnitude_vector"] = magnitude
+    # the first layer's rank and alpha are the defaults, other layers go into the patterns
     first = next(iter(ranks))
     values = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
@@ -154,6 +159,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     values = read_json(file)
     if not isinstance(values, dict):
         raise ValueError(f"{file} must hold an object, got {type(values).__name__}")
+    # features that would change results if they were ignored
     must: dict[str, tuple[Any, ...]] = {
         "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,), "modules_to_save": ([],),
         "lora_bias": (False,), "use_qalora": (False,), "layer_replication": ([],), "trainable_token_indices": ([],),
@@ -171,6 +177,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """PEFT's rank_pattern and alpha_pattern: names, or ends of names."""
     for key, value in (patterns or {}).items():
+        # PEFT matches suffixes at a dot
         if name == key or name.endswith(f".{key}"):
             return value
     return default
@@ -192,6 +199,7 @@ def _by_layer(file: Path, tensors: Mapping[str, Tensor], values: Mapping[str, An
             raise ValueError(f"{file}: {name} must have lora_A [r, K] and lora_B [N, r], got {A.shape} and {B.shape}")
         rank, alpha = len(A), _pattern(values.get("alpha_pattern"), name, values["lora_alpha"])
         expected = _pattern(values.get("rank_pattern"), name, values["r"])
+        # a pattern that disagrees with the tensors means that the config is of another adapter
         if rank != expected:
             raise ValueError(f"{file}: {name} must have rank {expected} as {CONFIG} says, got {rank}")
         scale = alpha / (math.sqrt(rank) if values.get("use_rslora") else rank)
@@ -200,6 +208,7 @@ def _by_layer(file: Path, tensors: Mapping[str, Tensor], values: Mapping[str, An
 
 
 def _as_ours(file: Path, config: ModelConfig, theirs: dict[str, Adapter]) -> dict[str, Adapter]:
+    # names are asked of our model: a packed layer knows its parts
     left, ours = dict(theirs), {}
     for name, shape in shapes(config).items():
         layer, _, kind = name.rpartition(".")
@@ -223,6 +232,7 @@ def _joined(
         raise ValueError(f"{file}: all of {', '.join(rows)} must have a magnitude, or none, got {len(with_magnitude)}")
     first = found[0]
     # parts with one A keep its rank; others get columns of their own, so the ranks add up
+    # equal A and scale: the parts were written by us, or trained as one layer
     shared = len(found) == len(rows) and all(torch.equal(p.A, first.A) and p.scale == first.scale for p in found)
     rank = len(first.A) if shared else sum(len(p.A) for p in found)
     blocks, column = [], 0
@@ -231,6 +241,7 @@ def _joined(
         if part in parts:
             adapter = parts[part]
             start = 0 if shared else column
+            # one scale for the joined layer: each part's own is folded into its B
             B[:, start : start + len(adapter.A)] = adapter.B * (adapter.scale / first.scale)
             column += len(adapter.A)
         blocks.append(B)

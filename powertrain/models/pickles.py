@@ -16,6 +16,7 @@ _MOST_VALUES = 10_000_000
 _ARRAYS: list[Any] = [
     np.ndarray,
     np.dtype,
+    # a stand-in with the name that the pickle asks for
     type(np.dtype(np.uint32)),
     (np.zeros(0).__reduce__()[0], "numpy.core.multiarray._reconstruct"),
     (np.zeros(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
@@ -49,6 +50,7 @@ def load_pickle(file: Path) -> Any:
         raise FileNotFoundError(f"{file}: no such file")
     with reading(file, "be a file of torch.save"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # only the zip format of torch 1.6 and later can be mapped
         is_zip = zipfile.is_zipfile(file)
         try:
             with torch.serialization.safe_globals(_ARRAYS + _DEEPSPEED):

@@ -18,6 +18,7 @@ from powertrain.ops.shapes import cdiv
 class NumberedLayers(nn.ModuleDict):
     """Some of a model's layers under their numbers in the whole model; iterates over the layers."""
 
+    # ModuleDict iterates over names; the models iterate over layers
     def __iter__(self) -> Iterator[nn.Module]:  # type: ignore[override]
         return iter(self._modules.values())
 
@@ -36,11 +37,13 @@ def layers_of_stages(config: ModelConfig, layer_parameters: int, stages: int) ->
         )
     if stages == 1:
         return [range(count)]
+    # the head's product reads vocabulary x hidden weights per token, a layer its own
     head = config.vocab_size * config.hidden_size / layer_parameters
 
     def slowest(last: int) -> tuple[float, int]:
         return max(cdiv(count - last, stages - 1), last + head), -last  # the more even one of equals
 
+    # every count for the last stage is tried: there are as many as layers
     last = min(range(1, count - stages + 2), key=slowest)
     each, more = divmod(count - last, stages - 1)
     starts = [stage * each + min(stage, more) for stage in range(stages)] + [count]
@@ -53,6 +56,7 @@ def largest_share(model: CausalLM, ranks: int, virtual_stages: int = 1) -> float
         return 1.0
     layer = sum(p.numel() for p in model.layers[0].parameters())
     stages = stages_of(model, layers_of_stages(model.config, layer, ranks * virtual_stages))
+    # interleaved stages: rank r has stages r, r + ranks, ...
     return max(sum(s.num_parameters() for s in stages[r::ranks]) for r in range(ranks)) / model.num_parameters()
 
 
@@ -62,9 +66,11 @@ def keep_layers(model: CausalLM, layers: Sequence[int]) -> None:
     A tied embedding stays with both.
     """
     model.is_first, model.is_last = 0 in layers, model.config.num_layers - 1 in layers
+    # under their numbers in the whole model, so that checkpoints do not depend on stages
     model.layers = NumberedLayers({str(n): model.layers[n] for n in layers})
     if not model.is_first:
         model.positions = None
+        # a tied embedding is the last stage's head
         if model.head is not None or not model.is_last:
             model.embed = None
     if not model.is_last:
@@ -75,6 +81,7 @@ def stages_of(model: CausalLM, layers: Sequence[range]) -> list[CausalLM]:
     """A stage for each range of layers; they share the model's modules."""
     stages = []
     for part in layers:
+        # a shallow copy: stages share the modules and own only the dictionaries
         stage = copy.copy(model)
         stage._modules, stage._parameters = dict(model._modules), dict(model._parameters)
         # each stage is sharded by itself: FSDP registers hooks on it

@@ -24,6 +24,7 @@ def build(config: ModelConfig, device: "torch.device | str | None" = None) -> "C
 
     Raises ValueError if the vocabulary size is 0, which stands for the tokenizer's.
     """
+    # here: names and presets are listed without torch
     import torch
 
     if not config.vocab_size:
@@ -40,6 +41,7 @@ def architecture(name: str) -> ModuleType:
     """
     if name not in ARCHITECTURES:
         raise ValueError(f"model.architecture must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
+    # imported when asked for: listing presets must not build classes of all models
     return importlib.import_module(ARCHITECTURES[name])
 
 
@@ -59,6 +61,7 @@ def configure(**fields: Any) -> ModelConfig:
         if preset not in known:
             raise ValueError(f"model.preset must be one of {', '.join(known)}, got {preset!r}")
         name, values = known[preset]
+        # fields given by the caller win over the preset
         fields = {"architecture": name, **values, **fields}
     if "architecture" not in fields:
         raise ValueError(f"model must have an architecture ({', '.join(ARCHITECTURES)}) or a preset, got neither")

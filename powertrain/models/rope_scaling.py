@@ -22,7 +22,9 @@ def scheme(scaling: dict[str, Any] | None) -> Scheme | None:
     """
     if scaling is None:
         return None
+    # JSON has lists, frozen dataclasses tuples
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in scaling.items()}
+    # older configs of transformers have `type`
     kind = fields.pop("rope_type", None) or fields.pop("type", None)
     fields = {key: value for key, value in fields.items() if key not in ("type", "rope_theta")}
     if kind in (None, "default"):
@@ -52,10 +54,12 @@ def from_hf_rope(values: Mapping[str, Any], *, fraction: float = 1.0) -> HFRope:
 
     Raises ValueError naming unsupported parameters.
     """
+    # null entries are those that a class does not use
     rope = {
         k: v for k, v in (values.get("rope_scaling") or values.get("rope_parameters") or {}).items() if v is not None
     }
     for key, value in rope.items():
+        # one set per kind of layer: our layers share one table
         if isinstance(value, Mapping):
             raise ValueError(f"config.json: rope_parameters must be one set for all layers, got one for {key}")
     spelled = rope.pop("type", "default")
@@ -67,9 +71,11 @@ def from_hf_rope(values: Mapping[str, Any], *, fraction: float = 1.0) -> HFRope:
     if kind == "default":
         return HFRope(float(theta), None, float(fraction))
     longest = values.get("max_position_embeddings")
+    # longrope picks its factors by the length of the batch in transformers
     if kind == "longrope":
         raise ValueError("config.json: rope_type longrope is not supported: its angles there depend on the batch")
     if kind in ("yarn", "llama3", "dynamic"):
+        # the trained length may stand at either level of the config
         given = values.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", longest))
         rope["original_max_position_embeddings"] = given
     if kind == "dynamic" and rope["original_max_position_embeddings"] != longest:
@@ -94,4 +100,5 @@ def to_hf_rope(theta: float, scaling: dict[str, Any] | None, fraction: float = 1
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
     if fraction != 1.0:
         rope["partial_rotary_factor"] = fraction
+    # both spellings: transformers 5 reads rope_parameters, 4 rope_theta and rope_scaling
     return {"rope_theta": theta, "rope_scaling": None if scaling is None else dict(rope), "rope_parameters": rope}

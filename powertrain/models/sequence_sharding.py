@@ -38,10 +38,12 @@ class ContextSharding(Unsharded):
     def context(self, tokens: Tensor, context: Context) -> Context:
         if context.cache is not None:
             raise NotImplementedError("CausalLM: cache must be None under context parallelism, got a KVCache")
+        # computed once a batch: labels and positions are cut the same way
         self._sharding = sharding = self._sharding_of(tokens, context.document_ids)
         positions = context.position_ids
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+        # attention alone needs other ranks' tokens
         inner = Context(self._part(positions, tokens), across=partial(_attend, self.cp, sharding))
         return self.inner.context(self._part(tokens, tokens), inner)
 
@@ -70,6 +72,7 @@ class ContextSharding(Unsharded):
 
     def _sharding_of(self, tokens: Tensor, document_ids: Tensor | None) -> Sharding:
         if document_ids is None:
+            # the same lengths come in every step, documents do not
             return self._of_length(tokens.shape[1])
         return self.cp.sharding(cu_seqlens=_starts(document_ids))
 
@@ -79,6 +82,7 @@ class ContextSharding(Unsharded):
         assert sharding is not None
         x = x.expand_as(tokens)
         if sharding.is_packed:
+            # packed documents are one row
             return sharding.shard(x.flatten(), dim=0)[0][None]
         return sharding.shard(x, dim=1)[0]
 
@@ -87,6 +91,7 @@ def _starts(document_ids: Tensor) -> Tensor:
     """[documents + 1] on the CPU: where documents begin among the tokens of all rows, and the end."""
     ids = document_ids.cpu()
     begins = torch.ones_like(ids, dtype=torch.bool)
+    # a row's first token begins a document
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([ids.numel()])])
 
@@ -104,6 +109,7 @@ def normalize_labels(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     weight 0.
     """
     count = (labels != -100).sum()
+    # torch.where on the device: reading the count would wait for it
     return torch.where(count > 0, labels, 0), count / total.clamp(min=1)
 
 
@@ -118,10 +124,12 @@ class _MeanOfRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # cloned: the caller's loss must stay its own
         total = loss.clone()
         dist.all_reduce(total, group=group)
         return total / dist.get_world_size(group)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:
+        # each rank differentiates its own part; the mean is only reported
         return dloss, None

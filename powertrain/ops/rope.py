@@ -415,7 +415,7 @@ def _place(
     dims = 3 if layout == "thd" else 4
     checks.require(x.dim() == dims, op, "q" if op == "rope" else "qkv", f"have {dims} dims for {layout}", x.dim())
     rotary_dim = 2 * cos.shape[-1]
-    checks.require(rotary_dim <= x.shape[-1], op, "table", f"turn at most the head dim {x.shape[-1]}", rotary_dim)
+    checks.require(rotary_dim <= x.shape[-1], op, "table", f"rotate at most the head dim {x.shape[-1]}", rotary_dim)
     checks.shape(op, "table.sin", sin, cos.shape, "shape of table.cos")
     offsets = offset if isinstance(offset, Tensor) else None
     checks.same_device(

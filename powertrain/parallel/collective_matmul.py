@@ -60,6 +60,7 @@ def _all_gather_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> 
     *biases, counts, key = rest
     weights = present(w0, w1, w2)
     ys = [x.new_empty((sum(counts), w.shape[0])) for w in weights]
+    # keep=False: the gathered rows are needed for this product only
     gathering = gather_multiply(x, weights, biases[: len(weights)], RowCounts(tuple(counts)), find(key), ys, keep=False)
     gathering.finish(ys)
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
@@ -90,6 +91,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     """dx of this rank's rows, and dw_i: x travels here behind the product for dx, and dx from here behind dw_i."""
     *tensors, need_x, need_w, counts, key, into_main = rest
     overlap, rows = find(key), RowCounts(tuple(counts))
+    # a weight without any gradient takes part in neither product
     terms = pairs_with_grad(tensors)
     wanted = [term for term in terms if need_w[term[0]]]
     dws: list[Maybe] = [None] * MAX_WEIGHTS
@@ -101,6 +103,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
         # saved x is this rank's rows only: gathering again costs less memory than keeping [M, K]
         gathering = Collected(transport, x, rows) if in_sequence else transport.gather(x, rows, keep=True)
 
+    # called while dx's parts travel
     def weight_grads() -> None:
         if gathering is None:
             return
@@ -379,6 +382,7 @@ def _as_list(value: Any) -> tuple[list[Any], bool]:
 def _alone(x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> list[Tensor]:
     """The products of a group of one rank."""
     # autograd's own linear knows no main_grad
+    # a group of one rank needs no transport
     mains = [getattr(w, "main_grad", None) for w in weights]
     weights = [w if main is None else IntoMainGrad.apply(w, main) for w, main in zip(weights, mains, strict=True)]
     return [torch.nn.functional.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
@@ -427,9 +431,11 @@ def all_gather_gemm(
     biases, _ = _as_list(bias) if bias is not None else ([None] * len(weights), False)
     x, operands = checked_operands("all_gather_gemm", x, weights, biases)
     if overlap.size == 1:
+        # no op and no key: a single process never opens an overlap's transport
         ys = _alone(x, *(operands[i : i + len(weights)] for i in (0, MAX_WEIGHTS)))  # type: ignore[arg-type]
     else:
         counts = overlap.rows(x.shape[0], rows).counts
+        # in debug mode only: the comparison is a collective of its own
         overlap.transport.compare("all_gather_gemm", counts, [x[:0], *operands])
         ys = list(_all_gather_op(x, *operands, list(counts), overlap.key_for(layer)))[: len(weights)]
     return ys if many else ys[0]
@@ -461,6 +467,7 @@ def gemm_reduce_scatter(
         return _alone(x, [weight], [bias])[0]
     if rows is None:
         good = x.shape[0] % overlap.size == 0
+        # uneven shares are legal, but only the caller knows how
         checks.require(good, op, "x", f"have rows that {overlap.size} ranks divide, or rows be given", list(x.shape))
         rows = [x.shape[0] // overlap.size] * overlap.size
     good = len(rows) == overlap.size and sum(rows) == x.shape[0] and min(rows) >= 0

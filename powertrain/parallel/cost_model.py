@@ -12,6 +12,7 @@ import torch
 from powertrain.parallel.transport.base import Choice, Rates, Transport
 from powertrain.runtime import checks
 
+# the tile by which waves are counted
 _TILE_M, _TILE_N = 128, 256
 # measured on four H200s (benchmarks/results/2026-11-21_h200_overlap.md), in seconds, bytes/s and share
 _PRODUCT_START = 5e-6  # from one product's end to the next one's start
@@ -65,6 +66,7 @@ class Planner:
         name = self.transport.name
         if name == "sequential":
             return Choice("sequential", "asked for")
+        # a rank without rows would take part in the transfers only
         if product.rows < self.transport.size:
             return Choice("sequential", "fewer rows than ranks")
         # without rates that all ranks measured together, ranks could choose differently and wait for each other for
@@ -84,6 +86,7 @@ def product_seconds(rows: int, width: int, depth: int, rates: Rates) -> float:
     """Of [rows, depth] x [depth, width], by whole waves of tiles."""
     # a product's time grows by whole waves: a few tiles more than the SMs cost as much as twice the tiles
     waves = -(-(-(-rows // _TILE_M) * -(-width // _TILE_N)) // rates.sms)
+    # every tile of a wave takes the time of one
     return waves * 2 * _TILE_M * _TILE_N * depth / (rates.flops / rates.sms)
 
 
@@ -99,6 +102,7 @@ def predict(product: Product, size: int, rates: Rates) -> Choice:
     if chunked < _HOST_OVERHEAD:
         why = f"overlapped it would take {chunked * 1e3:.3f} ms, less than the host takes to launch it"
         return Choice("sequential", why, alone, collective, chunked)
+    # within 2 % the prediction cannot tell, and sequential is simpler
     if chunked > _MAX_SHARE * (alone + collective):
         why = f"overlapped it would take {chunked * 1e3:.3f} ms, one after the other less"
         return Choice("sequential", why, alone, collective, chunked)
@@ -116,6 +120,7 @@ def _bytes_per_peer(product: Product, size: int) -> int:
 
 def _pipeline(product: float, step: float, size: int) -> float:
     """Seconds until the last of `size` products ends, one of which needs nothing to travel, the others a step each."""
+    # this rank's own rows are here
     ended = product + _PRODUCT_START
     for peer in range(1, size):
         # a product begins when the one before is done and its rows are here
@@ -129,6 +134,7 @@ def _line(product: Product, choice: Choice) -> str:
     name = f"{shape}{', then reduce-scatter' if p.kind == 'scatter' else ''}, {checks.name(p.dtype)}"
     if not c.collective:
         return f"{name}: {c.way} ({c.why})"
+    # the most that overlapping can give: the longer of the two remains
     bound = (c.product + c.collective) / max(c.product, c.collective)
     return (
         f"{name}: {c.way} ({c.why}); predicted: product {c.product * 1e3:.3f} ms, "

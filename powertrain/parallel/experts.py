@@ -76,6 +76,7 @@ class Route(NamedTuple):
         size, rank = overlap.size, overlap.rank
         counts = ends.diff(prepend=ends.new_zeros(1))
         # one exchange of W * E counts, from which every rank knows all splits
+        # counts and not rows: E integers a rank
         everyone = find(overlap.key).transport.all_gather(counts[None], RowCounts((1,) * size)).view(size, size, -1)
         theirs = everyone[:, rank].cumsum(1, dtype=torch.int32)
         if capacity is None:
@@ -86,6 +87,7 @@ class Route(NamedTuple):
             sent = sum(splits.sent(rank))
             checks.require(sent == num_rows, "spread_experts", "offsets", f"end at rows' {num_rows} rows", sent)
             return Route(splits, theirs, first=first_rows)
+        # equal splits need no counts on the host
         splits = SplitSizes(((capacity,) * size,) * size)
         return Route(splits, theirs.clamp(max=capacity), *_with_capacity(ends, num_rows, size, capacity))
 
@@ -137,6 +139,7 @@ def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tup
     source_rows = starts[:, None] + torch.arange(capacity, device=ends.device)
     source_rows = torch.where(source_rows < stops[:, None], source_rows, 0).flatten()
     row = torch.arange(num_rows, device=ends.device)
+    # clamp: rows behind the last belong to no rank and get slot -1
     rank = torch.searchsorted(stops, row, right=True).clamp(max=size - 1)
     offset = row - starts[rank]
     slots = torch.where((offset < capacity) & (row < stops[-1]), rank * capacity + offset, -1)
@@ -172,6 +175,7 @@ def _pad_rows(rows: Tensor, source_rows: Tensor) -> Tensor:
 
 
 def _unpad_rows(rows: Tensor, slots: Tensor) -> Tensor:
+    # a dropped row is zero, forward and backward
     return rows.index_select(0, slots.clamp(min=0)).masked_fill_((slots < 0)[:, None], 0)
 
 
@@ -269,6 +273,7 @@ class _Overlapped(torch.autograd.Function):
         zs: list[Tensor] = []
 
         def product(piece: ExpertRows, x: Tensor) -> Tensor:
+            # z is kept, the activation is recomputed from it in backward
             zs.append(grouped_gemm(x, gate_up[piece.experts], piece.ends))
             return grouped_gemm(gated_activation(zs[-1], "swiglu"), down[piece.experts], piece.ends)
 
@@ -317,6 +322,7 @@ class _Overlapped(torch.autograd.Function):
 
 def _in_order(tensors: list[Tensor], pieces: list[ExpertRows]) -> Tensor:
     """Each piece's tensor, concatenated in the order of the rows received."""
+    # by source, then by rows: the order in which they lie in `received`
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].source, pieces[i].rows.start))
     return torch.cat([tensors[i] for i in order])
 
@@ -401,6 +407,7 @@ def spread_experts(
     if kind != "meta" and torch.is_autocast_enabled(kind) and rows.dtype is not torch.float64:
         rows, gate_up, down = (t.to(torch.get_autocast_dtype(kind)) for t in (rows, gate_up, down))
     _check(op, rows, offsets, gate_up, down, overlap, capacity, way)
+    # one rank with exact counts sends nothing
     if overlap.size == 1 and capacity is None:
         return _mlp(rows, gate_up, down, offsets)
     overlap.transport.compare(f"{op}, way {way}", (capacity or 0,), [rows[:0], gate_up, down])
@@ -464,6 +471,7 @@ def rehearse_experts(rows: Tensor, gate_up: Tensor, down: Tensor, size: int) -> 
 
     rows [N, H]: as many as a rank sends; gate_up [E, 2I, H], down [E, H, I]: all experts'.
     """
+    # shapes stand in for the sizes that routing will decide
     each, share = gate_up.shape[0] // size, max(1, rows.shape[0] // size)
     for count in sorted({each, each // 2, each - each // 2} - {0}):
         up, out, part = gate_up[:count], down[:count], rows[: max(1, share * count // each)]

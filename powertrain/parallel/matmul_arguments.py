@@ -27,6 +27,7 @@ def checked_operands(op: str, x: Tensor, weights: Tensors, biases: Sequence[Mayb
 
 
 def _fits(x: Tensor, w: Tensor, bias: Maybe) -> bool:
+    # cheap tests first: this runs in every call
     if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype is not x.dtype or w.device != x.device:
         return False
     return bias is None or (bias.shape == w.shape[:1] and bias.dtype is x.dtype and bias.device == x.device)

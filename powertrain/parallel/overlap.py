@@ -74,6 +74,7 @@ class Overlap:
 
     def _check_serves(self, transport: str, strict: bool, debug: bool) -> None:
         """Raise ValueError if the arguments differ from those of the group's open overlap."""
+        # a second Overlap of one group would need a second set of buffers
         checks.one_of("Overlap", "transport", transport, NAMES)
         mine, stays = self.transport.name, "for a group whose overlap is open (close() it first)"
         if self.size > 1:
@@ -99,6 +100,7 @@ class Overlap:
         device = "cuda" if self.transport.on_gpus else "cpu"
         mine = torch.tensor([count], device=device)
         gathered = mine.new_empty(self.size)
+        # by a collective of the group: it has to be called by all ranks anyway
         dist.all_gather(list(gathered.split(1)), mine, group=self.group)
         counts: list[int] = gathered.tolist()
         return counts
@@ -139,6 +141,7 @@ def find(key: str) -> Overlap:
     overlap = _open.get(key)
     if overlap is not None:
         overlap.transport.layer = layer
+    # a backward after close() would wait for ever
     if overlap is None:
         must = "be open until the last backward and the last replay of its calls"
         checks.fail("Overlap", "overlap", must, f"that of group {key}, which was closed")

@@ -105,6 +105,7 @@ def marks_broken(function: Callable[..., Any]) -> Callable[..., Any]:
 def weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Maybe:
     """dyᵀ x; or, where the weight has a main_grad, None: it is added there, in its dtype."""
     main = getattr(weight, "main_grad", None)
+    # into_main was decided in forward: a traced weight has no attribute
     if main is None or not into_main:
         return dy.T @ x
     # one product of 16-bit operands added in float32; the general form would cast both operands first

@@ -30,6 +30,7 @@ def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` a choice of transformers (5; tested with 5.23)."""
     from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
 
+    # transformers 5 names the length; before it, sdpa_mask took a tensor of cache positions
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"transformers {__version__} is too old for {name!r}: pip install 'transformers>=5.23'")
     AttentionInterface.register(name, attention_forward)
@@ -69,6 +70,7 @@ def attention_forward(
     """
     _refuse(output_attentions, cache, head_mask)
     queries = query.shape[2]
+    # `**model_arguments` takes the rest: transformers 5 passes whatever the model's forward was given
     marked = getattr(attention_mask, _MARK, None)
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
     if marked is not None:
@@ -77,12 +79,15 @@ def attention_forward(
     elif attention_mask is None or attention_mask.dim() == 1:
         # one query stands behind all keys, which it sees all
         causal = queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        # a missing mask means here what the module says, since `attention_mask` returned None only where that suffices
         options |= _window(sliding_window, causal, queries)
         if attention_mask is not None:
             options["seqused_k"] = attention_mask
             attention_mask = None
     bias = _combined(attention_mask, position_bias)
+    # the head dim of a sliced projection may have another stride
     query, key, value = unit_stride(query, key, value)
+    # packed sequences by their lengths: the mask of transformers for them would be read element by element
     if cu_seq_lens_q is not None and bias is None and marked is None:
         lengths = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
         return _packed(query, key, value, lengths, known(max_length_q), known(max_length_k), options), None
@@ -95,9 +100,11 @@ def attention_forward(
 
 
 def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None) -> None:
+    # the probabilities that eager attention returns are never in memory here
     if output_attentions:
         unsupported(_OP, "output_attentions", True, 'attn_implementation="eager"')
     if cache is not None:
+        # a cache of continuous batching is paged by its own kernel's rules
         unsupported(_OP, "cache", type(cache).__name__, 'generate() without continuous batching, or "sdpa" with it')
     if head_mask is not None:
         unsupported(_OP, "head_mask", list(head_mask.shape), "scaling the heads' outputs, which is the same")
@@ -107,6 +114,7 @@ def _window(sliding_window: int | None, causal: bool, queries: int) -> dict[str,
     """Meaning of a missing mask: as many keys as queries, or a single query."""
     # theirs counts the query's own key, ours those before it
     left = -1 if sliding_window is None else sliding_window - 1
+    # a single query is a decoding step: it sees all keys, or those of the window
     right = 0 if causal or (queries == 1 and sliding_window is not None) else left
     return {"window_size": (left, right), "causal_align": "bottom_right" if queries == 1 else "top_left"}
 
@@ -114,6 +122,7 @@ def _window(sliding_window: int | None, causal: bool, queries: int) -> dict[str,
 def _combined(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     if bias is None or mask is None:
         return mask if bias is None else bias
+    # a bool mask cannot be added: a hidden key gets -inf
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else bias + mask
 
 
@@ -127,6 +136,7 @@ def _packed(
     options: dict[str, Any],
 ) -> Tensor:
     """A batch of 1 as the sequences in it."""
+    # transformers flattens packed sequences to one row
     checks.require(query.shape[0] == 1, _OP, "query", "have a batch of 1 with cu_seq_lens_q", query.shape[0])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out: Tensor = varlen_attention(q, k, v, *lengths, max_queries, max_keys, **options)
@@ -136,6 +146,7 @@ def _packed(
 def _documents(ends: Tensor, size: int) -> Tensor:
     """[1, size]: which of the sequences each row is in."""
     rows = torch.arange(size, device=ends.device, dtype=ends.dtype)
+    # right=True: row `ends[n]` is the first of sequence n, ends being cumulative lengths that begin with 0
     return torch.searchsorted(ends, rows, right=True)[None]
 
 
@@ -160,7 +171,9 @@ def attention_mask(
     """
     from transformers import masking_utils
 
+    # transformers' own default
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
+    # a cache or an offset makes queries and keys differ, where the module's words would be ambiguous
     whole = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
     skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length):
@@ -177,6 +190,7 @@ def attention_mask(
     own = use_vmap or not allow_is_causal_skip
     if mask is None or own or isinstance(q_offset, Tensor) or torch.compiler.is_compiling():
         return mask
+    # only the two alignments that our arguments can express
     if not (q_offset + q_length == kv_offset + kv_length or q_offset == kv_offset == 0):
         return mask
     window = _known(mask_function, local_size, masking_utils.causal_mask_function)
@@ -184,6 +198,7 @@ def attention_mask(
         return mask
     marks: dict[str, Any] = {"window_size": window}
     marks["causal_align"] = "bottom_right" if q_offset + q_length == kv_offset + kv_length else "top_left"
+    # their helper knows how the padding mask lies in the cache
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         # 0 for a token, -1 for none
@@ -198,21 +213,25 @@ def _short_form(padding: Tensor | None, keys: int) -> tuple[bool, Tensor | None]
     """(True, None) without padding, (True, lengths [b]) with padding on the right only, else (False, None)."""
     if padding is None:
         return True, None
+    # reading values would break the graph
     if torch.compiler.is_compiling() or padding.shape[-1] != keys:
         return False, None
     lengths = padding.sum(-1, dtype=torch.int32)
     # one read by the host for all layers: padding on the right leaves no step up
+    # left padding shifts positions, which lengths cannot express
     is_padded, has_step = torch.stack([(lengths < keys).any(), padding.int().diff(dim=-1).gt(0).any()]).tolist()
     return not has_step, lengths if is_padded and not has_step else None
 
 
 def _is_said_by_modules(function: Any, local_size: int | None, keys: int) -> bool:
     """No local attention, or a causal sliding window of `local_size` keys: modules name both again in their call."""
+    # a window as long as the keys hides nothing
     return local_size is None or keys <= local_size or _known(function, local_size, None) is not None
 
 
 def _known(function: Any, local_size: int | None, causal: Any) -> tuple[int, int] | None:
     """(left, right) of a mask that is causal, or causal within a window; None for any other."""
+    # identity with their function: an equal one of the caller's may close over anything
     if function is causal:
         return (-1, 0)
     if local_size is None or local_size < 2:
@@ -228,6 +247,7 @@ def _known(function: Any, local_size: int | None, causal: Any) -> tuple[int, int
 
 def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:
     """Why `attention_forward` cannot stand for this module's own attention, or None: both run on random q, k and v."""
+    # eager attention is the specification in each model's file: sdpa and flash paths are chosen elsewhere
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         return "its class has no eager_attention_forward to compare with"
@@ -238,8 +258,10 @@ def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, dev
         name: torch.randn((2, h, 9, head_dim), generator=generator, device=device).to(dtype).requires_grad_()
         for name, h in shapes.items()
     }
+    # the defaults that transformers' attention functions have
     scaling = getattr(module, "scaling", None) or head_dim**-0.5
     causal = bool(getattr(module, "is_causal", True))
+    # 9 keys: a partial tile, and enough rows for a causal mask to matter
     mask = torch.zeros(9, 9, device=device)
     if causal:
         mask = torch.full_like(mask, -1e30).triu(1)
@@ -252,6 +274,7 @@ def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, dev
         return eager(module, query, key, value, mask.to(query.dtype).expand(2, 1, 9, 9), **options)[0]
 
     try:
+        # eager attention twice: in float64 as the reference, in the model's dtype as the error that is allowed
         found = numerics.errors(ours, plain, plain, tensors)
     except Exception as error:  # theirs takes other arguments than the registry's functions
         return f"its eager attention takes other arguments: {str(error).splitlines()[0][:80]}"
@@ -262,9 +285,11 @@ def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, dev
 def _extras(module: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Softcap and sinks as this module hands them on."""
     extras: dict[str, Any] = {}
+    # the attribute names under which models keep the softcap that reaches their attention function
     for name in ("attn_logit_softcapping", "logit_cap", "softcap"):
         if isinstance(getattr(module, name, None), float):
             extras["softcap"] = getattr(module, name)
+    # gpt-oss keeps its sinks on the attention module
     if isinstance(sinks := getattr(module, "sinks", None), Tensor) and sinks.ndim == 1 and not sinks.is_meta:
         extras["s_aux"] = sinks.detach().to(device)
     return extras

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from powertrain.patching.verify import copy_with
 
+# both odd, so that an activation is told from a weight by its first dim
 _BATCH = 3, 37  # sizes that no weight has
 
 
@@ -18,6 +19,7 @@ def of(module: nn.Module, width: int, forward: Callable[..., Any] | None) -> str
     if forward is None:
         return ""
     old, new = (_bytes(module, width, run) for run in (type(module).forward, forward))
+    # less than 5 % is not worth the word
     return f"{old / new:.1f}x less memory traffic than its operators one by one" if old > 1.05 * new > 0 else ""
 
 
@@ -46,6 +48,7 @@ class _Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # names beside the flag: some views are declared without it
         if not func.is_view and "view" not in func.name():
             moved = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor) and t.ndim]
             tokens = _BATCH[0], _BATCH[0] * _BATCH[1]

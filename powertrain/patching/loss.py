@@ -16,6 +16,7 @@ from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.patching.replace import is_plain_linear
 
 KIND = "loss"
+# arguments of a causal language model's own forward, which the base model does not take
 _OWN = {"self", "labels", "logits_to_keep", "kwargs", "return_dict", "output_router_logits"}
 _SPREAD = 10.0  # standard deviation of the logits that candidates are judged with: a softcap of 30 shows there
 
@@ -25,8 +26,10 @@ def why_not(model: Any) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     parameters = inspect.signature(type(model).forward).parameters
+    # classification heads have labels too, without an output embedding
     if not {"labels", "input_ids"} <= parameters.keys() or not hasattr(model, "get_output_embeddings"):
         return "no causal language model: its forward takes no labels beside input_ids"
+    # transformers picks a loss by the model's class name; others shift or weight differently
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         return f"its loss is {getattr(getattr(model, 'loss_function', None), '__name__', 'its own')}"
     head, base = model.get_output_embeddings(), _base(model)
@@ -36,6 +39,7 @@ def why_not(model: Any) -> str | None:
         return "its weights are on the meta device; patch the model once they are loaded"
     if base is None or head not in list(model.children()):
         return "its head is not beside its base model"
+    # an argument that the base model does not take would have to be interpreted by us
     taken = inspect.signature(type(base).forward).parameters
     if missing := parameters.keys() - _OWN - taken.keys():
         return f"its base model takes no {', '.join(sorted(missing))}"
@@ -44,6 +48,7 @@ def why_not(model: Any) -> str | None:
 
 def _base(model: Any) -> nn.Module | None:
     """The part of the model that gives the hidden states, or None."""
+    # base_model_prefix is an empty string unless the class sets it
     base = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
     return base if isinstance(base, nn.Module) else None
 
@@ -56,6 +61,7 @@ def find(model: Any) -> tuple[str, Callable[..., Any]] | str:
         difference = _difference(model, fused)
         if isinstance(difference, str):
             return difference
+        # the fused loss sums in another order: 8 roundings of the model's dtype
         if difference <= 8 * torch.finfo(model.get_output_embeddings().weight.dtype).eps:
             return name, _forward(fused)
     return reason
@@ -63,10 +69,13 @@ def find(model: Any) -> tuple[str, Callable[..., Any]] | str:
 
 def _epilogues(model: Any) -> list[tuple[str, dict[str, float]]]:
     """Numbers of the config that scale or cap logits, then neither."""
+    # multimodal configs keep the text model's numbers one level down
     config = model.config.get_text_config()
     found: list[tuple[str, dict[str, float]]] = []
     for key, value in sorted(vars(config).items()):
         if not isinstance(value, int | float) or isinstance(value, bool) or not value or "logit" not in key:
+            # Gemma 2: final_logit_softcapping; Cohere: logit_scale; Granite: logits_scaling, which divides, hence both
+            # directions
             continue
         if "cap" in key:
             found.append((f"linear_cross_entropy, softcap {value:g}", {"softcap": float(value)}))
@@ -75,6 +84,7 @@ def _epilogues(model: Any) -> list[tuple[str, dict[str, float]]]:
                 (f"linear_cross_entropy, logits times {scale:g}", {"scale": scale})
                 for scale in (float(value), 1 / value)
             ]
+    # no scale is tried last: a model with an unused number in its config must still match
     return [*found, ("linear_cross_entropy", {})]
 
 
@@ -88,6 +98,7 @@ class _Loss:
 
     def returns(self, output_class: Any) -> None:
         names = {field.name for field in dataclasses.fields(output_class)}
+        # the model's own class is returned, so that trainers find the fields they index by position
         self.output_class, self.output_fields = output_class, frozenset(names - {"loss", "logits"})
 
     def __call__(
@@ -99,12 +110,16 @@ class _Loss:
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
+        # transformers shifts inside the loss: the label of position i is token i + 1
         if shift_labels is None:
             assert labels is not None
+            # padded with ignore_index, so that the last position has no label and no row must be cut out of hidden
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         hidden = hidden if self.scale == 1.0 else hidden * self.scale
         loss = linear_cross_entropy(
             hidden, head.weight, shift_labels.to(hidden.device).reshape(hidden.shape[:-1]), bias=head.bias,
+            # transformers divides by num_items_in_batch itself, which with gradient accumulation is not this batch's
+            # count
             ignore_index=ignore_index, softcap=self.softcap, reduction="mean" if num_items_in_batch is None else "sum",
         )  # fmt: skip
         if num_items_in_batch is None:
@@ -118,6 +133,8 @@ def _forward(fused: _Loss) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, labels: Tensor | None = None, **options: Any) -> Any:
         head, base = self.get_output_embeddings(), _base(self)
         keep = options.get("logits_to_keep", 0)
+        # each line is a case in which the caller may want more than a loss, or whose parts are not those that were
+        # compared
         if (
             labels is None
             or not (self.training and torch.is_grad_enabled())
@@ -148,12 +165,15 @@ def _difference(model: Any, fused: _Loss) -> float | str:
     generator = torch.Generator(weight.device).manual_seed(0)
     hidden = torch.randn((2, 6, head.in_features), generator=generator, device=weight.device)
     with torch.no_grad():
+        # spread wide enough that a softcap or scale changes the loss visibly
         hidden *= _SPREAD / nn.functional.linear(hidden.to(weight.dtype), weight, head.bias).float().std()
     hidden = hidden.to(weight.dtype).requires_grad_()
     labels = torch.randint(head.out_features, (2, 6), generator=generator, device=weight.device)
+    # ignored labels at two positions show a wrong shift
     labels[0, 2], labels[1, 5] = -100, -100
     former = base.__dict__.get("forward")
     trained = weight.requires_grad
+    # the head and the loss are compared; running all layers would only add time
     base.forward = lambda *args, **options: _hidden_states(hidden)
     try:
         # or its gradient, as large as the weight, would be made too
@@ -168,6 +188,7 @@ def _difference(model: Any, fused: _Loss) -> float | str:
     finally:
         weight.requires_grad_(trained)
         del base.forward
+        # a forward of the instance, of accelerate for instance, is put back
         if former is not None:
             base.forward = former
     old, new = (loss.detach() for loss in losses)
@@ -182,6 +203,7 @@ def _hidden_states(hidden: Tensor) -> Any:
     class Outputs(BaseModelOutputWithPastAndCrossAttentions):
         router_logits = None
 
+        # some heads index the output, some use its attributes
         def __getitem__(self, index: Any) -> Any:
             return hidden if index == 0 else super().__getitem__(index)
 

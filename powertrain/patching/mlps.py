@@ -22,6 +22,7 @@ from powertrain.patching.replace import is_plain_linear
 
 KIND = "mlp"
 Candidate = tuple[str, Callable[..., Any]]
+# gelu before gelu_tanh: where both are within the bound, the first of equal distance is the exact one
 _PLAIN = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared")
 _GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "relu_squared_glu")
 
@@ -38,6 +39,7 @@ def linears(module: nn.Module) -> dict[str, nn.Linear]:
 def is_mlp(module: nn.Module) -> bool:
     """One to three linear layers, beside them only activations, nothing of its own; it takes one tensor."""
     inner = linears(module)
+    # a parameter of its own means a computation that no candidate has
     if not 1 <= len(inner) <= 3 or next(module.parameters(recurse=False), None) is not None:
         return False
     taken = inspect.signature(type(module).forward).parameters.values()
@@ -45,11 +47,14 @@ def is_mlp(module: nn.Module) -> bool:
     if sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in taken) != 2:
         return False
     others = [child for name, child in module.named_children() if name not in inner]
+    # a child with parameters is a norm or a gate of another kind
     if any(list(child.parameters()) or list(child.children()) for child in others):
         return False
+    # dropout inside the layer would be skipped in training
     if any(isinstance(child, nn.modules.dropout._DropoutNd) and child.p for child in others):
         return False
     has_activation = bool(others) or any(callable(value) for value in vars(module).values())
+    # without an activation two linear layers could be anything; three are a gated layer whose activation is a function
     return has_activation or len(inner) == 3
 
 
@@ -72,6 +77,7 @@ def candidates(module: nn.Module) -> list[Candidate]:
     if len(inner) == 3:
         return [
             (f"linear_activation, {kind}, gate {gate} and up {up} in one product", _separate(gate, up, down, kind))
+            # permutations: which child is the gate is not known by name, and swiglu is not symmetric
             for gate, up, down in itertools.permutations(inner)
             if inner[gate].weight.shape == inner[up].weight.shape
             and inner[down].in_features == inner[gate].out_features
@@ -80,6 +86,7 @@ def candidates(module: nn.Module) -> list[Candidate]:
     if len(inner) == 1:
         return [(f"linear_activation, {kind}", _first(next(iter(inner)), kind)) for kind in _PLAIN]
     found: list[Candidate] = []
+    # in and out may be square, so both orders are tried
     for first, second in itertools.permutations(inner):
         if inner[second].in_features == inner[first].out_features:
             found += [(f"linear_activation, {kind}", _plain(first, second, kind)) for kind in _PLAIN]
@@ -95,6 +102,7 @@ def candidates(module: nn.Module) -> list[Candidate]:
 def _separate(gate: str, up: str, down: str, kind: str) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
         first, second = self._modules[gate], self._modules[up]
+        # children are looked up at each call: PEFT or a quantizer may have exchanged them since
         if args or options or not _serves(x, first, second):
             return type(self).forward(self, x, *args, **options)
         h = linear_activation(
@@ -109,6 +117,7 @@ def _packed(first: str, second: str, kind: Any, order: Any) -> Callable[..., Any
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
         if args or options or torch.compiler.is_compiling():
             return type(self).forward(self, x, *args, **options)
+        # the products stay nn.Linear calls, hooks and all; only the activation is fused
         return self._modules[second](gated_activation(self._modules[first](x), kind, order=order))
 
     return forward

@@ -16,12 +16,15 @@ def is_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
     return (
+        # weights beyond these mean another formula
         weight is not None
         and weight.ndim == 1
         and parameters.keys() <= {"weight", "bias"}
         and not list(module.children())
         and _eps(module) is not None
+        # GroupNorm has weight [N] too, and normalizes over groups
         and "Group" not in type(module).__name__
+        # BatchNorm has running statistics
         and not isinstance(module, nn.modules.batchnorm._NormBase)
     )
 
@@ -32,6 +35,7 @@ def width(module: Any) -> int:
 
 def _eps(module: nn.Module) -> float | None:
     """The one small number among the module's attributes."""
+    # eps has many names (eps, variance_epsilon, norm_eps); its size is what is common
     small = [v for k, v in vars(module).items() if isinstance(v, float) and 0 < v < 1e-2]
     return small[0] if len(small) == 1 else None
 
@@ -41,7 +45,10 @@ def candidates(module: nn.Module) -> list[Candidate]:
     eps = _eps(module)
     assert eps is not None
     found = []
+    # "llama" rounds the normalized value before the weight, "te" after the product: they differ in the last bit of
+    # bfloat16
     for casting in ("llama", "te"):
+        # Gemma's weight is stored as w - 1
         for zero_centered in (False, True):
             name = f"rms_norm, {casting} casting" + (", weight + 1" if zero_centered else "")
             found.append((name, _rms(eps, casting, zero_centered)))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from powertrain.patching import attention, gain, loss, mlps, norms, replace, rotary, verify
 from powertrain.patching.replace import Part, Report
 
+# pairs with their config, since parts of one model share a config object or have their own
 _FORMER = "_powertrain_former_attention"  # attribute of a patched model: [(config, its implementation before)]
 KINDS = (norms.KIND, mlps.KIND, rotary.KIND, attention.KIND, loss.KIND)
 
@@ -47,6 +48,7 @@ def patch(model: nn.Module, *, kinds: Iterable[str] = KINDS, explain: bool = Fal
 
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's own forward again, attention its former implementation."""
+    # reading the mark rather than a list: a deep copy of the model is unpatched too
     for module in model.modules():
         if replace.installed(module):
             replace.remove(module)
@@ -54,6 +56,7 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _checked(kinds: Iterable[str]) -> set[str]:
+    # a single name is a string, whose letters would count as kinds
     wanted = {kinds} if isinstance(kinds, str) else set(kinds)
     if unknown := wanted - set(KINDS):
         raise ValueError(f"patch: kinds must be of {', '.join(KINDS)}, got {', '.join(sorted(map(repr, unknown)))}")
@@ -67,8 +70,10 @@ def _replace_modules(
     """Norms and feed-forward layers: one judgement for all modules of one key."""
     judged: dict[Any, tuple[Part, Callable[..., Any] | None]] = {}
     for name, module in model.named_modules():
+        # patch may be called twice, with other kinds
         if not is_part(module) or replace.installed(module):
             continue
+        # layers that are sharded, quantized or hooked keep their library's forward
         if reason := replace.why_not_replaceable(module) or why_not(module):
             report.add(Part(kind, name, why=reason))
             continue
@@ -96,6 +101,7 @@ def _patch_mlps(model: nn.Module, report: Report) -> None:
 def _patch_rotary(model: nn.Module, report: Report) -> None:
     found: dict[Any, dict[str, rotary.Rotate] | str] = {}
     for name, module in model.named_modules():
+        # an attention module is recognized by the rotation its code calls
         theirs, heads = rotary.theirs(module), rotary.heads(module)
         if not theirs or replace.installed(module):
             continue
@@ -105,6 +111,7 @@ def _patch_rotary(model: nn.Module, report: Report) -> None:
         dtype = _dtype(module)
         key = tuple(theirs.items()), heads, dtype
         if key not in found:
+            # angles depend on the model's config (scaling, partial rotary), so its own module is asked
             angles = rotary.angles(model, heads[2])
             found[key] = angles if isinstance(angles, str) else rotary.find(theirs, *angles, heads, dtype)
         ours = found[key]
@@ -116,9 +123,11 @@ def _patch_rotary(model: nn.Module, report: Report) -> None:
 
 
 def _patch_attention(model: Any, report: Report) -> None:
+    # not a model of transformers
     if not hasattr(model, "set_attn_implementation"):
         return
     parts = [(n, m) for n, m in model.named_modules() if _calls_registry(m)]
+    # patched already
     if model.config._attn_implementation == attention.NAME:
         return
     reasons = {}
@@ -127,6 +136,7 @@ def _patch_attention(model: Any, report: Report) -> None:
         if heads is None or parameter is None:
             reasons[name] = "its heads are not known"
             continue
+        # nothing is computed for a meta module; its weights are not needed by the comparison
         device = torch.device("cpu") if parameter.is_meta else parameter.device
         if reason := attention.find(module, heads, _dtype(module), device):
             reasons[name] = reason
@@ -143,6 +153,7 @@ def _patch_attention(model: Any, report: Report) -> None:
 
 def _calls_registry(module: nn.Module) -> bool:
     code = getattr(type(module).forward, "__code__", None)
+    # the name in the code object: transformers' modules look their attention up by it at every call
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
@@ -159,6 +170,7 @@ def _switch_attention(model: Any) -> None:
 
 def _restore_attention(model: nn.Module) -> None:
     for config, implementation in _formers(model):
+        # the property's setter would write to the configs of all parts too, each of which is restored by itself
         config._attn_implementation_internal = implementation
     for module in model.modules():
         module.__dict__.pop(_FORMER, None)
@@ -173,6 +185,7 @@ def _inner(model: nn.Module) -> Any:
     """The model of transformers inside a wrapper such as PEFT's, whose class has the forward with the loss."""
     from transformers import PreTrainedModel
 
+    # PEFT and others wrap the model: the wrapper's forward only passes on
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
@@ -189,6 +202,7 @@ def _patch_loss(model: Any, report: Report) -> None:
     if replace.installed(model):
         return
     name = type(model).__name__
+    # a forward on the instance is another library's (Liger, accelerate)
     reason = replace.OTHERS if "forward" in model.__dict__ else loss.why_not(model)
     found = reason or loss.find(model)
     if isinstance(found, str):
@@ -216,6 +230,7 @@ def _dtype(module: nn.Module) -> torch.dtype:
 
 def _judge_whole(model: nn.Module, report: Report) -> None:
     """Logits of the whole model on random tokens, patched beside unpatched; kinds that differ are undone, and named."""
+    # on meta, sharded or several devices single judgements must do
     if not report.replaced or not _runs_here(model):
         return
     with _AsWritten(model):
@@ -224,6 +239,7 @@ def _judge_whole(model: nn.Module, report: Report) -> None:
         return
     # rounding through all layers; a part that is wrong differs by far more
     bound = 0.05 if right.dtype is not torch.float32 else 1e-3
+    # attention first: the test of one module has shown nothing of the model's masks
     for kind in (None, attention.KIND, rotary.KIND, mlps.KIND, norms.KIND):
         if kind is not None:
             _undo(model, kind)
@@ -245,6 +261,7 @@ def _undo(model: nn.Module, kind: str) -> None:
 
 def _runs_here(model: nn.Module) -> bool:
     parameters = list(model.parameters())
+    # a subclass of Parameter is a DTensor or a quantized tensor
     plain = all(type(p) is nn.Parameter and not p.is_meta for p in parameters)
     return plain and len({p.device for p in parameters}) == 1 and hasattr(model, "get_input_embeddings")
 
@@ -256,6 +273,7 @@ class _AsWritten:
         self.model = model
 
     def __enter__(self) -> None:
+        # popped from the instance, so that the class's forward runs
         self.forwards = {m: m.__dict__.pop("forward") for m in self.model.modules() if replace.installed(m)}
         self.formers = _formers(self.model)
         for config, implementation in self.formers:
@@ -278,8 +296,10 @@ def _logits(model: Any) -> Tensor | None:
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(vocabulary, (2, 24), generator=generator, device=device)
     mask = torch.ones_like(tokens)
+    # right padding exercises the masks
     mask[1, 17:] = 0
     training = [m for m in model.modules() if m.training]
+    # dropout would make two runs differ
     model.eval()
     try:
         with torch.no_grad():

@@ -42,13 +42,16 @@ class Report:
 
 def install(module: nn.Module, kind: str, forward: Callable[..., Any]) -> None:
     """Make `forward(module, ...)` the module's forward; its signature is the old one's, which Trainer reads."""
+    # the wrapper's signature is the original's: transformers' Trainer reads it to drop unused columns
     replacement = functools.wraps(type(module).forward)(forward)
     setattr(replacement, _MARK, kind)
+    # a bound method on the instance: nn.Module.__call__ finds it before the class's, and hooks still run
     module.forward = MethodType(replacement, module)
 
 
 def installed(module: nn.Module) -> str | None:
     """The kind of part whose forward was replaced here, or None."""
+    # the instance's own dict: a class attribute would be seen through every instance
     return getattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK, None)
 
 
@@ -59,9 +62,11 @@ def remove(module: nn.Module) -> None:
 
 def why_not_replaceable(module: nn.Module) -> str | None:
     """Why this module's forward must stay, or None."""
+    # accelerate and Liger set forward on the instance too
     if "forward" in module.__dict__:
         return OTHERS
     for name, parameter in module.named_parameters():
+        # parameters of FSDP2 (DTensor), bitsandbytes and torchao have types of their own
         if type(parameter) is not Parameter:
             return f"{name} is a {type(parameter).__name__}, not a plain parameter"
         if not parameter.is_floating_point():
@@ -75,10 +80,13 @@ def is_plain_linear(module: nn.Module | None) -> bool:
     False for LoRA layers, quantized ones, and weights that FSDP or tensor parallelism keeps in parts.
     """
     return (
+        # the exact class: LoRA and quantized layers inherit from nn.Linear
         type(module) is nn.Linear
         and "forward" not in module.__dict__
+        # a hook may change inputs or results, and a fused op would bypass it
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
+        # torch.func.functional_call puts plain tensors in the places of the parameters
         and type(module.weight) in (Parameter, Tensor)
         and type(module.bias) in (Parameter, Tensor, type(None))
     )

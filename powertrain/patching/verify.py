@@ -21,10 +21,12 @@ _NEAR = 0.1  # relative: a candidate further off computes another function, and 
 
 def copy_with(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy without hooks whose parameters and buffers are make(the module's)."""
+    # a deep copy would copy hooks with closures over the whole model
     memo: dict[int, Any] = {}
     for part in module.modules():
         memo |= {id(hooks): OrderedDict() for hooks in (getattr(part, name) for name in _HOOKS)}
     for tensor in [*module.parameters(), *module.buffers()]:
+        # memo: deepcopy takes these tensors instead of copying the model's
         memo[id(tensor)] = make(tensor)
     return copy.deepcopy(module, memo)
 
@@ -40,9 +42,11 @@ class Twin:
         self.device = generator.device
 
         def random(tensor: Tensor) -> Tensor:
+            # integer buffers (position ids, masks) have meaning, random ones none
             if not tensor.is_floating_point():
                 return tensor.detach().clone()
             values = torch.randn(tensor.shape, generator=generator, device=self.device)
+            # vectors near 1, so that a norm's weight of 1 + w is told from w; matrices scaled as at initialization
             values = 1 + 0.2 * values if tensor.ndim < 2 else values / tensor.shape[-1] ** 0.5
             return (
                 nn.Parameter(values.to(tensor.dtype)) if isinstance(tensor, nn.Parameter) else values.to(tensor.dtype)
@@ -58,6 +62,7 @@ class Twin:
         # float64 parameters come with buffers of float64: copies, so that the twin stays as it is
         buffers = {name: b.to(x.dtype) if b.is_floating_point() else b for name, b in self.module.named_buffers()}
         if forward is None:
+            # functional_call: gradients with respect to weights without touching the module
             return functional_call(self.module, {**parameters, **buffers}, (x,))
         return functional_call(_Calling(self.module, forward), _prefixed({**parameters, **buffers}), (x,))
 
@@ -86,6 +91,7 @@ def first_equal(
     """
     dtype, device = _of(module)
     generator = torch.Generator(device).manual_seed(0)
+    # whatever the module raises becomes the reason in the report
     try:
         twin = Twin(module, generator)
         x = torch.randn((2, 5, width), generator=generator, device=device).to(dtype).requires_grad_()
@@ -93,6 +99,7 @@ def first_equal(
     except Exception as error:  # the module's own: it takes other inputs than one tensor
         return None, f"it does not run on one tensor [..., {width}]: {_line(error)}"
     reason = "it computes another function than ours"
+    # the nearest in bfloat16 first: casting orders differ there and are equal in float32
     for index in near:
         bad = _errors(twin, x, candidates[index][1])
         if not bad:
@@ -121,6 +128,7 @@ def _near(twin: Twin, x: Tensor, candidates: Sequence[tuple[str, Callable[..., A
             if new.shape == old.shape and new.dtype == old.dtype:
                 distance = (new.double() - old.double()).norm() / old.double().norm().clamp_min(1e-30)
                 found.append((float(distance), index))
+    # far ones compute another function; judging their gradients would only take time
     return [index for distance, index in sorted(found) if distance < _NEAR]
 
 
@@ -164,6 +172,7 @@ def key(module: nn.Module) -> tuple[Any, ...]:
         (name, value)
         for part in module.modules()
         for name, value in sorted(vars(part).items())
+        # layer_idx differs in every layer and changes nothing in a norm or MLP
         if isinstance(value, bool | int | float | str) and name not in ("layer_idx", "training")
     ]
     return type(module), tuple(tensors), tuple(map(type, module.modules())), tuple(scalars)

@@ -387,7 +387,7 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
             except CompileError as error:
                 if settings().on_compile_failure != "reference":
                     raise
-                tracing.warn(f"{name} takes plain PyTorch from now on: {error}")
+                tracing.warn(f"{name} is computed by plain PyTorch from now on: {error}")
                 disable(name)
                 return function(*args, **kwargs)
 

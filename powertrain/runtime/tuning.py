@@ -75,7 +75,7 @@ def tuned(device: str) -> dict[str, dict[str, Changes]]:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         tracing.warn(
-            f"tuned tiles {path} cannot be read ({error}), so the shipped are used; run `powertrain tune` again"
+            f"tuned tiles {path} cannot be read ({error}), so the shipped tiles are used; run `powertrain tune` again"
         )
         return {}
     tracing.event("tuned", f"tuned tiles of {device} from {path}", plans=plans)

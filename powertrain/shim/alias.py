@@ -12,8 +12,10 @@ from types import CodeType, ModuleType
 
 def alias(name: str, ours: str) -> None:
     """From now on `import name` gives our module, and `import name.x` our `ours.x`."""
+    # once per name, however often install is called
     if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(name, ours))
+    # the import statement returns this entry, in place of the stub that is just running
     sys.modules[name] = importlib.import_module(ours)
 
 
@@ -24,13 +26,17 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # "flash_attn_interface" begins with "flash_attn" and is another library
         if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None
         ours = self.ours + fullname.removeprefix(self.name)
+        # found under our name first: the spec must be the alias's, the module ours
         found = importlib.util.find_spec(ours)
         if found is not None:
             return ModuleSpec(fullname, _Loader(ours), is_package=found.submodule_search_locations is not None)
         # an import statement gets an error that lists the modules; importlib.util.find_spec gets None
+        # the frame that asks tells an import statement from importlib.util.find_spec, which transformers and others
+        # call to look whether a library is there
         if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
             raise ModuleNotFoundError(_what_there_is(fullname, ours), name=fullname)
         return None
@@ -41,6 +47,7 @@ class _Loader(Loader):
         self.ours = ours
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        # import under our own name, so that both names share one module object and isinstance holds
         module = importlib.import_module(self.ours)
         self.spec = module.__spec__
         return module

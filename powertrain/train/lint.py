@@ -323,7 +323,7 @@ def _finding(config: RunConfig, model: nn.Module, target: Target, memory: Memory
     if finding.attention is not None and finding.attention.chosen is None:
         finding.problems.append("no attention backend serves this model; the table below gives each one's needs")
     if finding.memory_bytes is None:
-        finding.notes.append(f"the memory of {target.name} is not known; the estimate is compared with nothing")
+        finding.notes.append(f"the memory of {target.name} is not known, so whether the estimate fits is not checked")
     elif memory.total > finding.memory_bytes:
         fits = [mode for mode, size in memory.activations.items() if _total(memory, size) <= finding.memory_bytes]
         advice = f"train.activation_checkpointing {fits[0]} would fit" if fits else "shard over more GPUs"

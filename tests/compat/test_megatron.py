@@ -95,7 +95,7 @@ def test_dtypes(dtype: torch.dtype, fused: bool) -> None:
     out = module(x)
     assert out.dtype is dtype
     torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
-    with pytest.raises(ValueError, match=r"input must be \w+, as said, got float32"):
+    with pytest.raises(ValueError, match=r"input must be \w+, as the constructor says, got float32"):
         module(x.float())
 
 

@@ -23,7 +23,7 @@ def test_what_became_of_it_is_one_line(capfd: pytest.CaptureFixture[str]) -> Non
     first, second = capfd.readouterr().err.splitlines()
     for words in ("shape [8192, 4096]", "ub_cfgs for fc1_fprop", "bootstrap_backend mpi", "with_cublasmp"):
         assert words in first
-    assert second.endswith("not read: shape [64, 32], ub_cfgs for qkv_dgrad")
+    assert second.endswith("without effect: shape [64, 32], ub_cfgs for qkv_dgrad")
     destroy_ub()
     destroy_ub()
 

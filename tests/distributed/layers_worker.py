@@ -456,7 +456,7 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
     cases: tuple[tuple[dict[str, Any] | None, str], ...] = (
         (None, "plan must be given for a model whose config.model_type is none of llama"),
         ({"q_proj": "columns", "z_proj": "rows"}, "plan must name modules that the model has, got z_proj"),
-        ({"": "rows"}, "must be an nn.Linear to be spread, got Plain"),
+        ({"": "rows"}, "must be an nn.Linear to be sharded, got Plain"),
     )
     for plan, said in cases:
         try:

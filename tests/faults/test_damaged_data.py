@@ -92,7 +92,7 @@ def test_a_packed_file_that_ends_early_is_damaged(tmp_path: Path, ending: str) -
 def test_a_lone_surrogate_is_a_bad_line(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text('{"text": "a"}\n{"text": "\\ud83d"}\n["b", "\\udc00x"]\n"\\ud83d\\ude00"\n')
-    with pytest.raises(BadDocument, match=r"t\.jsonl:2: must be text that UTF-8 has, got the lone surrogate U\+D83D"):
+    with pytest.raises(BadDocument, match=r"t\.jsonl:2: must be text .* represent, got the lone surrogate U\+D83D"):
         list(texts([file]))
     assert list(texts([file], skip_bad=True)) == ["a", "\U0001f600"]
 
@@ -143,7 +143,7 @@ def test_any_damage_of_a_cache_is_mended(tmp_path: Path, count: int, capfd: pyte
         bad = b"" if n % 7 == 0 else damaged(file.read_bytes(), chance)
         file.write_bytes(bad)
         assert samples() == wanted, file
-    assert len(files) == 9 and "anew" in capfd.readouterr().err
+    assert len(files) == 9 and "again:" in capfd.readouterr().err
 
 
 def test_a_zero_length_order(tmp_path: Path) -> None:

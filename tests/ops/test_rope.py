@@ -187,7 +187,7 @@ def test_errors(device: torch.device) -> None:
         rope(q, torch.randn(3, 2, 1, 8, device=device), table=table)
     with pytest.raises(ValueError, match="rope: table must have positions 1 to 3, got 0 to 2"):
         rope(q, table=table, offset=1)
-    with pytest.raises(ValueError, match="rope: table must turn at most the head dim 8, got 10"):
+    with pytest.raises(ValueError, match="rope: table must rotate at most the head dim 8, got 10"):
         rope(q, table=rope_table(10, 3, device=device))
     with pytest.raises(ValueError, match="layout must be one of 'bshd', 'sbhd', 'thd', got 'hsbd'"):
         rope(q, table=table, layout="hsbd")

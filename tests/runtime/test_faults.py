@@ -297,7 +297,7 @@ def test_fallback_to_plain_pytorch(fresh: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("POWERTRAIN_ON_COMPILE_FAILURE", "reference")
     settings.reload()
     assert some_op() == "plain" and calls == [False, False, True]
-    assert "some_op takes plain PyTorch" in tracing.trace()[-1].text
+    assert "some_op is computed by plain PyTorch" in tracing.trace()[-1].text
 
 
 def test_leftover_folders_of_dead_workers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from powertrain.compat.apex import fused_dense, multi_tensor_apply, normalization, optimizers
 from powertrain.compat.missing import unknown
 
+# the version in Apex's setup.py
 __version__ = "0.1"
 
 __all__ = ["fused_dense", "multi_tensor_apply", "normalization", "optimizers"]

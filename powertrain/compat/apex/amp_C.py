@@ -11,6 +11,7 @@ from powertrain.compat.multi_tensor import (
     multi_tensor_unscale_l2norm,
 )
 
+# Apex's variant takes the same arguments (csrc/multi_tensor_l2norm_kernel_mp.cu)
 multi_tensor_l2norm_mp = multi_tensor_l2norm
 
 __all__ = [

@@ -16,6 +16,7 @@ from powertrain.compat.flash_attn.flash_attn_interface import (
 )
 from powertrain.compat.missing import unknown
 
+# packages choose arguments by it
 __version__ = "2.8.3"  # whose names and arguments these are
 
 __all__ = [

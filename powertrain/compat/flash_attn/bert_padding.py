@@ -26,11 +26,15 @@ def unpad_input(
     Returns (tokens [total, ...], their indices in [b * s], cu_seqlens [b + 1] int32, max_seqlen, used lengths [b]
     int32), as flash-attn 2.6.2 and later; before, there were only the first four. Reads max_seqlen on the host.
     """
+    # lengths without the unused rows: backward kernels need them apart from the packed ones
     used = attention_mask.sum(-1, dtype=torch.int32)
+    # unused rows keep their place in the packed tensor, so that it has one shape from step to step
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
+    # int32, as flash-attn's kernels read them
     cu_seqlens = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    # the host needs the maximum for flash-attn's grid; ours ignores it, but it is a result of this function
     longest = int(lengths.max()) if lengths.numel() else 0
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
 
@@ -43,11 +47,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """The rows of `input` at the given indices."""
+    # both have gradients in PyTorch; flash-attn writes autograd functions for them
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Zeros [first_axis_dim, ...] with `values` in the rows at the given, distinct indices."""
+    # new_zeros: rows of padding must be 0, their gradients too
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
@@ -64,6 +70,7 @@ def unpad_input_for_concatenated_sequences(
     attention_mask_in_length [b, s]: the lengths of a row's sequences, then zeros ([2, 3, 0, 0, 0, 0]: tokens 0 to 4).
     Returns (tokens [total, ...], their indices in [b * s], cu_seqlens [sequences + 1] int32, max_seqlen).
     """
+    # the sum of a row's lengths is the row's number of tokens
     lengths = attention_mask_in_length.sum(-1)
     kept = torch.arange(hidden_states.shape[1], device=lengths.device) < lengths[:, None]
     indices = kept.flatten().nonzero().flatten()

@@ -51,11 +51,14 @@ def flash_attn_func(
     Masks are aligned bottom right: query i sees key j if i + sk - sq - left <= j <= i + sk - sq + right.
     Returns out [b, sq, h, dv]; with return_attn_probs (out, lse [b, h, sq] float32, None).
     """
+    # refused ahead of the computation, not after it
     _no_mask_of_dropout("flash_attn_func", return_attn_probs, dropout_p)
     result = attention(
         *unit_stride(q, k, v), dropout_p=dropout_p, scale=softmax_scale, is_causal=causal, window_size=window_size,
+        # False there means "not required"; None here follows torch.use_deterministic_algorithms
         softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic or None, return_lse=return_attn_probs,
     )  # fmt: skip
+    # the third result is the dropout mask S_dmask, for which flash-attn allocates the score matrix
     return (*result, None) if return_attn_probs else result
 
 
@@ -73,6 +76,7 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_func` of k and v in one tensor, kv [b, sk, 2, hk, d]."""
     k, v = _parts("flash_attn_kvpacked_func", "kv", kv, 2, 5)
+    # by position: the arguments of both functions stand in one order
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
@@ -129,9 +133,12 @@ def flash_attn_varlen_func(
     used: dict[str, Any] = {}
     if block_table is not None:
         checks.require(k.dim() == 4, "flash_attn_varlen_func", "k", "be [pages, page_size, heads, d]", list(k.shape))
+        # int(): the pages are gathered to this size, so here a tensor is read
         op, room, most = "flash_attn_varlen_func", int(max_seqlen_k), block_table.shape[1] * k.shape[1]
         checks.require(room <= most, op, "max_seqlen_k", f"be at most {most}, the pages of block_table", room)
+        # gathered together, for packed sequences have no page table here; O(b * max_seqlen_k) memory
         k, v = (gather_pages(x, block_table, room).flatten(0, 1) for x in (k, v))
+        # each sequence begins at a multiple of the room, and cu_seqlens_k still says its length
         starts = torch.arange(block_table.shape[0] + 1, device=k.device, dtype=torch.int32) * room
         used = {"cu_seqlens_k_padded": starts}
     result = varlen_attention(
@@ -181,6 +188,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_varlen_func` of q, k and v in one tensor, qkv [total, 3, h, d]."""
     q, k, v = _parts("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 4)
+    # self-attention: identity of the two tensors tells the backends that lengths are equal
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -220,14 +228,18 @@ def flash_attn_with_kvcache(
     checks.require(
         (rotary_cos is None) == (rotary_sin is None), op, "rotary_sin", "be given with rotary_cos", "one of the two"
     )
+    # float32, so that 16-bit tables lose nothing more
     rotary = None if rotary_cos is None or rotary_sin is None else RopeTable(rotary_cos.float(), rotary_sin.float())
+    # pages of one sequence are as many as the table has columns
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if cache_seqlens is None:
+        # without lengths the cache is full once the new keys are in
         cache_seqlens = room - (0 if k is None else k.shape[1])
     if not isinstance(cache_seqlens, Tensor):
         checks.require(
             cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, the size of the cache", cache_seqlens
         )
+        # int lengths become a tensor: the kernel reads lengths on the device
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     # as there: inputs may require gradients, and get none
     with torch.no_grad():
@@ -235,6 +247,7 @@ def flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens, key_new=k, value_new=v, page_table=block_table, is_causal=causal,
             window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
             cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, return_lse=return_softmax_lse,
+            # 0 means "choose" there, None here
             num_splits=num_splits or None, rotary=rotary, rotary_interleaved=rotary_interleaved,
         )  # fmt: skip
 
@@ -251,6 +264,7 @@ def _parts(op: str, argument: str, x: Tensor, parts: int, dims: int) -> tuple[Te
     """Views of tensors packed in the third dim from last."""
     ok = x.dim() == dims and x.shape[-3] == parts
     checks.require(ok, op, argument, f"have {dims} dims, the third from last of size {parts}", list(x.shape))
+    # views: packed projections are not copied
     return x.unbind(-3)
 
 

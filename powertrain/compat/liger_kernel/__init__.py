@@ -4,6 +4,7 @@ from powertrain.compat.missing import unknown
 
 __all__ = []
 
+# packages compare it with the release that brought a class
 __version__ = "0.8.5"
 
 

@@ -7,6 +7,7 @@ from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine import common, pytorch
 from powertrain.compat.transformer_engine.pytorch import DotProductAttention, destroy_ub, initialize_ub
 
+# the release whose names and arguments these modules have
 __version__ = "2.20.2"
 
 __all__ = ["DotProductAttention", "common", "destroy_ub", "initialize_ub", "pytorch"]

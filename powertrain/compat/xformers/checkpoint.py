@@ -19,6 +19,7 @@ __all__ = ["checkpoint", "list_operators", "selective_checkpoint_context_fn", "s
 
 T = TypeVar("T")
 Policy = Callable[..., Any] | Sequence[Any]
+# torch's names of matrix products
 _KEPT = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 
 
@@ -48,6 +49,7 @@ def selective_checkpoint_context_fn(policy_fn: Policy | None = None) -> Any:
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
     name = str(operator)
+    # any operator with attention in its name, ours included
     return name in _KEPT or "attention" in name
 
 
@@ -75,6 +77,7 @@ def selective_checkpoint_wrapper(
 
     Memory_budget is refused but for 0 (nothing is kept) and 1 (all).
     """
+    # for a budget between 0 and 1 theirs solves a linear program over measured operators
     if memory_budget is not None and memory_budget not in (0, 1):
         unsupported(
             "selective_checkpoint_wrapper", "memory_budget", memory_budget,

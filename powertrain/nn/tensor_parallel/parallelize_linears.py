@@ -126,7 +126,7 @@ def _matched(model: nn.Module, plan: Mapping[str, Role]) -> list[tuple[str, nn.M
 
 def _shard_linear(model: nn.Module, name: str, module: nn.Module, role: Role, **options: Any) -> Any:
     good = isinstance(module, nn.Linear) and not isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    checks.require(good, _OP, f"plan's {name}", "be an nn.Linear to be spread", type(module).__name__)
+    checks.require(good, _OP, f"plan's {name}", "be an nn.Linear to be sharded", type(module).__name__)
     kind = _Columns if role == "columns" else RowParallelLinear
     sharded = kind.from_linear(module, options.pop("ranks"), **options)  # type: ignore[arg-type]
     parent, _, last = name.rpartition(".")

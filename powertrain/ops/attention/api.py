@@ -31,6 +31,7 @@ from powertrain.runtime.target import Target
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+# read once: the fields are walked in every traced call
 _MASK_FIELDS = tuple(field.name for field in fields(MaskSpec))
 _DENSE = tuple(name for name in LAYOUTS if name != "thd")
 
@@ -110,7 +111,7 @@ def attention(
         out = dropout(softmax(s over the keys that the mask lets see)) v
 
     Query i stands at position p = i, or with causal_align "bottom_right" at p = i + Sk - Sq, where seqused_q and
-    seqused_k replace Sq and Sk if given. masks.py says which keys j it sees.
+    seqused_k replace Sq and Sk if given. mask.py says which keys j it sees.
 
     Shapes: B batch, Sq queries, Sk keys, H heads (a multiple of K key heads), D and E head dims, 1 to 512 each.
         layout           query             key               value
@@ -164,9 +165,11 @@ def attention(
         (ALiBi); Xiao et al., arXiv:2309.17453 (sinks).
     """
     op = "attention"
+    # thd needs cu_seqlens, so it is a function of its own; the error names it
     if layout == "thd":
         checks.fail(op, "layout", f"be one of {', '.join(map(repr, _DENSE))}", "'thd' (use varlen_attention)")
     checks.one_of(op, "layout", layout, _DENSE)
+    # autocast is applied ahead of the checks, which compare the dtypes of the three
     query, key, value = _autocast(op, query, key, value)
     mask = MaskArguments(
         attn_bias, is_causal, causal_align, window_size, chunk_size, prefix_lengths, document_ids, alibi_slopes,
@@ -262,7 +265,7 @@ def varlen_attention(
         seqused_q, seqused_k   [B]: their lengths, if less than that. With seqused_k, and without cu_seqlens_k_padded,
                        keys lie anywhere: sequence n has seqused_k[n] rows from cu_seqlens_k[n] on, and starts may be in
                        any order, and rows those of several sequences, whose gradients add up. (With
-                       cu_seqlens_k_padded the Hopper backward serves, here the universal one)
+                       cu_seqlens_k_padded the Hopper backward can run, without it the universal one)
         prefix_lengths [B]; alibi_slopes [H] or [B, H]; sinks [H]
     is_causal to backend are those of `attention`: positions count within a sequence, as do dropout's rows and columns
     (and the sequence's number in the batch), so that packing changes no result.
@@ -290,21 +293,26 @@ def varlen_attention(
 
 def _run(call: AttentionCall, backend: str | Sequence[str] | None) -> Any:
     """Choose a backend by the facts of the call, and run it."""
+    # the selector depends on sizes, and batch-invariant bits must not: it is not asked there
     if is_batch_invariant():
         result = run_invariant(call)
         return result if call.return_lse else result[0]
     op = "varlen_attention" if call.layout == "thd" else "attention"
+    # functorch's vmap sees the op's outside only; the message names the alternative
     if use_kernel(op, call.query):
         refuse_vmap(op, call.query, call.key, call.value)
     facts = facts_of(call)
     if torch.compiler.is_compiling():
+        # Dynamo traces the selection as a constant: a graph is compiled for one backend
         name, backward = select.names_traced(problem_of, backend, *facts.as_constants())
         chosen = BACKENDS[name]
     else:
         decision = select.choose(facts, lambda: problem_of(*facts), backend)
         chosen, backward = decision.backend, decision.other_backward
+    # drawn here and not in the backend, so that forward, recomputation and backward share one seed
     if call.dropout_p > 0 and call.dropout_seed is None and chosen.uses_philox_seed:
         call = replace(call, dropout_seed=draw_seed(call.query.device))
+    # only SEPARABLE forwards take the name of a backward
     out, lse = chosen.run(call) if backward is None else chosen.run(call, backward=backward)  # type: ignore[call-arg]
     return (out, lse) if call.return_lse else out
 
@@ -340,6 +348,7 @@ class Facts(NamedTuple):
 
 def facts_of(call: AttentionCall) -> Facts:
     query, key, value, varlen, tensors = call.query, call.key, call.value, call.varlen, call.tensors
+    # needs_grad is asked of the inputs: a backend without backward may serve in evaluation
     needs_grad = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -347,6 +356,7 @@ def facts_of(call: AttentionCall) -> Facts:
         or (tensors.bias is not None and tensors.bias.requires_grad)
         or (tensors.sinks is not None and tensors.sinks.requires_grad)
     )
+    # identity of the two tensors: equal values would have to be read from the device
     equal = varlen.query_starts is varlen.key_starts if call.layout == "thd" else None
     compiling = is_traced(query)
     elements = query.numel() + key.numel() + value.numel()
@@ -355,6 +365,7 @@ def facts_of(call: AttentionCall) -> Facts:
         query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, heads, kv_heads,
         varlen.query_used is not None or varlen.key_used is not None, varlen.unordered, call.dropout_p,
         call.dropout_seed is not None, needs_grad, call.return_lse, call.deterministic,
+        # TF32 is a global setting of PyTorch, so it is read at each call
         _aligned(query, key, value, compiling), compiling, query.dtype is torch.float32 and select.allows_tf32(),
         Lengths.facts(queries, keys, equal, batch, elements),
     )  # fmt: skip
@@ -362,9 +373,11 @@ def facts_of(call: AttentionCall) -> Facts:
 
 def _constant(fact: Any) -> Any:
     """A fact as a constant, where Dynamo traces sizes as symbols."""
+    # bool is a subclass of int, so it is asked first
     if isinstance(fact, bool):
         return True if fact else False
     if isinstance(fact, float):
+        # a symbolic float becomes a plain one by its text
         return float(f"{fact}")
     return index(fact) if isinstance(fact, int) else fact
 
@@ -376,6 +389,7 @@ def problem_of(*facts: Any) -> AttentionProblem:
         f.dtype,
         f.head_dim_qk,
         f.head_dim_v,
+        # the CPU has no Target: CPU backends depend on no arch
         None if f.device.type == "cpu" else Target.of(f.device),
         f.mask,
         f.layout,
@@ -389,6 +403,7 @@ def problem_of(*facts: Any) -> AttentionProblem:
         dropout_seeded=f.dropout_seeded,
         needs_grad=f.needs_grad,
         needs_lse=f.needs_lse,
+        # whether a returned LSE will get a gradient is not known yet; it can if anything requires one
         needs_lse_grad=f.needs_lse and f.needs_grad,
         deterministic=f.deterministic,
         aligned=f.aligned,
@@ -402,6 +417,7 @@ def _autocast(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     for name, x in (("query", query), ("key", key), ("value", value)):
         checks.tensor(op, name, x)
     kind = query.device.type
+    # autocast leaves float64 alone in F.scaled_dot_product_attention too
     if kind == "meta" or not torch.is_autocast_enabled(kind) or query.dtype is torch.float64:
         return query, key, value
     dtype = torch.get_autocast_dtype(kind)
@@ -422,4 +438,5 @@ def _aligned(query: Tensor, key: Tensor, value: Tensor, compiling: bool) -> bool
         for x in (query, key, value):
             for stride in x.stride()[:-1]:
                 bits |= stride
+    # a set low bit of any stride or address is a misalignment, so one OR and one remainder test them all
     return (bits * size | query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0

@@ -12,6 +12,7 @@ from powertrain.ops.attention.mask import BiasKind, MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout, Sizes, Varlen
 from powertrain.runtime import checks
 
+# 512 is the widest head dim whose tiles have plans; MLA decodes 576 by a kernel of its own
 MAX_HEAD_DIM = 512
 Alignment = Literal["top_left", "bottom_right"]
 _DTYPES = (*checks.FLOATS, torch.float64)  # float64: reference and chunked, on every device
@@ -22,6 +23,7 @@ class MaskArguments(NamedTuple):
 
     attn_bias: Tensor | None = None
     is_causal: bool = False
+    # flash-attn's default; SDPA's is top_left, which compat/sdpa.py passes
     causal_align: Alignment = "bottom_right"
     window_size: Sequence[SupportsIndex] = (-1, -1)
     chunk_size: int = 0
@@ -80,6 +82,7 @@ def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout
             checks.fail(op, name, "have a last dim of stride 1 (use .contiguous())", f"stride {x.stride(-1)}")
     checks.shape(op, "key", key, (*key.shape[:-1], query.shape[-1]), "head dim of query")
     checks.shape(op, "value", value, (*key.shape[:-1], value.shape[-1]), "as key, but for the head dim")
+    # xFormers' 5-D layout has as many key groups as query groups: GQA is an expanded dim there
     if layout == "bmghk":
         checks.shape(op, "key", key, (query.shape[0], key.shape[1], *query.shape[2:]), "as query")
         heads = query.shape[2] * query.shape[3]
@@ -91,6 +94,7 @@ def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout
         batch = query.shape[b]
         checks.require(key.shape[b] == batch, op, "key", f"have query's batch of {batch}", key.shape[b])
     heads, kv_heads = query.shape[head], key.shape[head]
+    # first key heads of 0, which the remainder would divide by
     if kv_heads == 0 or heads % kv_heads:
         checks.fail(op, "query", f"have a multiple of key's {kv_heads} heads", heads)
     return Sizes(batch, heads, kv_heads, query.shape[sequence], key.shape[sequence])
@@ -114,6 +118,7 @@ def dense_call(
     checks.same_device(op, "query", query, seqused_q=seqused_q, seqused_k=seqused_k)
     seqused_q = as_int32(op, "seqused_q", seqused_q)
     seqused_k = as_int32(op, "seqused_k", seqused_k)
+    # lengths are upper-bounded by the storage, so no maximum has to be read from the device
     varlen = Varlen(None, None, seqused_q, seqused_k, sizes.queries, sizes.keys)
     return _checked_call(op, query, key, value, layout, sizes, varlen, mask, options)
 
@@ -129,6 +134,7 @@ def packed_call(
 ) -> AttentionCall:
     """A checked call of packed sequences, layout "thd"."""
     varlen = _varlen(op, sequences)
+    # the batch is known from a shape, without reading cu_seqlens
     batch = sequences.cu_seqlens_q.shape[0] - 1
     sizes = check_qkv(op, query, key, value, "thd")._replace(batch=batch)
     checks.same_device(
@@ -147,10 +153,12 @@ def _varlen(op: str, s: PackedSequences) -> Varlen:
             checks.fail(op, name, "have shape [batch + 1]", list(tensor.shape))
     checks.shape(op, "cu_seqlens_k", cu_k, s.cu_seqlens_q.shape, "as cu_seqlens_q")
     for name, longest in (("max_seqlen_q", s.max_seqlen_q), ("max_seqlen_k", s.max_seqlen_k)):
+        # a tensor here would be a host synchronisation in every call
         if longest is not None and not (isinstance(longest, int) and longest >= 0):
             checks.fail(op, name, "be an integer of at least 0, known to the host, or None", repr(longest))
     starts, used = _sequence_starts(op, "q", s.cu_seqlens_q, s.cu_seqlens_q_padded, s.seqused_q)
     key_starts, key_used = starts, used
+    # identity, not equality: comparing values would read them from the device
     is_same = cu_k is s.cu_seqlens_q and s.cu_seqlens_k_padded is s.cu_seqlens_q_padded and s.seqused_k is s.seqused_q
     if not is_same:
         key_starts, key_used = _sequence_starts(op, "k", cu_k, s.cu_seqlens_k_padded, s.seqused_k)
@@ -165,9 +173,11 @@ def _sequence_starts(
     """(first row of each sequence, the lengths of those that end before the next begins)."""
     checks.shape(op, f"cu_seqlens_{side}_padded", padded, cu_seqlens.shape, f"as cu_seqlens_{side}")
     checks.shape(op, f"seqused_{side}", used, (cu_seqlens.shape[0] - 1,), "batch")
+    # padded starts say where rows lie, cu_seqlens how many are used
     name, starts = (f"cu_seqlens_{side}", cu_seqlens) if padded is None else (f"cu_seqlens_{side}_padded", padded)
     lengths = as_int32(op, f"seqused_{side}", used)
     if padded is not None and lengths is None:
+        # differences of the starts are the lengths once the starts themselves say something else
         lengths = as_int32(op, f"cu_seqlens_{side}", cu_seqlens.diff())
     return as_int32(op, name, starts), lengths
 
@@ -177,14 +187,17 @@ _FARTHEST = 2**30  # as far as no sequence reaches, and kernels add places to it
 
 def window_bounds(op: str, window_size: Sequence[SupportsIndex]) -> tuple[int, int]:
     """(left, right) of a window: integers of Python, of NumPy, of tensors (which are read)."""
+    # index() takes NumPy integers and 0-dim tensors and refuses floats, which int() would truncate
     try:
         left, right = (bound if type(bound) is int else index(bound) for bound in window_size)
     except (TypeError, ValueError):
+        # falls into the error below, which names the argument and its value
         left = right = -2
     if left < -1 or right < -1:
         checks.fail(
             op, "window_size", "be two integers of at least -1, (left, right), -1 for no bound", repr(window_size)
         )
+    # sys.maxsize as "no bound" is common, and would overflow an int32 position
     return min(left, _FARTHEST), min(right, _FARTHEST)
 
 
@@ -209,18 +222,22 @@ def lower_mask(op: str, sizes: Sizes, mask: MaskArguments) -> tuple[MaskSpec, Ma
         sinks = sinks.contiguous()
     spec = MaskSpec(
         left=left,
+        # is_causal together with a window keeps the left bound, as in flash-attn
         right=0 if mask.is_causal else right,
         bottom_right=mask.causal_align == "bottom_right",
         chunk=mask.chunk_size,
         prefix=mask.prefix_lengths is not None,
         documents=query_documents is not None,
         bias=bias_kind,
+        # a bias that requires a gradient under no_grad is an ordinary bias, which more backends take
         bias_grad=bias is not None and bias.requires_grad and torch.is_grad_enabled(),
         alibi=mask.alibi_slopes is not None,
         softcap=float(softcap),
         sinks=sinks is not None,
     )
     prefix = as_int32(op, "prefix_lengths", mask.prefix_lengths)
+    # float32 whatever the model's dtype: a slope rounded to bfloat16 times a distance of thousands would be off by
+    # whole units
     slopes = _slopes(op, sizes, mask.alibi_slopes)
     return spec, MaskTensors(prefix, query_documents, key_documents, bias, slopes, sinks)
 
@@ -232,6 +249,7 @@ def _bias(op: str, sizes: Sizes, bias: Tensor | None) -> tuple[BiasKind, Tensor 
     batch, heads, _, queries, keys = sizes
     checks.tensor(op, "attn_bias", bias)
     checks.require(2 <= bias.dim() <= 4, op, "attn_bias", "have 2 to 4 dims", list(bias.shape))
+    # missing dims are leading ones, as in PyTorch's broadcasting
     bias = bias[(None,) * (4 - bias.dim())]
     fits = all(n in (1, full) for n, full in zip(bias.shape[:3], (batch, heads, queries), strict=True))
     if not fits or bias.shape[3] not in (1, keys):
@@ -267,6 +285,7 @@ def _slopes(op: str, sizes: Sizes, slopes: Tensor | None) -> Tensor | None:
     expected = (sizes.heads,) if slopes.dim() == 1 else (sizes.batch, sizes.heads)
     checks.shape(op, "alibi_slopes", slopes, expected, "heads, or batch and heads")
     checks.require(slopes.is_floating_point(), op, "alibi_slopes", "be floating point", checks.name(slopes.dtype))
+    # refused instead of silently without gradient: no kernel computes it
     if slopes.requires_grad:
         checks.fail(op, "alibi_slopes", "not require a gradient (use .detach())", "one that does")
     return slopes.float().contiguous()
@@ -291,6 +310,7 @@ def _checked_call(
         checks.fail(op, "scale", "be a number, known to the host, or None", repr(scale))
     if seed is not None:
         checks.shape(op, "dropout_seed", seed, (2,), "seed and operation")
+        # the first number is Philox's key, the second enters its counter (docs/attention.md, "Dropout")
         checks.require(seed.dtype is torch.int64, op, "dropout_seed", "be int64", checks.name(seed.dtype))
     checks.same_device(
         op, "query", query, attn_bias=tensors.bias, alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks,
@@ -300,6 +320,7 @@ def _checked_call(
     return AttentionCall(
         query, key, value, layout, spec, tensors, varlen,
         float(query.shape[-1] ** -0.5 if scale is None else scale), float(dropout_p),
+        # without dropout a seed is no fact: backends that draw from PyTorch's generator stay allowed
         seed if dropout_p > 0 else None, return_lse,
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, sizes,
     )  # fmt: skip
@@ -314,4 +335,5 @@ def as_int32(op: str, name: str, x: Tensor | None) -> Tensor | None: ...
 def as_int32(op: str, name: str, x: Tensor | None) -> Tensor | None:
     """An argument of whole numbers as the kernels read it: int32, without strides."""
     checks.integers(op, name, x)
+    # PyTorch's cumsum gives int64, flash-attn's functions int32: both are taken
     return None if x is None else x.to(torch.int32).contiguous()

@@ -34,15 +34,19 @@ def forward_op(name: str, forward: Forward, backwards: Mapping[str, Op]) -> Op:
     """An op (query, key, value, *OpArguments, backward) -> (out, lse), differentiated by the backward of that name."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        # the last argument is the backward's name, which only setup_context reads
         return forward(Operands.of(query, key, value, OpArguments(*rest[:-1])))
 
     def outputs(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        # runs under FakeTensorMode too: shapes only, no data
         return forward_outputs(query, value, OpArguments(*rest[:-1]).layout)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *rest, backward = inputs[3:]
+        # out and LSE are saved instead of the probabilities: O(sequence) memory, recomputed in backward
         ctx.save_for_backward(*inputs[:3], *output, *rest[:NUM_TENSORS])
         ctx.options = rest[NUM_TENSORS:]
+        # looked up in forward: a `with attention_backend` block may have ended when backward runs
         ctx.backward_op = backwards[backward]
         ctx.set_materialize_grads(False)
 
@@ -67,6 +71,7 @@ def backward_op(name: str, backward: Backward) -> Op:
         f"{name}(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
         f"bool[] need, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
         run,
+        # the fake implementation: results of the real shapes and strides
         lambda *flat: BackwardCall.of(*flat).outputs(),
         flops=backward_flops,
     )
@@ -83,6 +88,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     # query, key, value, bias, slopes, sinks, ...
     need = ctx.needs_input_grad
     results: list[Tensor | None] = [None] * len(need)
+    # both None: the results were not used, and all gradients are None
     if dout is not None or dlse is not None:
         dout = torch.zeros_like(out) if dout is None else dout
         args = OpArguments(*tensors, *ctx.options)
@@ -98,6 +104,7 @@ def gradients(call: BackwardCall, op: Op) -> list[Tensor | None]:
     grads = [wanted(grad, need) for grad, need in zip(op(*call.flat()), call.need, strict=True)]
     layout = call.args.layout
     heads = heads_of(call.query, call.key, call.value, layout)
+    # query is never expanded by heads_of, so only key and value can be
     for index, x in ((1, call.key), (2, call.value)):
         dim, grad = expanded_dim(x, layout, heads), grads[index]
         if grad is not None and dim is not None:
@@ -117,12 +124,14 @@ def _sinks_grad(call: BackwardCall) -> Tensor | None:
         delta, lse = delta[None], lse[None]
     delta, lse = (x.flatten(1, -2) for x in (delta, lse))  # [b, heads, s]
     shares = torch.exp(sinks.float()[None, :, None] - lse) * delta
+    # exp(sink - -inf) is inf for rows that see nothing and have no sink to share with
     return -torch.where(lse == -torch.inf, 0.0, shares).sum((0, 2)).to(sinks.dtype)
 
 
 def _pairs(query: Shape, key: Shape, starts: Shape | None, layout: str) -> int:
     """(query, key) pairs of all heads, as if no mask hid any."""
     if layout == "thd":
+        # lengths are on the device: all sequences are counted as equally long
         sequences = starts[0] - 1 if starts else 1
         return query[0] * key[0] // max(sequences, 1) * query[1]
     if layout == "bmghk":
@@ -132,6 +141,7 @@ def _pairs(query: Shape, key: Shape, starts: Shape | None, layout: str) -> int:
 
 
 def forward_flops(query: Shape, key: Shape, value: Shape, query_starts: Shape | None, layout: str, **_: Any) -> int:
+    # as PyTorch's formula for SDPA, masks do not reduce the count
     return 2 * _pairs(query, key, query_starts, layout) * (query[-1] + value[-1])
 
 

@@ -17,8 +17,10 @@ from powertrain.ops.attention.backend_measurements import Curves, Estimate, Kind
 from powertrain.ops.attention.backend_registry import BACKENDS, BACKWARDS, SEPARABLE
 from powertrain.ops.attention.problem import AttentionProblem, SizeClass
 
+# cards and sessions differ by up to 5 % (docs/log/attention_triton.md), so smaller differences decide nothing
 _EQUAL = 1.05
 _NEAR = 4  # times as many or as few queries: where two backends were measured, that is taken for the class
+# the length that stands for each class; the tables have rows at or near it
 _QUERIES: dict[SizeClass, int] = {"decode": 16, "short": 512, "medium": 2048, "long": 8192}
 
 
@@ -46,6 +48,7 @@ class FixedOrder(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """All backends: those that cannot run there follow."""
+        # backends that cannot run there are kept at the end, for explanations list every backend
         return self.named + tuple(name for name in BACKENDS if name not in self.named)
 
 
@@ -61,7 +64,10 @@ def _fills_tiles(p: AttentionProblem) -> bool:
 
 def _is_few_beside_long(p: AttentionProblem) -> bool:
     """Few queries at the end of long keys, whose heads the Hopper forward packs into tiles and whose keys it splits."""
+    # query heads that share a key head
     repeats = p.num_heads // max(1, p.num_kv_heads)
+    # groups of other sizes are packed too, but their order was not measured; a packed tile has no column for slopes
+    # that differ by row
     packs = repeats & (repeats - 1) == 0 and not p.mask.alibi
     at_end = p.mask.right == 0 and p.mask.bottom_right
     few = p.lengths.few and p.lengths.size in ("decode", "short")
@@ -85,8 +91,10 @@ _PUBLISHED = "not measured here: published numbers (cuDNN against flash-2: huggi
 
 # the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
 FIXED_ORDERS = (
+    # on the CPU triton means the interpreter, which is for tests; why_not refuses it otherwise
     FixedOrder(("triton", "cpu", *_REST), "triton runs on the CPU only when asked to be interpreted", (0, 0)),
     FixedOrder(
+        # PyTorch's memory-efficient kernels have sm_75 variants for tensor cores
         ("efficient", "triton", *_REST),
         "Triton's tl.dot reaches no tensor core on sm_75 (a 64x64x32 float16 product compiles to 1024 FMAs)",
         (75, 79),
@@ -141,6 +149,7 @@ FIXED_ORDERS = (
         (90, 99),
         lambda p: p.lengths.size == "short" or _is_80(p),
     ),
+    # with a backward ahead of the rule for all others: 192/128 and packed sequences were measured apart
     FixedOrder(
         ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", *_LAST),
         _BY_HAND,
@@ -154,6 +163,7 @@ FIXED_ORDERS = (
         lambda p: p.needs_grad and p.head_dim_v > 128,
     ),
     FixedOrder(("flash-attn-3", "hopper", "flash-attn-4", "cudnn", *_LAST), _BY_HAND, (90, 99), lambda p: p.needs_grad),
+    # ALiBi in the Hopper forward at head dim 64: 1.92 ms where the universal kernels took 1.43 (docs/log/gemm.md)
     FixedOrder(
         ("triton", "hopper", "flash-attn-2", *_REST),
         _BY_HAND,
@@ -167,6 +177,7 @@ FIXED_ORDERS = (
         lambda p: 64 < p.head_dim_v <= 128,
     ),
     FixedOrder(("flash-attn-3", "hopper", "flash-attn-4", "cudnn", *_LAST), _BY_HAND, (90, 99)),
+    # flash-2 is ahead of cuDNN below sm_90 in the published numbers
     FixedOrder(("flash-attn-2", "flash", "triton", "cudnn", "efficient", *_REST), _PUBLISHED, (80, 89)),
     FixedOrder(("flash-attn-4", "cudnn", *_LAST), _PUBLISHED, (100, 119)),
     FixedOrder(("flash-attn-2", "flash", "triton", "flash-attn-4", "cudnn", "efficient", *_REST), _PUBLISHED),
@@ -181,6 +192,7 @@ def fixed_order(problem: AttentionProblem) -> FixedOrder:
 def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset()) -> Order:
     """The order for a problem, all backends in it. `forbidden` backends differentiate nothing."""
     fixed = fixed_order(problem)
+    # the backwards are ordered by the same rule as the forwards
     names, backwards = fixed.names, _fixed_backwards(problem, fixed.names)
     kind, curves = curves_for(problem)
     if curves is None:
@@ -188,8 +200,11 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
     queries = _decisive_length(curves, problem, forbidden)
     estimates = _estimates(curves, queries, forbidden)
     costs = {name: estimate.cost(problem.needs_grad) for name, estimate in estimates.items()}
+    # per FLOP of backward: only the order matters, so the constant factor is left out
     backward_costs = {name: 1 / rate for name, rate in _rates(curves.backward, queries).items()}
+    # a backend that the fixed order puts among those that cannot run stays there, whatever was measured
     known_costs = {name: cost for name, cost in costs.items() if cost is not None and name in fixed.named}
+    # one measured backend gives nothing to compare with
     if len(known_costs) < 2:
         return Order(names, backwards, f"fixed, {fixed.why}", {})
     known = f"measured ({kind}, {queries} queries): {', '.join(curves.sources)}; the rest fixed, {fixed.why}"
@@ -206,6 +221,7 @@ def by_cost(names: tuple[str, ...], costs: Mapping[str, float]) -> tuple[str, ..
         ordered.append(next(name for name in left if costs[name] <= _EQUAL * least))
         left.remove(ordered[-1])
     measured_names = iter(ordered)
+    # unmeasured backends keep their places between the measured ones
     return tuple(next(measured_names) if name in costs else name for name in names)
 
 
@@ -222,6 +238,7 @@ def curves_for(p: AttentionProblem) -> tuple[Kind | None, Curves | None]:
     """Measurements of a problem's kind; (kind, None) if there are none. Head dims that fill no tile count as measured
     only if they were themselves."""
     m = p.mask
+    # features that no table has: their times differ from the plain kernel's by unknown factors
     if p.target is None or p.lengths.empty or m.bias != "none" or m.chunk or m.prefix or m.documents:
         return None, None
     half = p.dtype in (torch.float16, torch.bfloat16)
@@ -229,6 +246,7 @@ def curves_for(p: AttentionProblem) -> tuple[Kind | None, Curves | None]:
         return None, None
     flags = {
         "alibi": m.alibi, "packed": p.layout == "thd", "softcap": m.softcap > 0, "window": m.has_window,
+        # determinism matters to a backward only, so a forward uses the ordinary table
         "deterministic": p.deterministic and p.needs_grad,
     }  # fmt: skip
     features = tuple(sorted(name for name, given in flags.items() if given))
@@ -237,6 +255,7 @@ def curves_for(p: AttentionProblem) -> tuple[Kind | None, Curves | None]:
     dims = dims_class(p.head_dim_qk, p.head_dim_v)
     kind = Kind(dtype, "causal" if m.is_causal else "full", features, keys, dims)
     curves = measured(p.target.arch, p.target.name).get(kind)
+    # padding makes two head dims of one class unlike, so only the very pair that was measured counts
     if curves is not None and not _fills_tiles(p) and (p.head_dim_qk, p.head_dim_v) not in curves.head_dims:
         return kind, None
     return kind, curves
@@ -250,10 +269,12 @@ def _rates(points: Mapping[str, Mapping[int, float]], queries: int) -> dict[str,
 def _estimates(curves: Curves, queries: int, forbidden: frozenset[str]) -> dict[str, Estimate]:
     """A forward that several backwards may follow is estimated with the fastest of them."""
     forward, backward = _rates(curves.forward, queries), _rates(curves.backward, queries)
+    # a forbidden backward must not make its forward look fast
     allowed = [rate for name, rate in backward.items() if name in BACKWARDS and name not in forbidden]
     fastest = max(allowed, default=None)
     return {
         name: Estimate(forward.get(name), fastest if name in SEPARABLE else backward.get(name))
+        # dict.fromkeys keeps the order and drops doubles
         for name in dict.fromkeys((*forward, *backward))
     }
 
@@ -271,4 +292,5 @@ def _decisive_length(curves: Curves, p: AttentionProblem, forbidden: frozenset[s
         return wanted
     lengths = sorted({n for points in (*curves.forward.values(), *curves.backward.values()) for n in points})
     near = [n for n in lengths if wanted <= _NEAR * n and n <= _NEAR * wanted and count(n) > 1] or [wanted]
+    # nearest by ratio: rates are measured on a logarithmic scale of lengths
     return min(near, key=lambda n: max(n, wanted) / min(n, wanted))

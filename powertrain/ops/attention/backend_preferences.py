@@ -31,6 +31,7 @@ class BackendPreference:
         """Names, "-name" to forbid. Raises ValueError for an unknown one."""
         first, forbidden = [], set()
         for name in names:
+            # one syntax for argument, context and environment: a string can say "never" too
             plain = name.removeprefix("-")
             if plain not in BACKENDS:
                 raise ValueError(f"{who}: backend must be one of {', '.join(BACKENDS)} (or -name), got {name!r}")
@@ -38,14 +39,18 @@ class BackendPreference:
                 forbidden.add(plain)
             elif plain not in first:
                 first.append(plain)
+        # a name that is both listed and forbidden in one place is forbidden
         allowed = tuple(name for name in first if name not in forbidden)
+        # a list of "-name" alone is no list of names: it only forbids
         return BackendPreference(allowed, frozenset(forbidden), only and bool(first))
 
     def within(self, outer: "BackendPreference") -> "BackendPreference":
         """This preference inside the scope of `outer`."""
+        # the nearer setting wins: naming a backend lifts an outer ban
         forbidden = self.forbidden | (outer.forbidden - set(self.first))
         if self.only:
             return BackendPreference(self.first, forbidden, True)
+        # outer preferences follow the inner ones instead of vanishing
         first = self.first + tuple(n for n in outer.first if n not in self.first and n not in self.forbidden)
         return BackendPreference(first, forbidden, outer.only)
 
@@ -53,6 +58,7 @@ class BackendPreference:
         """Forwards in the order in which they are tried."""
         return self.first if self.only else self.backward_order(names)
 
+    # `backend="cudnn"` says who computes the forward; a backward of another backend is allowed with it
     def backward_order(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Backwards in the order in which they are tried: an exact list of forwards does not limit them."""
         first = tuple(n for n in self.first if n in names)
@@ -61,6 +67,7 @@ class BackendPreference:
 
 
 _NO_PREFERENCE = BackendPreference()
+# a context variable and not a global: threads and asyncio tasks have preferences of their own
 _current: ContextVar[BackendPreference] = ContextVar("attention_backend")
 
 
@@ -73,6 +80,7 @@ class attention_backend:
 
     def __init__(self, *names: str) -> None:
         self._own = BackendPreference.parse(names, "attention_backend")
+        # a stack, so that one object may be entered again inside itself
         self._tokens: list[Token[BackendPreference]] = []
 
     def __enter__(self) -> None:
@@ -104,12 +112,14 @@ def current_preference(backend: str | Sequence[str] | None) -> BackendPreference
 
 def backend_names(backend: str | Sequence[str]) -> tuple[str, ...]:
     """`backend=` as a tuple of names. Raises ValueError if it is no name and no list of names."""
+    # a string is a sequence too, of letters
     names = (backend,) if isinstance(backend, str) else tuple(backend) if isinstance(backend, (list, tuple)) else ()
     if not names:
         raise ValueError(f"attention: backend must be a name, a list of names or None, got {backend!r}")
     return names
 
 
+# an exception stops the public function at the choice, without a second path through the checks
 class DryRun(Exception):
     """The problem and the preferences of a call that was stopped before its choice: see `dry_run`."""
 
@@ -121,6 +131,7 @@ class DryRun(Exception):
 @contextmanager
 def dry_run() -> Iterator[None]:
     """Within, a call of attention raises DryRun where it would choose a backend."""
+    # set on top of the current preference, so that explanations see what surrounds them
     token = _current.set(replace(context_preference(), dry_run=True))
     try:
         yield
@@ -142,5 +153,7 @@ def nvte_forbids(environment: Mapping[str, str]) -> tuple[str, ...]:
         "NVTE_FUSED_ATTN": ("cudnn",),
         "NVTE_UNFUSED_ATTN": ("reference",),
     }
+    # TransformerEngine reads "0" as off and anything else as on
     forbidden = [name for switch, names in switches.items() if environment.get(switch) == "0" for name in names]
+    # two switches may forbid the same backend
     return tuple(f"-{name}" for name in dict.fromkeys(forbidden))

@@ -29,6 +29,7 @@ class Backend(Protocol):
 
 
 class _Lazy:
+    # importing Triton and Gluon takes long, and most CPU processes never need them
     """A backend of ours whose module has `why_not(problem)` and `run(call)`, imported at its first question."""
 
     def __init__(self, name: str, module: str, uses_philox_seed: bool = True) -> None:
@@ -41,10 +42,12 @@ class _Lazy:
         return self._loaded
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
+        # powertrain.disable names ops: both of our GPU backends compute the same op
         if self.name in ("hopper", "triton"):
             name = "varlen_attention" if problem.layout == "thd" else "attention"
             if dispatch.is_disabled("attention") or dispatch.is_disabled(name):
                 yield Reason(f'switched off by powertrain.disable("{name}") or POWERTRAIN_DISABLE', "leave that out")
+            # the interpreter runs kernels on CPU tensors
             if problem.target is None and not settings().interpret:
                 yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
                 # no need to import Triton for that
@@ -52,6 +55,7 @@ class _Lazy:
         yield from self._load().why_not(problem)
 
     def run(self, call: AttentionCall, **options: Any) -> tuple[Tensor, Tensor | None]:
+        # `why_not` was asked first, which loads the module
         result: tuple[Tensor, Tensor | None] = self._loaded.run(call, **options)
         return result
 
@@ -69,6 +73,7 @@ class Reference:
         return run_reference(call)
 
 
+# the order here is only that of the documentation; backend_order.py has the order of trial
 _ALL: tuple[Backend, ...] = (
     _Lazy("triton", "powertrain.ops.attention.triton.backend"),
     _Lazy("hopper", "powertrain.ops.attention.hopper.backend", uses_philox_seed=False),
@@ -96,6 +101,7 @@ SEPARABLE = ("hopper",)
 
 def backward_why_not(name: str, problem: AttentionProblem) -> Iterator[Reason]:
     """Every need of a backward of `BACKWARDS` that the problem does not meet, as far as it is known without tensors."""
+    # imported at the question, as the backends are
     reasons: Iterator[Reason] = importlib.import_module(BACKWARDS[name]).backward_why_not(problem)
     return reasons
 
@@ -105,6 +111,7 @@ loaded_backwards: dict[str, Op] = {}  # by name, those that `backward_op` was as
 
 def backward_op(name: str) -> Op:
     """The op that differentiates from out and LSE."""
+    # Dynamo cannot trace an import: an eager call or the decision at trace time loads it
     if name not in loaded_backwards:
         loaded_backwards[name] = importlib.import_module(BACKWARDS[name]).backward_op
     return loaded_backwards[name]

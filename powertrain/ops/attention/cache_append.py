@@ -14,6 +14,7 @@ def cache_slot(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, P
     """(entry of the cache's first dim, row in it) of a sequence's positions."""
     if PAGE_SIZE > 0:
         # the shape of position
+        # masked: entries of the table behind a sequence's pages may hold any number
         page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask, other=0)
         return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
     else:
@@ -60,7 +61,9 @@ def _append_kernel(
     heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     position = tl.load(seqlens_ptr + batch) + token  # scalar
+    # cache_seqlens is on the device, so an overflow cannot raise; it must not write either
     fits = (position >= 0) & (position < capacity)
+    # a safe position for the address, the stores are masked
     position = tl.where(fits, position, 0)
     entry, row = cache_slot(page_table_ptr, batch_idx_ptr, batch, position, fits, page_row, PAGE_SIZE)
     mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_QK)
@@ -96,6 +99,7 @@ def _append(
     block_h = max(1, min(next_power_of_2(kv_heads), 2048 // block_d))
     _append_kernel[(b * num_new, cdiv(kv_heads, block_h))](
         key_new, value_new, key_cache, value_cache, cache_seqlens, page_table, cache_batch_idx,
+        # dense: one "page" is the whole row of the cache
         num_new, kv_heads, page_size if page_table is None else page_size * page_table.shape[1],
         0 if page_table is None else page_table.stride(0), *strides,
         HEAD_DIM_QK=dqk, HEAD_DIM_V=dv, PAGE_SIZE=0 if page_table is None else page_size,
@@ -104,6 +108,7 @@ def _append(
 
 
 append_op = Op(
+    # (a!) and (b!) declare the writes: torch.compile keeps the order of appends and reads by them
     "cache_append(Tensor key_new, Tensor? value_new, Tensor(a!) key_cache, Tensor(b!)? value_cache, "
     "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx) -> ()",
     _append,

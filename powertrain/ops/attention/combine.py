@@ -34,6 +34,7 @@ def _combine_kernel(
 ):
     """One row (batch, query, head) and some channels: the splits' results, weighted by exp(lse - max). With `parts`, a
     sequence's are those of its tile's parts; one part alone is the result already."""
+    # int64: partial results of all splits may exceed 2^31 elements
     row = tl.program_id(0).to(tl.int64)
     head = row % heads
     query = row // heads % num_queries
@@ -44,6 +45,7 @@ def _combine_kernel(
         tile = (query * ratio + head % ratio) // block_m
         entry = parts_ptr + (batch * tl.cdiv(num_queries * ratio, block_m) + tile) * 2
         num_splits = tl.load(entry + 1)  # scalar
+        # the attention kernel has stored a single part as the result itself
         if num_splits == 1:
             return
         slot, second, step = extra + batch, tl.load(entry).to(tl.int64), 1  # scalar
@@ -54,12 +56,14 @@ def _combine_kernel(
     sink = float("-inf")
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)  # scalar
+        # the sink is one more score of the whole row: it is counted here, once, not in every split
         top = sink
     for start in range(0, num_splits, 128):
         splits = (start + many).to(tl.int64)
         slots = tl.where(splits == 0, slot, second + (splits - 1) * step) * (num_queries * heads)
         # [128]
         lse = tl.load(partial_lse_ptr + slots + of_lse, mask=splits < num_splits, other=float("-inf"))
+        # the maximum first: weights of the second loop cannot overflow then
         top = tl.maximum(top, tl.max(lse, axis=0))
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp(sink - safe)
@@ -76,6 +80,7 @@ def _combine_kernel(
         partial = tl.load(partial_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_S, BLOCK_D]
         # the load does not wait for the LSE; what a part without keys left there may be NaN
         acc += tl.sum(tl.where(lse[:, None] > float("-inf"), weight[:, None] * partial, 0.0), axis=0)
+    # a row that no split saw has total 0 and gives 0
     acc = acc / tl.where(total > 0.0, total, 1.0)
     out_row = batch * stride_ob + query * stride_os + head * stride_oh
     tl.store(out_ptr + out_row + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)  # [BLOCK_D]
@@ -114,5 +119,7 @@ def combine(
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)
     _combine_kernel[(b * sq * h, cdiv(head_dim_v, block_d))](
         partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra, *strides,
+        # 32 splits at a time: 8 took longer, for the loads of one batch wait for those of the last
+        # (docs/log/attention_triton.md)
         HEAD_DIM_V=head_dim_v, BLOCK_S=min(32, next_power_of_2(partial.shape[0])), BLOCK_D=block_d, num_warps=2,
     )  # fmt: skip

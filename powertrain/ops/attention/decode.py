@@ -241,8 +241,10 @@ def _rotate(
     query: Tensor, key_new: Tensor | None, table: RopeTable, interleaved: bool, offset: Tensor, positional: bool
 ) -> tuple[Tensor, Tensor]:
     if key_new is None:
-        checks.fail(_OP, "key_new", "be given with rotary (a cache holds keys that are turned already)", None)
-    checks.require(table.axes is None, _OP, "rotary", "have no axes (turn query and key_new with rope before)", "axes")
+        checks.fail(_OP, "key_new", "be given with rotary (keys in a cache are rotated already)", None)
+    checks.require(
+        table.axes is None, _OP, "rotary", "have no axes (apply rope to query and key_new before the call)", "axes"
+    )
     if positional and query.shape[1] == key_new.shape[1]:
         return rope(query, key_new, table=table, interleaved=interleaved, offset=offset)  # type: ignore[return-value]
     # not positional: every query stands where the first does, so its tokens are turned as if they were heads

@@ -56,6 +56,7 @@ class Explanation:
         return {column.name: column.chosen for column in self.columns}
 
     def __str__(self) -> str:
+        # columns may list backends in different orders; a row per name in the order of the first
         rows = list(dict.fromkeys(v.name for column in self.columns for v in column.verdicts))
         width = max(len(row) for row in rows) + 2
         lines = [line for column in self.columns for line in _heading(column)]
@@ -84,6 +85,7 @@ def _why_not(columns: tuple[Column, ...], rows: list[str]) -> list[str]:
         if where:
             lines.append(f"why not {row}:")
             for text, names in where.items():
+                # a reason that holds on every GPU is printed without their names
                 lines.append(f"  {text}" if len(names) == len(columns) else f"  [{', '.join(names)}] {text}")
     return lines
 
@@ -116,6 +118,7 @@ def explain_attention(
                        alibi_slopes, sinks, seqused_k ...) True will do, or "bool" and "float" for attn_bias
     Raises ValueError as the call itself would.
     """
+    # with facts in place of tensors the same code runs on tensors of device meta
     if query is None or key is None or value is None:
         head_dim_v = head_dim_qk if head_dim_v is None else head_dim_v
         query, key, value, arguments = _stand_ins(
@@ -128,11 +131,14 @@ def explain_attention(
     names = [arch] if isinstance(arch, str) else list(arch) or names
     columns = []
     for name in names:
+        # an answer about a GPU from a machine without CUDA assumes the wheel's cuDNN instead of none
         given = software or (installed() if name == "cpu" else with_cuda(installed()))
         with ExitStack() as stack:
+            # archs of this machine's GPUs are facts of this process, not of the GPU that was named
             stack.enter_context(assume(replace(given, archs=()) if arch else given))
             problem, preference = ask(query, key, value, layout, arguments)
             if name == "cpu" or arch:
+                # the problem was found on the tensors' device; only its target is exchanged
                 problem = replace(problem, target=None if name == "cpu" else Target.parse(name))
             columns.append(_column(name, problem, preference, given, _case(query, key, value, problem, arguments)))
     return Explanation(tuple(columns))
@@ -142,6 +148,7 @@ def ask(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, arguments: dict[str, Any]
 ) -> tuple[AttentionProblem, BackendPreference]:
     """The problem that a call poses, found by calling and stopping where a backend would be chosen."""
+    # the call itself, checks included, so that an explanation cannot differ from what the call does
     with dry_run():
         try:
             if layout == "thd" or "cu_seqlens_q" in arguments:
@@ -163,8 +170,9 @@ def _column(
         notes.append(f"with {given}")
     decision = select.decide(problem, preference)
     if decision is None:
-        notes.append(f"nothing is left; smallest change: {select.smallest_change(list(results))}")
+        notes.append(f"no backend supports the call; smallest change: {select.smallest_change(list(results))}")
         return Column(name, problem, results, tuple(notes))
+    # a backend may have a note besides its limits: flash-attn-4 compiles at its first call
     if note := getattr(decision.backend, "note", None):
         notes.append(f"{decision.name}: {note}")
     if decision.other_backward is not None:
@@ -177,12 +185,14 @@ def _case(
     query: Tensor, key: Tensor, value: Tensor, problem: AttentionProblem, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     """The sizes of a call as those of a measured one. Packed sequences count as equally long."""
+    # the checks give sizes for every layout
     sizes = check_qkv("explain_attention", query, key, value, problem.layout)
     case: dict[str, Any] = sizes._asdict() | {
         "head_dim_qk": query.shape[-1], "head_dim_v": value.shape[-1],
         "mask": "causal" if problem.mask.is_causal else "full",
     }  # fmt: skip
     if problem.mask.left >= 0:
+        # keys that a query sees, itself included
         case["window"] = problem.mask.left + 1 + max(0, problem.mask.right)
     if problem.layout == "thd":
         sequences = max(1, arguments["cu_seqlens_q"].shape[0] - 1)
@@ -194,6 +204,7 @@ def _estimates(order: Order, problem: AttentionProblem, case: dict[str, Any]) ->
     """A line of estimated milliseconds of the measured backends, the fastest first."""
     costs = {name: e.cost(problem.needs_grad) for name, e in order.estimates.items()}
     flops = work(case)
+    # cost is time per FLOP, so the order of times needs no sizes
     known = sorted((cost, name) for name, cost in costs.items() if cost is not None)
     # memory-bound: the rates are of another number of queries
     if case["keys"] >= 4 * case["queries"]:
@@ -207,6 +218,7 @@ def _estimates(order: Order, problem: AttentionProblem, case: dict[str, Any]) ->
     return [f"estimated ms, {passes}: {', '.join(words)}"] if words else []
 
 
+# a letter per dim: b batch, h heads, q queries, k keys, c batch + 1
 _SHAPES = {
     "prefix_lengths": "b", "seqused_q": "b", "seqused_k": "b",
     "alibi_slopes": "h", "sinks": "h", "document_ids": "bq", "attn_bias": "11qk", "cu_seqlens_q_padded": "c",
@@ -232,6 +244,7 @@ def _stand_ins(
         shape = [*(sizes[letter] for letter in order), dim]
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
 
+    # the 5-D layout has as many key heads as query heads, expanded in the group
     kv_heads = heads if layout == "bmghk" else kv_heads
     sizes = {"b": batch, "h": heads, "q": queries, "k": keys, "1": 1, "2": 2, "c": batch + 1}
     filled = dict(arguments)
@@ -246,6 +259,7 @@ def _stand_ins(
         filled.setdefault("cu_seqlens_q", starts)
         if keys != queries:
             filled.setdefault("cu_seqlens_k", torch.empty_like(starts))
+        # flash-2 launches by them, and a real call has them at hand
         filled.setdefault("max_seqlen_q", queries)
         filled.setdefault("max_seqlen_k", keys)
     return (

@@ -26,7 +26,9 @@ def run_invariant(call: AttentionCall) -> tuple[Tensor, Tensor]:
     Raises NotImplementedError for other calls, ValueError for document_ids that do not ascend along a row.
     """
     _check(call)
+    # one form for all layouts: a row's strides and tile must not depend on the batch around it
     packed = _packed(call)
+    # there is no float64 kernel
     takes_kernel = call.query.dtype is not torch.float64 and use_kernel("attention", call.query)
     out, lse = _by_kernel(packed) if takes_kernel else _by_queries(packed)
     if call.layout == "thd":
@@ -39,6 +41,7 @@ def _check(call: AttentionCall) -> None:
     mask, varlen = call.mask, call.varlen
     same = call.sizes.queries == call.sizes.keys and varlen.query_starts is varlen.key_starts
     has_lengths = varlen.query_used is not None or varlen.key_used is not None
+    # each of these would make tiles depend on other rows, or was not tested for equal bits
     for is_there, what in (
         (not mask.is_causal or not same, "attention that is not causal self-attention"),
         (call.layout == "bmghk", "attention of layout bmghk"),
@@ -56,6 +59,7 @@ def _check(call: AttentionCall) -> None:
 
 def _packed(call: AttentionCall) -> AttentionCall:
     if call.layout == "thd":
+        # tiles and loads may be chosen by strides and alignment, so these are made the same
         query, key, value = (x.contiguous() for x in (call.query, call.key, call.value))
         return replace(call, query=query, key=key, value=value)
     B, heads, kv_heads, S, _ = call.sizes
@@ -74,9 +78,11 @@ def _starts(tensors: MaskTensors, B: int, S: int, device: torch.device) -> Tenso
     ids = tensors.query_documents
     if ids is None:
         return torch.arange(B + 1, dtype=torch.int32, device=device) * S
+    # ids that come back later in a row would be two sequences here and one document in the mask
     if ids.numel() and not (((ids >= 0).all() & (ids.diff(dim=1) >= 0).all()) or ids.device.type == "meta"):
         checks.fail("attention", "document_ids", "ascend from 0 along each row in batch_invariant", "others")
     begins = torch.ones_like(ids, dtype=torch.bool)
+    # a row's first position begins a sequence even if the row above ended in the same id
     begins[:, 1:] = ids.diff(dim=1) != 0
     first = begins.flatten().nonzero()[:, 0].int()
     return torch.cat([first, first.new_tensor([B * S])])
@@ -98,7 +104,9 @@ def _by_queries(call: AttentionCall) -> tuple[Tensor, Tensor]:
     for start, stop in itertools.pairwise(starts):
         for end in range(start + 1, stop + 1):
             query, key, value = (
-                x[a:end].clone()[None] for x, a in ((call.query, end - 1), (call.key, start), (call.value, start))
+                # a clone begins at an aligned address whatever the row: CPU kernels may vectorize by alignment
+                x[a:end].clone()[None]
+                for x, a in ((call.query, end - 1), (call.key, start), (call.value, start))
             )
             one = replace(
                 call, query=query, key=key, value=value, layout="bshd",
@@ -110,6 +118,7 @@ def _by_queries(call: AttentionCall) -> tuple[Tensor, Tensor]:
             outs.append(out[0])
             lses.append(lse[0])
         done = stop
+    # rows of no sequence would have to be filled in, which the loop above does not
     if not outs or starts[0] or done != call.sizes.queries:
         refuse_invariant("attention with rows of no sequence", "leave them out of query, key and value")
     return torch.cat(outs), torch.cat(lses, dim=1)

@@ -8,6 +8,7 @@ _TO_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 
 _FROM_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (2, 0, 1, 3)}
 _TO_BSHD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
 _TO_LSE: dict[Layout, tuple[int, ...]] = {
+    # where the LSE's dims stand among the query's, head dim left out
     "bshd": (0, 2, 1), "bhsd": (0, 1, 2), "sbhd": (1, 2, 0), "thd": (1, 0), "bmghk": (0, 2, 3, 1),
 }  # fmt: skip
 _FROM_LSE: dict[Layout, tuple[int, ...]] = {
@@ -31,6 +32,7 @@ def from_bhsd(x: Tensor, layout: Layout) -> Tensor:
 
 def to_bshd(x: Tensor, layout: Layout) -> Tensor:
     """[b, s, h, d] of a dense tensor; 5-D tensors have their groups and heads merged (a copy if expanded)."""
+    # flatten copies where groups or heads have stride 0
     return x.flatten(2, 3) if layout == "bmghk" else x.permute(_TO_BSHD[layout])
 
 

@@ -39,6 +39,7 @@ def merge_attentions_ref(
     """The specification of `merge_attentions`, in plain PyTorch."""
     acc = acc_dtype(outs[0].dtype) if upcast else outs[0].dtype
     stacked = torch.stack([lse.to(acc) for lse in lses])
+    # the maximum cancels out of the result, so no gradient goes through it
     top = stacked.detach().amax(0)
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = torch.exp(stacked - top)
@@ -46,6 +47,7 @@ def merge_attentions_ref(
     seen = total > 0
     weights = weights / total.masked_fill(~seen, 1.0)
     out = sum(
+        # 0 * NaN is NaN: a part without keys may hold anything
         w[..., None] * to_bhsd(o, layout).to(acc).masked_fill((w == 0)[..., None], 0.0)
         for w, o in zip(weights if layout != "thd" else weights[:, None], outs, strict=True)
     )
@@ -57,8 +59,10 @@ def merge_attentions_ref(
 def _place(heads, tokens, BLOCK_M: tl.constexpr):
     """(batch, head, tokens) of this program, int64."""
     blocks = tl.cdiv(tokens, BLOCK_M)
+    # batch and head in one grid dim: a grid's second dim ends at 65535
     row = tl.program_id(0) // blocks
     rows = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # int64 ahead of the strides, whose products may exceed 2^31
     return (row // heads).to(tl.int64), (row % heads).to(tl.int64), rows.to(tl.int64)
 
 
@@ -126,6 +130,7 @@ def _merge_fwd_kernel(
     dims = tl.arange(0, BLOCK_D)[None, :]
     a_rows = b * stride_oab + h * stride_oah + rows * stride_oas
     b_rows = b * stride_obb + h * stride_obh + rows * stride_obs
+    # a part of weight 0 is not read: it may hold NaN, and NaN * 0 is NaN
     out = wa[:, None] * _load(oa_ptr, a_rows, mask & (wa > 0.0), dims, head_dim)
     out += wb[:, None] * _load(ob_ptr, b_rows, mask & (wb > 0.0), dims, head_dim)
     _store(out_ptr, out, b * stride_outb + h * stride_outh + rows * stride_outs, mask, dims, head_dim)
@@ -212,6 +217,8 @@ class _Plan(NamedTuple):
 @tunable("not measured", ("block_m", "num_warps"))
 def _plan(tokens: int, head_dim: int, target: Target) -> _Plan:
     # rows found by dividing a flat index, as 64-bit vectors, took 7 to 10 times as long as the bytes need
+    # 2048 elements a tile are two 16-byte vectors a thread in bf16; fewer lost 4 to 18 % in elementwise kernels
+    # (docs/log/measured_facts.md)
     return _Plan(max(1, min(32, 2048 // next_power_of_2(head_dim), next_power_of_2(tokens))), 4)
 
 
@@ -222,6 +229,7 @@ def _unit(x: Tensor) -> Tensor:
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """An empty tensor of x's shape and, where it is dense, of its order of dims; the last dim contiguous."""
+    # empty_like of an expanded tensor is dense but may permute the last dim
     made = torch.empty_like(x, dtype=dtype)
     return made if made.stride(-1) == 1 or x.shape[-1] <= 1 else x.new_empty(x.shape, dtype=dtype)
 
@@ -231,6 +239,7 @@ def _strides(*tensors: Tensor | None) -> list[int]:
 
 
 def _merge_fwd_outputs(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # the order of dims of the first part, so a chain of merges never transposes
     return _like(oa, dtype), la.new_empty(la.shape, dtype=torch.float32)
 
 
@@ -275,6 +284,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if do is None and dlse is None:
         return (None,) * 5
+    # without a gradient of out only the LSEs (n >= 2) get one
     need = [needed and (do is not None or n >= 2) for n, needed in enumerate(ctx.needs_input_grad[:4])]
     grads = _merge_bwd_op(do, dlse, *ctx.saved_tensors, need)
     return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), None)
@@ -340,12 +350,14 @@ def merge_attentions(
         checks.shape(op, f"lses[{n}]", lse, rows[1:] if layout == "thd" else rows, "batch, heads, queries")
     if len(outs) == 1:
         seen = from_lse_order(lses[0] > -torch.inf, layout)[..., None]
+        # seen, 0.0), lses[0]~ one part alone still promises zeros for rows that saw nothing
         return first.masked_fill(~seen, 0.0), lses[0]
     if not use_kernel(op, first):
         with without_autocast(first.device):
             return merge_attentions_ref(outs, lses, layout=layout)
     out, lse = to_bhsd(first, layout), lses[0] if layout != "thd" else lses[0][None]
     for n, (other, its_lse) in enumerate(zip(outs[1:], lses[1:], strict=True)):
+        # intermediate results stay float32, so that many parts are rounded once
         last = n == len(outs) - 2
         out, lse = _merge_op(
             out, to_bhsd(other, layout), lse, its_lse if layout != "thd" else its_lse[None],
@@ -363,6 +375,7 @@ def merge_pair(
     Shapes: those of `merge_attentions`; `out` and `other` may differ in dtype, as a sum and its next term do.
     """
     packed = layout == "thd"
+    # the sum of a ring stays float32 from step to step, which `merge_attentions` would round
     if use_kernel("merge_attentions", out):
         parts = (to_bhsd(out, layout), to_bhsd(other, layout), *((x[None] if packed else x) for x in (lse, other_lse)))
         merged, merged_lse = _merge_op(*parts, torch.float32)

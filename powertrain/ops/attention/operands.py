@@ -12,9 +12,11 @@ from powertrain.ops.attention.problem import AttentionCall, Layout
 from powertrain.ops.shapes import cdiv, empty
 from powertrain.runtime.target import Target
 
+# bmghk is missing because it has two dims of heads
 _HEAD_DIM: dict[Layout, int] = {"bshd": 2, "bhsd": 1, "sbhd": 2, "thd": 1}
 _BATCH_AND_SEQUENCE: dict[Layout, tuple[int, int]] = {"bshd": (0, 1), "bhsd": (0, 2), "sbhd": (1, 0), "bmghk": (0, 1)}
 
+# save_for_backward takes tensors only; the split of the tuple follows from this number
 NUM_TENSORS = 11  # so many fields of OpArguments are tensors: the first ones
 
 
@@ -50,6 +52,7 @@ class OpArguments(NamedTuple):
             tensors.bias, tensors.alibi_slopes, tensors.sinks, tensors.prefix, tensors.query_documents,
             tensors.key_documents, varlen.query_starts, varlen.key_starts, varlen.query_used, varlen.key_used,
             call.dropout_seed, call.layout, call.scale, mask.softcap, call.dropout_p, mask.left, mask.right, mask.chunk,
+            # torch.library infers nothing from a NamedTuple, so the call is flattened once here
             mask.bottom_right, call.deterministic, varlen.unordered,
         )  # fmt: skip
 
@@ -60,6 +63,7 @@ class OpArguments(NamedTuple):
 
 
 SCHEMA = (
+    # torch.library reads a schema as text, so the fields of OpArguments are listed here once more, in the same order
     "Tensor? bias, Tensor? slopes, Tensor? sinks, Tensor? prefix, Tensor? query_documents, Tensor? key_documents, "
     "Tensor? query_starts, Tensor? key_starts, Tensor? query_used, Tensor? key_used, Tensor? seed, str layout, "
     "float scale, float softcap, float dropout_p, int left, int right, int chunk, bool bottom_right, "
@@ -71,6 +75,7 @@ class Heads(NamedTuple):
     """Query heads as kv heads times the query heads of each."""
 
     kv: int
+    # kernels loop over the query heads of one kv head, and so need both counts
     q_per_kv: int
     kv_step: int  # the caller's index of a head is kv * kv_step + q * q_step
     q_step: int
@@ -91,11 +96,13 @@ def heads_of(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Heads
     """Keys and values that the caller expanded along heads or groups (stride 0) count as one head."""
     if layout == "bmghk":
         groups, heads = query.shape[2:4]
+        # groups expanded, heads not: the caller's group is our query head, the caller's head our kv head
         if groups > 1 and heads > 0 and key.stride(2) == value.stride(2) == 0 != key.stride(3):
             return Heads(heads, groups, 1, heads, True)
         return Heads(groups, heads, heads, 1, heads > 1 and key.stride(3) == value.stride(3) == 0)
     dim = _HEAD_DIM[layout]
     heads, kv = query.shape[dim], key.shape[dim]
+    # stride 0 along the heads: expand() made MQA out of one head, whose rows are read once
     if kv > 1 and key.stride(dim) == value.stride(dim) == 0:
         return Heads(1, heads, heads, 1, True)
     return Heads(kv, heads // kv, heads // kv, 1, heads != kv)
@@ -121,10 +128,12 @@ class Operands(NamedTuple):
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, args: OpArguments) -> "Operands":
         heads, starts = heads_of(query, key, value, args.layout), args.query_starts
+        # one object per call: layout, strides and heads are computed once and handed to plan, checks and launch
         if starts is None:
             b, s = _BATCH_AND_SEQUENCE[args.layout]
             batch = storage = query.shape[b]
         else:
+            # packed rows lie in one storage without a batch dim
             batch, storage, s = starts.shape[0] - 1, 1, 0
         return cls(
             args, Target.of(query.device), heads, starts is not None, batch, storage, query.shape[s], key.shape[s],
@@ -134,6 +143,7 @@ class Operands(NamedTuple):
 
     @property
     def num_heads(self) -> int:
+        # grids are made of it: packed sequences share one storage, so `batch` would count them twice
         """Query heads of all batch entries in memory."""
         return self.storage * self.heads.kv * self.heads.q_per_kv
 
@@ -165,11 +175,14 @@ def _operand(x: Tensor, layout: Layout, heads: Heads, is_key: bool = False) -> O
     strides = x.stride()
     if layout == "bmghk":
         group, head = strides[2:4]
+        # in expanded groups the caller's two dims of heads change places
         h, r = (head, group) if heads.kv_step == 1 and heads.q_per_kv > 1 else (group, head)
     else:
         head = strides[_HEAD_DIM[layout]]
+        # keys have one head per group of query heads
         h, r = (head, 0) if is_key else (head * heads.q_per_kv, head)
     r = 0 if is_key and heads.shared else r
+    # a packed tensor has no stride by batch: starts give the first row
     if layout == "thd":
         return Operand(x, 0, strides[0], h, r)
     b, s = _BATCH_AND_SEQUENCE[layout]
@@ -179,6 +192,7 @@ def _operand(x: Tensor, layout: Layout, heads: Heads, is_key: bool = False) -> O
 def one_head(x: Tensor, layout: Layout, heads: Heads) -> Tensor:
     """A view of key or value without the copies that the caller expanded."""
     dim = expanded_dim(x, layout, heads)
+    # gradients of expanded keys are computed for the one head in memory
     return x if dim is None else x.narrow(dim, 0, 1)
 
 
@@ -193,6 +207,7 @@ def expanded_dim(x: Tensor, layout: Layout, heads: Heads) -> int | None:
 
 
 def is_expanded(x: Tensor) -> bool:
+    # a dim of size 1 may report stride 0 without being expanded
     return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
@@ -209,6 +224,7 @@ def forward_outputs(query: Tensor, value: Tensor, layout: Layout) -> tuple[Tenso
 
 def _lse_shape(query: Tensor, layout: Layout) -> tuple[int, ...]:
     shape = query.shape
+    # heads first: rows of one head are contiguous, as flash-attn's varlen LSE [h, t]
     if layout == "thd":
         return shape[1], shape[0]
     if layout == "bmghk":
@@ -234,6 +250,7 @@ class BackwardCall(NamedTuple):
     def of(cls, *flat: Any) -> "BackwardCall":
         """From the arguments in the order of the op's schema."""
         dout, dlse, query, key, value, out, lse, need, *rest = flat
+        # `need` lies between the tensors and the options in the schema
         return cls(dout, dlse, query, key, value, out, lse, need, OpArguments(*rest))
 
     def flat(self) -> tuple[Any, ...]:
@@ -246,10 +263,12 @@ class BackwardCall(NamedTuple):
         """Uninitialized (dq, dk, dv, dbias); the ones not needed are empty. Of expanded keys, one head."""
         query, args, need = self.query, self.args, self.need
         heads = heads_of(query, self.key, self.value, args.layout)
+        # torch.library requires every declared result, so gradients that nobody wants are empty tensors
         dq = torch.empty_like(query) if need[0] else empty(query)
         dk = torch.empty_like(one_head(self.key, args.layout, heads)) if need[1] else empty(query)
         dv = torch.empty_like(one_head(self.value, args.layout, heads)) if need[2] else empty(query)
         dbias = empty(query)
         if need[3] and args.bias is not None:
+            # kernels write the bias's gradient by computed strides, which an expanded or permuted bias does not have
             dbias = torch.empty_like(args.bias, memory_format=torch.contiguous_format)
         return dq, dk, dv, dbias

@@ -89,12 +89,15 @@ def attention_backward(
             share, dk[n], dv[n] = attention_backward(do, q, k, v, out, lse)
             dq += share
     """
+    # the op's name begins every error message, as in the other public functions
     op = "attention_backward"
     checks.one_of(op, "layout", layout, LAYOUTS)
+    # a bias's gradient sums over all parts, which one part cannot know
     if attn_bias is not None and attn_bias.requires_grad:
         checks.fail(
             op, "attn_bias", "not require a gradient (it gets none here: pass attn_bias.detach())", "one that does"
         )
+    # the keep mask is drawn again from the seed, so without it the gradients would be those of other dropped elements
     if dropout_p > 0 and dropout_seed is None:
         checks.fail(op, "dropout_seed", "be that of the forward, where dropout_p is not 0", None)
     mask = MaskArguments(
@@ -102,6 +105,7 @@ def attention_backward(
     )
     options = CallOptions(scale, dropout_p, dropout_seed, grad_lse is not None)
     if layout == "thd":
+        # arguments of the other layouts are refused rather than ignored
         _refuse(op, "thd", attn_bias=attn_bias, document_ids=document_ids)
         if cu_seqlens_q is None:
             checks.fail(op, "cu_seqlens_q", "be given for thd", None)
@@ -116,12 +120,17 @@ def attention_backward(
         )  # fmt: skip
         call = dense_call(op, query, key, value, layout, (seqused_q, seqused_k), mask, options)
     _check_results(op, call, grad_out, out, lse, grad_lse)
+    # the op is a gradient already; double backward is not supported
     with torch.no_grad():
+        # float64 has no kernel on any device
         if not use_kernel("attention", query) or query.dtype is torch.float64:
             with without_autocast(query.device):
                 return chunked.backward(call, grad_out, out, lse, grad_lse)
         part = BackwardCall(
+            # the kernels read rows by a unit stride of the head dim; grad_out of `out.sum()` is expanded and has stride
+            # 0
             _unit(grad_out), None if grad_lse is None else grad_lse.contiguous(), query, key, value, _unit(out),
+            # the bias's gradient is not wanted: it was refused above
             lse.contiguous(), [True, True, True, False], OpArguments.of(call),
         )  # fmt: skip
         dq, dk, dv, _ = autograd.gradients(part, _differentiation(call, grad_lse is not None))
@@ -133,6 +142,8 @@ def _differentiation(call: AttentionCall, has_lse_grad: bool) -> Op:
     """The op that differentiates a call, as the selector decides."""
     facts = api.facts_of(call)
     if torch.compiler.is_compiling():
+        # a traced graph holds constants only, so the backward's name is decided at trace time and its op looked up by
+        # it
         return loaded_backwards[_name_traced(has_lse_grad, *facts.as_constants())]
     return backward_op(select.choose_backward(facts, lambda: api.problem_of(*facts), has_lse_grad))
 
@@ -142,6 +153,7 @@ def _name_traced(has_lse_grad: bool, *facts: Any) -> str:
     """When torch.compile traces; its op is loaded then."""
     full = select.full_facts(facts)
     name = select.choose_backward(full, lambda: api.problem_of(*full), has_lse_grad)
+    # an op must be registered before Dynamo meets it in the graph
     backward_op(name)
     return name
 
@@ -162,12 +174,15 @@ def _check_results(
     checks.shape(op, "out", out, expected, "query's, with value's head dim")
     if grad_out.dtype is not query.dtype:
         checks.fail(op, "grad_out", f"have query's dtype {checks.name(query.dtype)}", checks.name(grad_out.dtype))
+    # LSE has the order heads, queries whatever the layout: the kernels' rows of one head are contiguous
     rows = to_lse_order(query, call.layout).shape[:-1]
     for name, x in (("lse", lse), ("grad_lse", grad_lse)):
         checks.shape(op, name, x, rows, "heads and queries, as attention returns it")
+        # float64 results come with a float64 LSE from the reference backends
         if x is not None and x.dtype not in (torch.float32, query.dtype if query.dtype is torch.float64 else None):
             checks.fail(op, name, "be float32", checks.name(x.dtype))
 
 
 def _unit(x: Tensor) -> Tensor:
+    # a dim of one element may have any stride
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

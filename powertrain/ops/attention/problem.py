@@ -24,22 +24,32 @@ class Reason(NamedTuple):
         return f"{self.text}: {self.fix}"
 
 
+# a choice must not depend on exact lengths, or each new length would be a new decision and a new graph under
+# torch.compile
 @dataclass(frozen=True)
 class Lengths:
     """Facts of the sequence lengths that backends depend on, never the lengths themselves."""
 
     size: SizeClass = "long"  # queries: up to 16, 1024, 4096, more
     equal: bool = True  # as many queries as keys (thd: the same cu_seqlens)
+    # cuDNN's dense-mask gradients are NaN in this case on sm_90 (pytorch/pytorch#196678)
     queries_mod_128_is_64: bool = False
+    # cuDNN is not tried with dense masks over other numbers of keys
     keys_multiple_of_8: bool = True
+    # other libraries' kernels are not called with empty tensors: `Limits.empty` is false for all of them
     empty: bool = False  # no queries, no keys or no batch
+    # cuDNN refuses a single key (PyTorch's sdp_utils.cpp)
     single_key: bool = False
+    # 65535 is the limit of a CUDA grid in its second and third dim; from 2^31 elements on int32 offsets overflow
     large: bool = False  # more than 65535 sequences, or 2^31 elements or more in query, key and value
+    # kernels that split the keys pay off here, so the order is another one (docs/log/attention_hopper.md, 2026-11-22)
     few: bool = False  # four keys or more to a query
 
     @staticmethod
     def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int) -> "_LengthFacts":
         """The fields as a tuple, which costs less to make and to look up."""
+        # positional and in the order of the fields: this runs in every call, and a tuple is hashed faster than a
+        # dataclass
         return (
             "decode" if queries <= 16 else "short" if queries <= 1024 else "medium" if queries <= 4096 else "long",
             queries == keys if equal is None else equal,
@@ -59,6 +69,8 @@ class Lengths:
 _LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool, bool]
 
 
+# frozen and without tensors: the problem is a dictionary key, and explain_attention makes one for a GPU that is not
+# there
 @dataclass(frozen=True)
 class AttentionProblem:
     """Facts of an attention, without tensors: all that a policy may depend on. Equal problems get equal answers."""
@@ -69,19 +81,27 @@ class AttentionProblem:
     target: Target | None  # None: the CPU
     mask: MaskSpec = field(default_factory=MaskSpec)
     layout: Layout = "bshd"
+    # defaults describe a common dense call, so that tests and `powertrain explain` name only the facts they vary
     num_heads: int = 16
     num_kv_heads: int = 16
     lengths: Lengths = field(default_factory=Lengths)
+    # kernels of other libraries take cu_seqlens alone, which say nothing about unused rows between sequences
     has_key_lengths: bool = False  # sequences end before their storage does (padded cu_seqlens, lengths per batch)
+    # only the universal kernels read such keys: a backward that stores dk once per row would lose the other sequences'
+    # shares
     has_unordered_keys: bool = False  # or have starts and lengths of keys that may lie anywhere, also in two of them
     dropout: bool = False
+    # cuDNN's graph has dropout_p in steps of 1/16 (PyTorch's sdp_utils.cpp)
     dropout_in_sixteenths: bool = False  # dropout_p is a multiple of 1/16
     dropout_seeded: bool = False  # the caller gave the seed: only our Philox will do
     needs_grad: bool = True
+    # PyTorch's public SDPA returns no LSE, its internal ops do
     needs_lse: bool = False
     needs_lse_grad: bool = False
     deterministic: bool = False
+    # TMA and 16-byte vector loads require it; other alignments take pointer loads
     aligned: bool = True  # base addresses and strides are multiples of 16 bytes
+    # some backends read lengths on the host, which a trace cannot do
     compiling: bool = False  # torch.compile is tracing
     tf32: bool = False  # float32, and torch.set_float32_matmul_precision allows TF32
 
@@ -121,6 +141,7 @@ class Varlen(NamedTuple):
     key_starts: Tensor | None = None
     query_used: Tensor | None = None  # [batch]
     key_used: Tensor | None = None
+    # 0: not given; the number of all tokens is the bound then (backends/sdpa.py)
     max_queries: int = 0  # an upper bound, known to the host
     max_keys: int = 0
     unordered: bool = False
@@ -153,4 +174,5 @@ class AttentionCall:
     @property
     def has_lengths(self) -> bool:
         """Sequences differ in length, and only the device knows how."""
+        # a dense layout with seqused is variable too, so "packed" alone does not tell
         return self.layout == "thd" or self.varlen.query_used is not None or self.varlen.key_used is not None

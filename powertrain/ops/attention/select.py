@@ -53,8 +53,10 @@ def decide(problem: AttentionProblem, preference: BackendPreference) -> Decision
     """The first forward, in order, that takes the problem and has a backward that does; None: there is none."""
     order = order_of(problem, preference.forbidden)
     for name in preference.order(order.names):
+        # why_not yields every unmet requirement; the first one is enough to pass a backend over
         if next(BACKENDS[name].why_not(problem), None) is None:
             backward = _backward_behind(name, problem, preference, order)
+            # a forward that nothing can differentiate is passed over now, rather than failing in backward
             if backward is not None or not problem.needs_grad:
                 return Decision(BACKENDS[name], backward)
     return None
@@ -65,11 +67,15 @@ def _backward_behind(
 ) -> str | None:
     if not problem.needs_grad:
         return None
+    # the backward of a SEPARABLE forward reads out and LSE only, so several backends may provide it; the others are
+    # differentiated by themselves
     return _first_backward(_of_output(problem), preference, order.behind(forward)) if forward in SEPARABLE else forward
 
 
 def _of_output(problem: AttentionProblem) -> AttentionProblem:
     """Without a gradient of the LSE: whether one that is returned has any, only the backward sees."""
+    # whether a returned LSE gets a gradient is known in backward only; a backward that cannot take one hands the call
+    # to the universal kernels (backends/cudnn_backward.py)
     return replace(problem, needs_lse_grad=False) if problem.needs_lse_grad else problem
 
 
@@ -79,18 +85,20 @@ def _first_backward(problem: AttentionProblem, preference: BackendPreference, or
 
 
 def decide_backward(problem: AttentionProblem, preference: BackendPreference) -> str:
-    """Which of the backwards that take any forward's out and LSE differentiates. The universal kernels if none that is
-    allowed can, which is reported."""
+    """The backend that computes gradients from any forward's out and LSE. The universal kernels if no allowed one can,
+    which is reported."""
+    # the caller may be under no_grad, as attention_backward is, but a backward is wanted all the same
     problem = replace(problem, needs_grad=True)
     chosen = _first_backward(problem, preference, order_of(problem, preference.forbidden).backwards)
     if chosen is None:
-        reason = "no other backward takes this problem, though triton is forbidden"
+        # reported and not raised: a preference must not take away the only backward there is
+        reason = "no other backward supports this call, although triton is forbidden"
         tracing.event("dispatch", f"attention's backward: triton: {reason}", op="attention", backend="triton")
     return chosen or "triton"
 
 
 def why_other_backward(problem: AttentionProblem, decision: Decision, preference: BackendPreference) -> str:
-    """Why not the forward's own backward differentiates, and why not cuDNN's where it was measured faster."""
+    """Why the forward's own backward does not run, and why cuDNN's does not where it was measured faster."""
     problem = _of_output(problem)
     order = preference.backward_order(order_of(problem, preference.forbidden).behind(decision.name))
     before = order[: order.index(decision.backward)] if decision.backward in order else order
@@ -98,6 +106,7 @@ def why_other_backward(problem: AttentionProblem, decision: Decision, preference
     words = [f"{name}: {reason.text}" for name, reason in reasons.items() if reason is not None]
     words += [f"{name} is forbidden" for name in ("hopper", "cudnn") if name in preference.forbidden]
     if decision.backward == "cudnn":
+        # both reasons are measurements, not unmet requirements: no why_not would say them
         words = ["it is faster at these head dims"]
         words += ["triton where LSE has a gradient"] if problem.needs_lse else []
     return "; ".join(words)
@@ -112,12 +121,16 @@ class Verdict(NamedTuple):
 
 
 def verdicts(problem: AttentionProblem, preference: BackendPreference) -> list[Verdict]:
-    """Every backend, those that may be tried first, in order."""
+    """A verdict for every backend: first those that may be tried, in order, then the others."""
     order = order_of(problem, preference.forbidden)
     tried = preference.order(order.names)
     results, chosen = [], False
+    # forbidden backends are listed last with their reasons, so that the message can tell whether allowing one would
+    # help
     for name in (*tried, *(n for n in order.names if n not in tried)):
         reasons = tuple(BACKENDS[name].why_not(problem))
+        # a backend that computes this forward, but whose result nothing allowed differentiates, is no use to a training
+        # step
         if not reasons and problem.needs_grad and _backward_behind(name, problem, preference, order) is None:
             reasons = (_NO_BACKWARD,)
         verdict = "no" if reasons else "would do" if name in tried else "forbidden"
@@ -132,7 +145,7 @@ class NoBackendError(PowertrainError):
 
     def __init__(self, problem: AttentionProblem, results: list[Verdict]) -> None:
         self.problem, self.verdicts = problem, results
-        lines = [f"attention: no backend that is allowed takes this problem: {describe(problem)}"]
+        lines = [f"attention: no allowed backend supports this call: {describe(problem)}"]
         for name, verdict, reasons in results:
             if verdict == "forbidden":
                 lines.append(
@@ -151,6 +164,7 @@ def smallest_change(results: list[Verdict]) -> str:
     able = [v.name for v in results if v.verdict == "forbidden"]
     if able:
         return f'allow "{able[0]}"'
+    # no forbidden backend would serve either: the fewest unmet requirements are the shortest list of changes
     nearest = min(results, key=lambda v: len(v.reasons))
     return f"for {nearest.name}: {'; '.join(reason.fix for reason in nearest.reasons)}"
 
@@ -165,6 +179,7 @@ def describe(p: AttentionProblem) -> str:
     mask += [f"chunk {m.chunk}"] if m.chunk else []
     mask += [f"softcap {m.softcap:g}"] if m.softcap else []
     mask += [f"{m.bias} bias{' with gradient' if m.bias_grad else ''}"] if m.bias != "none" else []
+    # the values of prefix, documents, slopes and sinks are tensors, on which no choice depends
     mask += [word for word in ("prefix", "documents", "alibi", "sinks") if getattr(m, word)]
     facts = {
         "padded": p.has_key_lengths,
@@ -180,7 +195,10 @@ def describe(p: AttentionProblem) -> str:
     return ", ".join(words + [word for word, holds in facts.items() if holds])
 
 
+# making a decision asks the backends of an order one after another, a look-up hashes a tuple; keys hold no lengths, so
+# training with varying lengths does not fill the table
 _decisions: dict[Any, Any] = {}
+# compared by identity: settings() returns the same object until the environment is read again
 _settings: Settings | None = None  # those the decisions were made under
 
 
@@ -189,6 +207,7 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
 
     Raises NoBackendError with the whole table, and ValueError for a backend of no known name.
     """
+    # the usual cases, None and one name, are hashable already; a list is not
     named = backend if backend is None or type(backend) is str else backend_names(backend)
     key = _key(facts, named)
     decision: Decision | None = _decisions.get(key)
@@ -202,6 +221,7 @@ def choose_backward(facts: Any, problem: Callable[[], AttentionProblem], has_lse
     key = _key(facts, ("backward", has_lse_grad))
     name: str | None = _decisions.get(key)
     if name is None:
+        # `problem` is a function because it is needed on a miss only
         asked = replace(problem(), needs_lse_grad=has_lse_grad)
         name = _decisions[key] = decide_backward(asked, current_preference(None))
     return name
@@ -214,17 +234,21 @@ def _key(facts: Any, question: Any) -> tuple[Any, ...]:
     if now is not _settings:
         _decisions.clear()
         _settings = now
+    # all that `decide` reads besides the problem, so that a `with` block or a disabled op never gets a decision of
+    # another context
     return facts, question, context_preference(), dispatch.disabled_ops, pretended.recorded, pretended.emulated
 
 
 def _choose(problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None) -> Decision:
     preference, asked = current_preference(backend), problem()
+    # explain_attention runs the public function with tensors up to this point and catches the problem, so that it
+    # prints facts of the real call
     if context_preference().dry_run:
         raise DryRun(asked, preference)
     decision = decide(asked, preference)
     if decision is None:
         raise NoBackendError(asked, verdicts(asked, preference))
-    by = "" if decision.other_backward is None else f", differentiated by {decision.backward}"
+    by = "" if decision.other_backward is None else f", backward by {decision.backward}"
     tracing.event(
         "attention", f"attention by {decision.name}{by}: {describe(asked)}", backend=decision.name, problem=asked,
         backward=decision.backward,
@@ -244,6 +268,7 @@ def constant_to_dynamo(function: F) -> F:
 @constant_to_dynamo
 def allows_tf32() -> bool:
     """torch.set_float32_matmul_precision allows products of float32 in TF32."""
+    # "highest" is PyTorch's default and forbids TF32; "high" and "medium" allow it
     return bool(torch.get_float32_matmul_precision() != "highest")
 
 
@@ -261,6 +286,7 @@ def names_traced(problem: Callable[..., AttentionProblem], backend: Any, *facts:
 
 def full_facts(facts: tuple[Any, ...]) -> tuple[Any, ...]:
     """The facts of `choose` from those of `names_traced`."""
+    # four facts come ahead of the mask: dtype, both head dims, device (the fields of api.Facts)
     at, after = 4, 4 + len(fields(MaskSpec))
     lengths = facts[-len(fields(Lengths)) :]
     return (*facts[:at], MaskSpec(*facts[at:after]), *facts[after : -len(lengths)], lengths)

@@ -40,6 +40,7 @@ _MODES: tuple[Mode, ...] = ("ring", "all_gather", "all_to_all")
 _LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
 
 # an H200's attention and its NVLink bandwidth from a peer, both measured: FLOP per byte to hide a transfer
+# the FLOPs that an H200 does while a byte arrives
 FLOPS_PER_BYTE = 550e12 / 370e9
 # bytes of all keys and values above which a ring is used: its memory does not grow with the number of ranks
 GATHERED_BYTES = 2 << 30
@@ -94,6 +95,7 @@ def choose_mode(
     heads = num_heads + lcm(num_kv_heads, world_size)
     all_to_all_bytes = 2 * others * rows * heads * channels * element_size // world_size
     received: dict[Mode, int] = {"ring": ring_bytes, "all_gather": ring_bytes, "all_to_all": all_to_all_bytes}
+    # all ranks' keys and values together, which all_gather holds
     gathered = num_tokens * batch * num_kv_heads * channels * element_size
     enough = 2 * num_kv_heads / num_heads * FLOPS_PER_BYTE
     # they receive the same bytes; all_gather waits less, ring holds less memory
@@ -109,6 +111,7 @@ def choose_mode(
 
     if moving in impossible:
         return chosen("all_to_all", f"the others cannot: {impossible[moving]}")
+    # enough tokens a rank: attention takes longer than the transfer, so its bytes cost nothing
     if rows >= enough:
         return chosen(moving, f"{rows} tokens a rank hide its transfers ({enough:.0f} do)")
     if "all_to_all" in impossible or ring_bytes <= all_to_all_bytes:
@@ -122,6 +125,7 @@ class ContextParallel:
     """Attention over sequences that are sharded over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        # ranks are counted within the group, not in the world
         self.peers = ContextGroup(group)
 
     @property
@@ -146,6 +150,7 @@ class ContextParallel:
         if seq_length is not None:
             if not (isinstance(seq_length, int) and seq_length >= 0):
                 checks.fail(op, "seq_length", "be an integer of at least 0", repr(seq_length))
+            # cut on the host from lengths alone: every rank computes the same
             return Sharding([seq_length], self.world_size, self.rank, is_packed=False)
         assert cu_seqlens is not None
         starts = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
@@ -161,12 +166,14 @@ class ContextParallel:
         """
         op = "unshard"
         if x.requires_grad and torch.is_grad_enabled():
+            # the gradient would have to be summed over ranks that each have a loss
             checks.fail(op, "x", "not require a gradient (use .detach())", "one that does")
         self._check_sharding(op, sharding)
         checks.require(x.shape[dim] == sharding.length(), op, "x", f"have {sharding.length()} tokens", x.shape[dim])
         rows = all_gather_rows(self.peers, x.movedim(dim, 0).contiguous(), sharding)
         return rows.index_select(0, sharding.order(x.device)).movedim(0, dim).contiguous()
 
+    # sends and receives are not traced: torch.compile breaks the graph here
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(
         self,
@@ -214,12 +221,15 @@ class ContextParallel:
             is_causal=is_causal, window_size=window_size, chunk_size=chunk_size, prefix_lengths=prefix_lengths,
             alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, scale=scale,
         )  # fmt: skip
+        # chosen from sizes that all ranks share
         choice = self._choose(op, query, key, value, sharding, layout, options, mode)
+        # one rank has the whole sequence
         if self.world_size == 1:
             return _whole(query, key, value, sharding, layout, options)
         self._compare(choice.mode, layout, sharding, (query, key, value))
         if choice.mode == "all_to_all":
             return self._by_heads(query, key, value, sharding, layout, options)
+        # one layout below: sequence in dim 1, or rows of packed documents
         if layout != "thd":
             query, key, value = (to_bshd(x, layout) for x in (query, key, value))
         # one band says both; blocks are cut by it whatever the mask is called
@@ -282,6 +292,7 @@ class ContextParallel:
         checked = {name: x for name, x in options.items() if name != "scale"}
         # batch arguments become document arguments there
         if sharding.is_packed:
+            # masks are checked by documents, of which a packed batch has several
             sizes = sizes._replace(batch=len(sharding.bounds))
         lower_mask(op, sizes, MaskArguments(**checked))
         impossible = _impossible(options, sharding, sizes.heads, self.world_size)
@@ -312,6 +323,7 @@ class ContextParallel:
         q, k, v = to_heads(self.peers, (query, key, value), sharding)
         heads = q.shape[2]
         own = slice(rank * heads, (rank + 1) * heads)
+        # slopes and sinks of this rank's heads
         options = {**options, **{name: _own(options.get(name), own) for name in ("alibi_slopes", "sinks")}}
         if layout == "thd":
             out = _whole(q[:, 0], k[:, 0], v[:, 0], sharding, "thd", options)[:, None]
@@ -360,6 +372,7 @@ def _whole(
 ) -> Tensor:  # fmt: skip
     """Attention of whole sequences on one rank."""
     if layout == "thd":
+        # lengths are known to the host, so nothing is read back
         starts = torch.tensor(sharding.starts, dtype=torch.int32, device=q.device)
         longest = sharding.max_length
         out: Tensor = varlen_attention(q, k, v, starts, max_seqlen_q=longest, max_seqlen_k=longest, **options)
@@ -375,6 +388,7 @@ def _own(x: Tensor | None, heads: slice) -> Tensor | None:
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     kind = tensors[0].device.type
+    # float64 is not autocast
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype is torch.float64:
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]

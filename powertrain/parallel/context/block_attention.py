@@ -36,6 +36,7 @@ class Mask(NamedTuple):
 
     @property
     def is_positional(self) -> bool:
+        # slopes need positions even where no bound does
         """More than full or causal."""
         return self.left >= 0 or self.right > 0 or self.slopes is not None
 
@@ -56,18 +57,21 @@ def dense_blocks(sharding: Sharding, source: int, mask: Mask, rank: int | None =
     rank = sharding.rank if rank is None else rank
     queries, keys = sharding.pieces(rank)[0], sharding.pieces(source)[0]
     # a rank's two pieces are in ascending order, so causal attention of a rank to itself is one causal call
+    # its own two pieces are consecutive in causal order: one call instead of three
     if source == rank and mask.right == 0 and not mask.is_positional:
         everything = (0, sharding.length(rank))
         return [Block(everything, everything, -1, 0)] if everything[1] else []
     blocks: list[Block] = []
     for piece in queries:
         row = [block for other in keys if (block := _band(piece, other, mask)) is not None]
+        # joined blocks have one bias; ALiBi differs by run
         blocks += row if mask.slopes is not None else _joined(row)
     return blocks if mask.slopes is not None else _stacked(blocks)
 
 
 def _band(queries: TokenSpan, keys: TokenSpan, mask: Mask) -> Block | None:
     """One piece to another, cut to the rows and columns that intersect the band."""
+    # rows and columns that the band does not touch are cut off before the call
     first, last, start, stop = queries.start, queries.stop, keys.start, keys.stop
     if not (queries.length and keys.length):
         return None
@@ -83,6 +87,7 @@ def _band(queries: TokenSpan, keys: TokenSpan, mask: Mask) -> Block | None:
         stop = min(stop, last + mask.right)
     # blocks know positions from their own first row and column only: the band moves by the difference
     distance = first - start
+    # a bound beyond the block is no bound: a full block needs no mask
     left = -1 if mask.left < 0 or mask.left - distance >= last - first - 1 else mask.left - distance
     right = -1 if mask.right < 0 or mask.right + distance >= stop - start - 1 else mask.right + distance
     q, k = first - queries.start + queries.row, start - keys.start + keys.row
@@ -128,6 +133,7 @@ def parts(sharding: Sharding, source: int, mask: Mask, query: Tensor) -> Iterato
         if not _is_full(block):
             options.update(window_size=(block.left, block.right), causal_align="top_left", is_causal=block.right == 0)
         shift = None
+        # runs that begin at one position overlap: the kernel's own ALiBi
         if mask.slopes is not None and block.q_start == block.k_start:
             options.update(alibi_slopes=mask.slopes, causal_align="top_left")
         elif mask.slopes is not None:
@@ -152,12 +158,14 @@ def _packed_part(sharding: Sharding, source: int, mask: Mask, device: torch.devi
     causal = mask.right == 0
     # of a document each rank has an early and a late piece: of an earlier rank's keys the late one sees all, of a later
     # rank's only ours that are late
+    # of packed documents the pieces that a causal mask hides altogether are left out
     queries = sharding.rows(rank, not causal or source <= rank, True, device)
     keys = sharding.rows(source, True, not causal or source >= rank, device)
     options: dict[str, Any] = dict(softcap=mask.softcap, scale=mask.scale, cu_seqlens_q=queries.starts)
     if source == rank:
         options["is_causal"] = causal
     else:
+        # padded starts: the pieces of a document are not adjacent on a rank
         options.update(
             cu_seqlens_k=keys.starts, seqused_q=queries.lengths, seqused_k=keys.lengths, cu_seqlens_k_padded=keys.starts
         )
@@ -173,6 +181,7 @@ class Queries:
         pieces = [(0, sharding.length())]
         if not sharding.is_packed:
             pieces = [(p.row, p.row + p.length) for p in sharding.pieces(sharding.rank)[0]]
+        # None until the first part: nothing to merge with
         self.seen: list[tuple[tuple[int, int], Tensor | None, Tensor | None]] = [(rows, None, None) for rows in pieces]
 
     def attend(self, source: int, key: Tensor, value: Tensor) -> None:
@@ -190,6 +199,7 @@ class Queries:
                 continue
             there = (first - rows[0], last - rows[0])
             part, part_lse = _cut(out, there, self.dim), lse[..., slice(*there)]
+            # whole rows of a piece: the part replaces the sum, without a copy
             if (first, last) == own:
                 if sum_out is not None and sum_lse is not None:
                     part, part_lse = self._merged(sum_out, sum_lse, part, part_lse)
@@ -197,6 +207,7 @@ class Queries:
                 continue
             if sum_out is None or sum_lse is None:
                 size = own[1] - own[0]
+                # a part of the rows: the rest of the piece must exist with LSE -inf
                 sum_out = out.new_zeros((*out.shape[: self.dim], size, *out.shape[self.dim + 1 :]))
                 sum_lse = lse.new_full((*lse.shape[:-1], size), -torch.inf)
             # one rounding at the end, not one a block
@@ -222,6 +233,7 @@ class Queries:
             if part is None or part_lse is None:
                 continue
             if sinks is not None:
+                # the sink is added once, after all keys
                 with_sink = torch.logaddexp(part_lse, sinks.to(part_lse.dtype)[:, None])
                 # a sink is one more key without a value: it scales what is there
                 weight = torch.exp(part_lse - with_sink)
@@ -243,6 +255,7 @@ class Sum:
         self._is_begun = False
 
     def add(self, rows: tuple[int, int], share: Tensor) -> None:
+        # the first share initializes the buffer
         if self._is_begun:
             _cut(self.total, rows, self.dim).add_(share)
             return
@@ -265,6 +278,7 @@ def gradients(
     sums = (dq, Sum(dk, dim), Sum(dv, dim))
     for part in parts(sharding, source, mask, query):
         rows = slice(*part.q)
+        # the backward wants the LSE of the shifted scores
         part_lse = lse[..., rows] if part.shift is None else lse[..., rows] - part.shift
         q, k, v, o, do = (
             _cut(x, at, dim)

@@ -24,6 +24,7 @@ class Transfer:
         """On a GPU: the current stream waits, not the host."""
         for work in self._works:
             work.wait()
+        # the buffers may be reused from here on
         self._works, self._tensors = [], ()
 
 
@@ -37,6 +38,7 @@ class ContextGroup:
 
     def connect(self, device: torch.device) -> None:
         """Connect all ranks: NCCL wants each of them there at the first message, even those that send none."""
+        # point-to-point NCCL connects lazily, and a rank that never sends would be missing
         if device not in self._connected and device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
         self._connected.add(device)
@@ -48,6 +50,7 @@ class ContextGroup:
             operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
         if received is not None and received.numel():
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
+        # batched: NCCL runs both directions at once and cannot deadlock
         return Transfer(dist.batch_isend_irecv(operations) if operations else [], sent, received)
 
 
@@ -59,6 +62,7 @@ class Chunk:
 
     @staticmethod
     def of(key: Tensor, value: Tensor) -> "Chunk":
+        # one message per rank: two small ones would start twice
         flat = torch.cat([key.reshape(-1), value.reshape(-1)])
         return Chunk._over(flat, key.shape, value.shape)
 
@@ -87,6 +91,7 @@ def ring_chunks(peers: ContextGroup, own: Chunk, sharding: Sharding, dim: int) -
         if step == world_size - 1:
             yield source, held
             return
+        # the buffer of the next step is allocated before its rows are sent
         incoming = own.of_rows(dim, sharding.length((source - 1) % world_size))
         transfer = peers.exchange(held.flat, (rank + 1) % world_size, incoming.flat, (rank - 1) % world_size)
         yield source, held
@@ -103,6 +108,7 @@ def gathered_chunks(
     """
     rank, world_size = peers.rank, peers.world_size
     incoming: list[tuple[int, Chunk | None, Transfer]] = []
+    # step by step in one order on all ranks, so sends meet receives
     for step in range(1, world_size):
         to, source = (rank + step) % world_size, (rank - step) % world_size
         chunk = own.of_rows(dim, sharding.length(source)) if needs(rank, source) else None
@@ -113,6 +119,7 @@ def gathered_chunks(
     yield rank, own
     for source, chunk, transfer in incoming:
         transfer.wait()
+        # a source that the mask hides was not sent
         if chunk is not None:
             yield source, chunk
 
@@ -138,6 +145,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: ContextGroup, sharding: Sharding, forwards: bool) -> Tensor:
+        # the argument of backward is the opposite direction
         ctx.arguments = (peers, sharding, not forwards)
         return _gather_tokens(x, peers, sharding) if forwards else _scatter_tokens(x, peers, sharding)
 
@@ -153,6 +161,7 @@ def _gather_tokens(x: Tensor, peers: ContextGroup, sharding: Sharding) -> Tensor
     counts = [sharding.length(r) for r in range(peers.world_size)]
     rows = x.new_empty((sharding.num_tokens, *x.shape[2:]))
     _all_to_all(rows, x.flatten(0, 1).contiguous(), counts, [x.shape[1]] * peers.world_size, peers)
+    # arrived by ranks, ordered by position
     return rows.index_select(0, sharding.order(x.device))
 
 
@@ -171,8 +180,10 @@ def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], pe
 
 def to_heads(peers: ContextGroup, tensors: tuple[Tensor, ...], sharding: Sharding) -> list[Tensor]:
     """Tensors [n, B, heads, channels] of this rank's tokens to [S, B, heads / W, channels], in one message a rank."""
+    # a group of heads for each rank, in front: all_to_all sends blocks of the first dim
     split = [x.unflatten(2, (peers.world_size, -1)).permute(2, 0, 1, 3, 4) for x in tensors]
     widths = [x.shape[3] * x.shape[4] for x in split]
+    # q, k and v side by side, with their own widths
     rows = _Exchange.apply(torch.cat([x.flatten(3) for x in split], -1), peers, sharding, True)
     return [x.unflatten(2, s.shape[3:]) for x, s in zip(rows.split(widths, -1), split, strict=True)]
 

@@ -51,6 +51,7 @@ class RingAttention(torch.autograd.Function):
         dkv = (_RingGrads if is_ring else _DirectGrads)(peers, own, sharding, mask)
         for source, chunk in _chunks(peers, own, sharding, mask, is_ring):
             share = chunk.like(dq.total.dtype)
+            # written into the chunk's own buffer, which is sent as it is
             gradients(sharding, source, mask, grad, query, chunk.key, chunk.value, out, lse, dq, share.key, share.value)
             dkv.add(source, share)
         total = dkv.total()
@@ -64,6 +65,7 @@ def _chunks(
 ) -> Iterator[tuple[int, Chunk]]:
     peers.connect(own.flat.device)
     dim = 0 if sharding.is_packed else 1
+    # ring: memory for two chunks, whatever the number of ranks
     if is_ring:
         return ring_chunks(peers, own, sharding, dim)
     return gathered_chunks(peers, own, sharding, dim, lambda rank, source: _sees(sharding, rank, source, mask))
@@ -71,6 +73,7 @@ def _chunks(
 
 def _sees(sharding: Sharding, rank: int, source: int, mask: Mask) -> bool:
     """Whether any query of `rank` sees a key of `source`."""
+    # whether two ranks share a document is not asked: most do
     return sharding.is_packed or bool(dense_blocks(sharding, source, mask, rank))
 
 
@@ -89,6 +92,7 @@ class _RingGrads:
             # the sum travels in a fixed direction, so the order of additions does not depend on time
             share.flat.add_(self.incoming.flat)
         dim = 0 if self.sharding.is_packed else 1
+        # the next sum has the rows of the rank before the source
         rows = self.sharding.length((source - 1) % world_size)
         self.incoming = self.own.of_rows(dim, rows, share.flat.dtype)
         self.transfer = self.peers.exchange(

@@ -75,6 +75,7 @@ class Sharding:
         """The documents' lengths, the same words for the same documents: of many, the first, and a checksum of all."""
         lengths = [stop - start for start, stop in pairwise(self.starts)]
         if len(lengths) <= _SHOWN:
+            # a checksum: messages of a thousand documents must still differ
             return f"documents of {lengths} tokens"
         checksum = crc32(repr(lengths).encode())
         return f"{len(lengths)} documents of {lengths[:_SHOWN]} ... tokens (checksum {checksum:08x})"
@@ -113,6 +114,7 @@ class Sharding:
         """[num_tokens] int64: the whole sequence's tokens as rows of all ranks' tokens one behind the other."""
         key = ("order", torch.device(device))
         if key not in self._kept:
+            # argsort of a permutation is its inverse
             self._kept[key] = torch.cat([self.indices(rank=r) for r in range(self.world_size)]).argsort().to(device)
         kept = self._kept[key]
         assert isinstance(kept, Tensor)
@@ -123,6 +125,7 @@ class Sharding:
         key = ("rows", rank, first, second, device)
         if key not in self._kept:
             pairs = self.pieces(rank)
+            # the first entry is an empty document at row 0, the last the end
             starts = [0, *(one.row if first else two.row for one, two in pairs), self.length(rank)]
             lengths = [0] + [first * one.length + second * two.length for one, two in pairs]
             self._kept[key] = RowSpans(*(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths)))
@@ -174,6 +177,7 @@ def _bounds(lengths: Sequence[int], world_size: int) -> list[list[int]]:
         for size in sizes:
             bounds.append(bounds[-1] + size)
         for n in range(num_pieces):
+            # pieces n and 2W - 1 - n belong to one rank
             rank = min(n, num_pieces - 1 - n)
             tokens[rank] += sizes[n]
             pairs[rank] += _pairs(bounds[n], bounds[n + 1])

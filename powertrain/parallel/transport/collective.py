@@ -55,6 +55,7 @@ class CollectiveTransport(Transport):
         )
 
     def _compare_on_cpu(self, what: str, x: Tensor, rows: str) -> None:
+        # gloo aborts the process when sizes differ
         """On the CPU, raise CollectiveMismatch where sizes differ: gloo would end the process, not the call."""
         if x.is_cuda or self.size == 1:
             return

@@ -42,6 +42,7 @@ class CollectiveMismatch(RuntimeError):
 
 def compare_calls(mine: str, group: dist.ProcessGroup) -> None:
     """Raise CollectiveMismatch on every rank unless all ranks describe their call in the same words."""
+    # by pickled text: calls of any kind can be compared
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     other = next((rank for rank, text in enumerate(everyone) if text != everyone[0]), None)
@@ -66,6 +67,7 @@ class Peer:
     def here(rank: int) -> "Peer":
         boot = Path("/proc/sys/kernel/random/boot_id")
         namespace = Path("/proc/self/ns/pid")
+        # the boot id is one per host, whatever the host is called in a container
         machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
         machine += os.readlink(namespace) if namespace.exists() else ""
         process = psutil.Process()
@@ -80,6 +82,7 @@ class Peer:
             process = psutil.Process(self.pid)
             # the start time tells it from a later process with the same id
             same = abs(process.create_time() - self.started) < 1.0
+            # a zombie has ended and waits for its parent only
             return same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except psutil.NoSuchProcess:
             return False
@@ -199,6 +202,7 @@ class Heartbeat:
     def gone(self) -> list[Peer]:
         """Ranks that are certainly lost."""
         now, lost = time.monotonic(), []
+        # the store ends with the process that keeps it
         if self._keeper is not None and self._keeper.machine == self.here.machine and not self._keeper.runs():
             self._has_store = False
         for peer in self.all:
@@ -240,6 +244,7 @@ class Heartbeat:
             return
         self._reported = waits
         late = self.behind(waits.number)
+        # no rank is late: all are in the call, and the link or a collective hangs
         whom = listed(late) if late else "ranks that are in this call, too"
         tracing.progress(f"rank {self.here.global_rank}: {waits.call} has waited {_QUIET:.0f} s for {whom}")
 
@@ -256,6 +261,7 @@ class Heartbeat:
         """The error for a failed library call: it names the lost ranks, or reports a timeout."""
         # a connection closes before its process leaves the process table
         deadline = time.monotonic() + _FAREWELL
+        # a moment later the operating system knows which process ended
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(0.1)
         where = f"rank {self.here.global_rank}: {call} cannot end"
@@ -274,6 +280,7 @@ def in_background(owner: Any, run: Callable[[Any, threading.Event], None]) -> Ca
     It ends with its owner, too, and before the interpreter does: a thread that is inside torch then aborts the process.
     """
     closed = threading.Event()
+    # daemon: it must not keep the interpreter alive
     thread = threading.Thread(target=run, args=(weakref.ref(owner), closed), daemon=True)
     thread.start()
     return weakref.finalize(owner, _end, thread, closed)
@@ -291,6 +298,7 @@ def _beat(peers: Any, closed: threading.Event) -> None:
         here.beat()
         here.report_late_ranks()
         here.report_failure_of_another()
+        # no strong reference while it sleeps, or the owner would never be collected
         del here
         if closed.wait(_BEAT):
             return

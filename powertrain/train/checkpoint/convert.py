@@ -82,6 +82,7 @@ def convert(
     if vocab_size is not None:
         _check_vocabulary(vocab_size, tokenizer)
     written = source.with_vocabulary(vocab_size or source.config.vocab_size)
+    # beside the destination, on the same file system, so that the rename at the end is one step
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
@@ -155,6 +156,7 @@ def _neox_tokenizer(tokenizer: Tokenizer | None, rows: int, layout: _Layout) -> 
     else:
         return {}
     ranks = layout.model_parallel_size
+    # 128 is GPT-NeoX's default for the multiple; rows of other projects' files may not divide by it
     multiple = math.gcd(rows // ranks, 128)
     if padded_vocab_size(tokenizer.vocab_size, multiple, ranks) != rows:
         # all rows as one multiple: whatever the tokenizer has is padded to them
@@ -174,6 +176,7 @@ def _write_ours(
         "tokenizer": None if tokenizer is None or isinstance(tokenizer, FileTokenizer) else _name_of(tokenizer),
     }
     tensors = {f"model.{name}": tensor.contiguous() for name, tensor in _cast(source, dtype)}
+    # nothing goes on meanwhile, so there is no reason to return before the files are there
     checkpoint_store.Checkpoints(folder).save(tensors, facts, asynchronous=False)
     _write_tokenizer(checkpoint_store.checkpoints_in(folder)[0], source, tokenizer)
 
@@ -202,6 +205,7 @@ _WRITERS: dict[Kind, Callable[..., None]] = {
 
 def _cast(source: Weights, dtype: torch.dtype | None) -> huggingface.Named:
     for name, tensor in source.tensors():
+        # buffers (the router's correction bias) stay in float32 in every format
         yield name, tensor if dtype is None or huggingface.is_buffer(name) else tensor.to(dtype)
 
 
@@ -216,8 +220,10 @@ def _write_tokenizer(folder: Path, source: Weights, tokenizer: Tokenizer | None)
 
 def _compare(source: Weights, result: Weights, dtype: torch.dtype | None) -> Compared:
     """Both models' logits of the same random tokens; one model is in memory at a time."""
+    # rows that were added or left out have no counterpart to be compared with
     rows = min(source.config.vocab_size, result.config.vocab_size)
     length = min(24, source.config.max_position_embeddings)
+    # two rows: a model that mixed up batch and sequence would pass with one
     tokens = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(0))
     first, by = _logits(source, tokens, dtype)
     second, also_by = _logits(result, tokens, None)
@@ -230,6 +236,7 @@ def _logits(weights: Weights, tokens: Tensor, dtype: torch.dtype | None) -> tupl
     """Logits in float32 of weights rounded to `dtype`, and the name of the library that computed them."""
     if weights.kind == "hf" and importlib.util.find_spec("transformers") and _is_exact(weights):
         model: Any = _by_transformers(weights.path)
+        # the source's weights are rounded as the result's are: the check is of the layout, not of the rounding
         for p in model.parameters() if dtype is not None else ():
             p.copy_(p.to(dtype))
         return model(tokens).logits, "transformers"
@@ -245,4 +252,5 @@ def _is_exact(weights: Weights) -> bool:
 def _by_transformers(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
+    # local_files_only: a check must not reach for the network
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()

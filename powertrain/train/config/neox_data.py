@@ -7,6 +7,7 @@ from powertrain.train.config.neox_source import NeoXKeys
 
 
 def data(keys: NeoXKeys) -> dict[str, Any]:
+    # "infer" and "mmap" read the same files
     keys.choice("data_impl", "infer", {"infer": None, "mmap": None},
                 {"cached": "an old format; write the data again with `powertrain preprocess`"})  # fmt: skip
     keys.choice("dataset_impl", "gpt2", {"gpt2": None, "pairwise": None}, {"online": ONLINE})
@@ -22,6 +23,7 @@ def data(keys: NeoXKeys) -> dict[str, Any]:
         )
     if packing == "packed" and keys.get("allow_chopped") is not None:
         keys.add_row("allow_chopped", "ignored", "packed samples ignore it in GPT-NeoX too")
+    # GPT-NeoX's default, with its spaces
     split = keys.get("split", "969, 30, 1")
     return {
         **(_pairs(keys) if objective(keys) in ("dpo", "reward") else _sources(keys)),
@@ -40,6 +42,7 @@ def data(keys: NeoXKeys) -> dict[str, Any]:
 def _pairs(keys: NeoXKeys) -> dict[str, Any]:
     """Sources of chosen and rejected completions: pos_... and neg_..., document for document."""
     parts: dict[str, Any] = {}
+    # the sections are translated by name: valid there is validation here
     for part, ours in _PARTS.items():
         names = {
             "path": f"pos_{part}_data_paths", "rejected": f"neg_{part}_data_paths",
@@ -51,11 +54,13 @@ def _pairs(keys: NeoXKeys) -> dict[str, Any]:
             continue
         weights = keys.get(f"{part}_data_weights", [1.0] * len(paths))
         columns = {field: keys.get(name, [None] * len(paths)) for field, name in names.items()}
+        # lists are zipped below, so each length is checked by name first
         for name, values in (*((names[f], v) for f, v in columns.items()), (f"{part}_data_weights", weights)):
             if len(values) != len(paths):
                 keys.wrong((name,), f"must have as many entries as {names['path']} ({len(paths)}), got {len(values)}")
         if columns["rejected"] == [None] * len(paths):
             keys.wrong((names["rejected"],), f"must be given beside {names['path']}")
+        # not strict: the mistake is noted, and the others shall be too
         rows = zip(*columns.values(), weights, strict=False)
         parts[ours] = [dict(zip((*columns, "weight"), row, strict=True)) for row in rows]
     return parts
@@ -67,6 +72,7 @@ _PARTS = {"train": "train", "valid": "validation", "test": "test"}
 def _sources(keys: NeoXKeys) -> dict[str, Any]:
     single = keys.get("data_path")
     given = [part for part in _PARTS if keys.get(f"{part}_data_paths") is not None]
+    # GPT-NeoX takes one of the two
     if single is not None and given:
         keys.wrong(("data_path",), f"must not stand beside {given[0]}_data_paths")
     if given and len(given) < 3:
@@ -74,6 +80,7 @@ def _sources(keys: NeoXKeys) -> dict[str, Any]:
         keys.wrong((f"{given[0]}_data_paths",), f"must come with {missing}")
     if given:
         return {ours: _blend(keys, part) for part, ours in _PARTS.items()}
+    # GPT-NeoX's own examples split a config over two files
     if single is None:
         keys.wrong(("data_path",), "must be given, or train_data_paths, valid_data_paths and test_data_paths;"
                    " GPT-NeoX's examples keep it in a second file, such as local_setup.yml")  # fmt: skip
@@ -114,6 +121,7 @@ def tokenizer(keys: NeoXKeys) -> str:
         return "CharLevelTokenizer"
     vocab, merges = keys.get("vocab_file"), keys.get("merge_file")
     # the tokenizer's type is refused already
+    # one error is enough: another tokenizer would need another file
     if keys.missing and vocab is None:
         return "CharLevelTokenizer"
     if vocab is None or (merges is None and kind == "GPT2BPETokenizer"):

@@ -9,12 +9,15 @@ from typing import Any
 from powertrain.train.config.neox_source import NeoXKeys, is_kind
 
 _OTHER_OPTIMIZERS = {
+    # AdamW is what most of these configs want
     **dict.fromkeys(("onebitadam", "sm3", "madgrad_wd", "lamb", "adafactor", "muon"), "use Adam, which is AdamW"),
     "cpu_torch_adam": "its weight decay is L2, not decoupled; use Adam, which is AdamW",
 }
+# cpu_adam is AdamW on the host's memory, for ZeRO-Offload
 _KINDS = {"adam": "adamw", "adamw": "adamw", "cpu_adam": "adamw", "lion": "lion", "sgd": "sgd"}
 _BETAS = {"adamw": [0.9, 0.999], "adamw8bit": [0.9, 0.999], "lion": [0.9, 0.99]}
 # implementation choices of torch's and Apex's optimizers
+# they change memory or speed
 _SAME_RESULT = ("set_grad_none", "fused", "foreach", "torch_adam", "capturable")
 
 
@@ -28,6 +31,7 @@ def optimizer(keys: NeoXKeys) -> dict[str, Any]:
     kind = _kind(keys, section)
     for key in section.keys() - {"type", "params"}:
         keys.wrong(("optimizer", key), "is unknown; known: type, params")
+    # torch's defaults, which GPT-NeoX leaves standing
     values: dict[str, Any] = {"lr": 0.001, "eps": 1e-8} if kind.startswith("adam") else {"lr": 0.001}
     values |= {"betas": _BETAS[kind]} if kind in _BETAS else {"momentum": 0.0}
     known = tuple(values)
@@ -42,6 +46,7 @@ def optimizer(keys: NeoXKeys) -> dict[str, Any]:
     if "momentum" in values and not _are_betas([values["momentum"]] * 2):
         keys.wrong(("optimizer", "params", "momentum"), f"must be a number in [0, 1), got {values['momentum']!r}")
     decay = keys.number("weight_decay", 0.1, least=0)
+    # GPT-NeoX decays neither norms nor biases, torch all
     return {"kind": kind, **values, "weight_decay": decay, "decay_norms_and_biases": False}
 
 
@@ -51,6 +56,7 @@ def _are_betas(values: Any) -> bool:
 
 def _kind(keys: NeoXKeys, section: dict[str, Any]) -> str:
     name = section.get("type", "Adam")
+    # an unknown type goes on as AdamW, so that its parameters are checked too
     kind = _KINDS.get(str(name).lower(), "adamw")
     words = {
         "adamw": "AdamW: decoupled weight decay, which Adam means in GPT-NeoX too",
@@ -72,6 +78,7 @@ def _kind(keys: NeoXKeys, section: dict[str, Any]) -> str:
 
 
 def _eight_bits(keys: NeoXKeys) -> str:
+    # StableEmbedding would be another model
     if keys.get("pos_emb", "learned") == "learned":
         advice = (
             "use other positions: GPT-NeoX puts a layer norm after learned ones then (bitsandbytes' StableEmbedding)"
@@ -85,6 +92,7 @@ def _eight_bits(keys: NeoXKeys) -> str:
 def _param(keys: NeoXKeys, key: str, value: Any, kind: str, known: tuple[str, ...]) -> None:
     path = ("optimizer", "params", key)
     if key == "weight_decay":
+        # GPT-NeoX hands both to the constructor, which raises for a repeated keyword
         keys.wrong(path, "must be the top-level key weight_decay; GPT-NeoX passes both and fails")
     elif key in ("adam_w_mode", "bias_correction") and value is not True:
         keys.unsupported("optimizer", f"{key}: {value}", "remove it; Adam is AdamW with bias correction")

@@ -20,6 +20,7 @@ class NeoXKeys:
     """The config's keys, type-checked as read; collects a table row per key and all errors."""
 
     def __init__(self, source: Source) -> None:
+        # a copy: wrong values are taken out, and the source keeps all
         self.source = source
         self.values = dict(source.values)
         self.mistakes: list[str] = []
@@ -28,6 +29,7 @@ class NeoXKeys:
         self._defaults: list[Row] = []
         self._hoist()
         self._check_names_and_kinds()
+        # told and not refused: public configs have such keys
         for path, first, last in source.repeated:
             name = ".".join(map(str, path))
             words = f"given again at {last}, and the last counts, as in GPT-NeoX"
@@ -51,19 +53,23 @@ class NeoXKeys:
 
     def _check_names_and_kinds(self) -> None:
 
+        # a copy of the items, for wrong ones are deleted in the loop
         for key, value in list(self.values.items()):
             if key not in KEYS:
                 self.mistakes.append(f"{self.source.location((key,))}: {key}: unknown key{nearest(key, KEYS)}")
             elif value is not None and not is_kind(value, KEYS[key].kind):
                 self.wrong((key,), f"must be {kind_words(KEYS[key].kind)}, got {str(value)[:80]!r}")
             else:
+                # a refused feature that is off is no reason to stop
                 if KEYS[key].disposition == "refused" and _is_on(value):
                     self.unsupported(key, value, KEYS[key].words)
                 continue
+            # taken out, so that the rest sees the default and finds more mistakes
             del self.values[key]
 
     def get(self, key: str, default: Any = None) -> Any:
         """The key's value; null and a key that is not there give the default."""
+        # null is GPT-NeoX's "not set"
         value = self.values.get(key)
         return default if value is None else value
 
@@ -72,6 +78,7 @@ class NeoXKeys:
         value = self.get(key, default)
         if value is not None and above is not None and value <= above:
             self.wrong((key,), f"must be above {above}, got {value!r}")
+            # the default goes on: all mistakes are reported at once
             return default
         if value is not None and least is not None and value < least:
             self.wrong((key,), f"must be at least {least}, got {value!r}")
@@ -81,6 +88,7 @@ class NeoXKeys:
     def choice(self, key: str, default: Any, known: dict[str, Any], refused: dict[str, str] | None = None) -> Any:
         """The value's meaning; GPT-NeoX's choices ignore case."""
         value = self.get(key, default)
+        # GPT-NeoX lowers most names before it compares them
         served = {name.lower(): meaning for name, meaning in known.items()}
         if str(value).lower() in served:
             return served[str(value).lower()]
@@ -89,6 +97,7 @@ class NeoXKeys:
             self.unsupported(key, value, why)
         else:
             self.wrong((key,), f"must be one of {', '.join([*known, *(refused or {})])}, got {value!r}")
+        # a meaning that lets the rest be checked
         return served[str(default).lower()]
 
     def wrong(self, path: KeyPath, words: str) -> None:
@@ -130,8 +139,10 @@ class NeoXKeys:
 
     def finish(self) -> None:
         """Raise the collected errors, each once."""
+        # two readers of one key note the same mistake
         problems = list(dict.fromkeys(self.mistakes + self.missing))
         if problems:
+            # a mistake is shown as one even where a feature is missing too
             raise (ConfigError if self.mistakes else UnsupportedConfig)("\n".join(problems))
 
     def rows(self) -> list[Row]:
@@ -146,6 +157,7 @@ class NeoXKeys:
 
 def is_kind(value: Any, kind: str) -> bool:
     kinds = kind.split("|")
+    # bool is a subclass of int in Python
     if isinstance(value, bool):
         return "bool" in kinds
     return isinstance(value, tuple(t for name in kinds for t in _KINDS[name] if name != "bool"))

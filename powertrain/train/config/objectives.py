@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from powertrain.train.config.section import Above0, NonNegative, Positive, Section
 
 ObjectiveName = Literal["pretrain", "sft", "dpo", "kto", "reward", "policy", "distill"]
+# 0.5 or more would teach the opposite
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
@@ -48,6 +49,7 @@ class PreferenceConfig(Section):
 
     @model_validator(mode="after")
     def _smoothed(self) -> "PreferenceConfig":
+        # their formulas have no place for it
         if self.label_smoothing and self.loss in ("ipo", "orpo"):
             raise ValueError(
                 f"train.preference.label_smoothing must be 0 for loss {self.loss}, got {self.label_smoothing:g}"

@@ -60,11 +60,13 @@ def read_config(
     if format not in (None, *get_args(Format)):
         raise ConfigError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
     documents = parse_files([_found(Path(path)) for path in paths])
+    # the section that only ours has
     has_model = any("model" in document.values for document in documents)
     reason = "given" if format else "it has the section `model:`" if has_model else "no section `model:`"
     kind: Format = format or ("powertrain" if has_model else "gpt_neox")
     source = merge(documents, ours=kind == "powertrain")
     for override in overrides:
+        # overrides come last: the command line wins over every file
         source.override(override)
     config, table = _ours(source) if kind == "powertrain" else _theirs(source, world_size)
     if config.logging.folder is None and config.checkpoint.folder is None:
@@ -73,6 +75,7 @@ def read_config(
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"folder": folder})})
     if strict:
         _refuse_ignored(table)
+    # the other reading is named, for a file may be taken for the wrong kind
     other = "gpt_neox" if kind == "powertrain" else "powertrain"
     note = f"{_NAMES[kind]} config ({reason}); --format {other} reads it as the other kind"
     return Run(config, table, kind, note, source.texts, tuple(overrides))
@@ -86,6 +89,7 @@ def run_of(config: RunConfig | Mapping[str, Any], overrides: Sequence[str] = ())
     if isinstance(config, RunConfig):
         if overrides:
             raise ConfigError(f"overrides must be empty for a RunConfig (model_copy makes another), got {overrides!r}")
+        # a RunConfig was validated when it was made
         return Run(config, (), "powertrain", "a RunConfig", {})
     if not isinstance(config, Mapping):
         got = type(config).__name__
@@ -107,6 +111,7 @@ QUICKSTART = "quickstart"
 def _found(path: Path) -> Path:
     """The file of a name: `small` is small.yml, as in GPT-NeoX; `quickstart` is our own where no such file is here."""
     with_suffix = path.with_name(path.name + ".yml") if path.name else path
+    # a folder of that name is not a config
     if path.exists() and not path.is_dir():
         return path
     if with_suffix.exists():
@@ -117,6 +122,7 @@ def _found(path: Path) -> Path:
 def _theirs(source: Source, world_size: int) -> tuple[RunConfig, tuple[Row, ...]]:
     from powertrain.train.config.neox import translate
 
+    # two section names exist in both formats
     ours = sorted(source.values.keys() & RunConfig.model_fields.keys() - {"optimizer", "checkpoint"})
     try:
         values, table, origins = translate(source, world_size)
@@ -147,6 +153,7 @@ def _validated(values: dict[str, Any], source: Source) -> RunConfig:
     """The RunConfig of these values, the model apart: its schema is its architecture's."""
     lines: list[str] = []
     values = dict(values)
+    # the model's schema depends on its own values, so it is validated apart
     try:
         values["model"] = _model(values.get("model"), source)
     except ValidationError as error:
@@ -183,6 +190,7 @@ def _retyped(values: dict[str, Any], source: Source) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
+        # pydantic says which fields wanted text
         text = {tuple(e["loc"]) for e in error.errors() if e["type"] == "string_type"} & source.typed.keys()
         if not text:
             raise
@@ -211,8 +219,10 @@ def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]
     if problem["type"] == "missing":
         return f"{key} must be given"
     if problem["type"] == "value_error":
+        # our own validators' words name the key already
         return str(problem["msg"]).removeprefix("Value error, ")
     message = str(problem["msg"])
+    # pydantic's sentence without its subject
     must = message.removeprefix("Input should ") if message.startswith("Input should ") else f"be right: {message}"
     return f"{key} must {must}, got {str(problem['input'])[:80]!r}"
 
@@ -224,6 +234,7 @@ def _fields(path: KeyPath, values: dict[str, Any]) -> Iterable[str]:
     schema: Any = RunConfig
     for key in path:
         if isinstance(key, int):
+            # an index is a list's: its element type is the schema
             schema = next((a for a in get_args(schema) if a is not ...), None)
         else:
             field = schema.model_fields.get(key) if _is_section(schema) else None
@@ -238,11 +249,13 @@ def _is_section(schema: Any) -> bool:
 def _model_fields(model: Any) -> Iterable[str]:
     from powertrain.models.registry import architecture, presets
 
+    # an unknown architecture was refused before
     name = model.get("architecture") or presets().get(model.get("preset"), ("",))[0]
     return [*architecture(name).Config.model_fields, "preset"]
 
 
 def _refuse_ignored(table: tuple[Row, ...]) -> None:
+    # defaults that are ignored are nobody's mistake
     ignored = [row for row in table if row.disposition == "ignored" and row.place != "default"]
     if ignored:
         lines = [f"{row.place}: {row.key} would be ignored (--strict): {row.explanation}" for row in ignored]

@@ -77,6 +77,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _whole_documents_are_shuffled(self) -> "DataConfig":
+        # the two ways of whole documents are defined on GPT-NeoX's shuffle
         if self.packing != "packed" and self.order != "neox":
             raise ValueError(f"data.order must be neox where data.packing is {self.packing}, got {self.order}")
         return self
@@ -84,6 +85,7 @@ class DataConfig(Section):
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
     def _sources(cls, value: Any) -> Any:
+        # one source may be written without a list
         values = [value] if isinstance(value, (str, dict)) else value or []
         if not isinstance(values, (list, tuple)):
             raise PydanticCustomError("no_sources", "Input should be a source or a list of them")
@@ -165,6 +167,7 @@ class TrainConfig(Section):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScale = LossScale()
     gradient_clipping: NonNegative = 1.0
+    # NumPy's seeds have 32 bits
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     deterministic: bool = False
     batch_invariant: bool = False
@@ -178,6 +181,7 @@ class TrainConfig(Section):
     def has_reference(self) -> bool:
         """Whether the objective reads log-probabilities of a reference model."""
         preference = self.preference.loss in ("dpo", "robust", "ipo") and not self.preference.reference_free
+        # the losses without a reference need no second model
         return {"dpo": preference, "kto": True, "policy": self.policy.kl_weight > 0}.get(self.objective, False)
 
     @model_validator(mode="after")
@@ -197,6 +201,7 @@ class TrainConfig(Section):
                 f"train.activation_checkpointing must be none with train.batch_invariant, "
                 f"got {self.activation_checkpointing}"
             )
+        # the z-loss is of the full softmax over the vocabulary
         if self.z_loss and self.objective not in ("pretrain", "sft"):
             raise ValueError(f"train.z_loss must be 0 for objective {self.objective}, got {self.z_loss:g}")
         if self.objective == "distill" and self.distill.teacher is None:
@@ -233,6 +238,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _of_its_kind(self) -> "OptimizerConfig":
         for name, kind in (("momentum", "sgd"), ("state_dtype", "adamw")):
+            # a field of another optimizer that was set would be silently ignored
             value, default = getattr(self, name), type(self).model_fields[name].default
             if self.kind != kind and value != default:
                 raise ValueError(
@@ -322,6 +328,7 @@ class FP8Config(Section):
         # a layer's shards may not be whole blocks of the recipe that it would be moved to
         if self.wire == "fp8" and self.watch and self.rescue:
             raise ValueError("fp8.rescue must be false with fp8.watch and fp8.wire fp8, got true")
+        # nothing is quantized, so nothing travels in FP8
         if self.wire == "fp8" and self.recipe == "none":
             raise ValueError("fp8.wire must be bf16 with fp8.recipe none, got fp8")
         return self
@@ -354,6 +361,7 @@ class CheckpointConfig(Section):
     @property
     def kept(self) -> int | None:
         """How many stay; None: all."""
+        # a folder named by the user keeps everything; the run's own keeps two
         return self.keep_last or (None if self.folder else 2)
 
 
@@ -404,6 +412,7 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
 
     @field_validator("model", mode="before")
+    # a preset's name is enough: `model: llama-1b`
     @classmethod
     def _architecture(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -416,6 +425,7 @@ class RunConfig(Section):
         if self.train.seq_length > longest:
             got = self.train.seq_length
             raise ValueError(f"train.seq_length must be at most model.max_position_embeddings ({longest}), got {got}")
+        # a slip in a size must not allocate hundreds of gigabytes first
         tokens = self.train.micro_batch_size * self.train.seq_length
         if tokens > MOST_TOKENS:
             raise ValueError(

@@ -35,9 +35,11 @@ class Row:
 
 def render(rows: Sequence[Row], console: "Console") -> None:
     """Print the table: changes of numerics first, then ignored, then mapped; honoured keys in one paragraph."""
+    # rich is imported when the table is shown: reading a config must not need it
     from rich.markup import escape
     from rich.table import Table
 
+    # in the order of their weight for the reader
     for disposition, heading in _HEADINGS.items():
         chosen = [row for row in rows if row.disposition == disposition]
         if not chosen:
@@ -55,6 +57,7 @@ def render(rows: Sequence[Row], console: "Console") -> None:
         console.print()
     honoured = [f"{row.key}={shown(row.value)}" for row in rows if row.disposition == "honoured"]
     if honoured:
+        # honoured keys need no explanation
         console.print(f"[bold]honoured ({len(honoured)})[/]")
         console.print(escape(", ".join(honoured)), style="dim")
 

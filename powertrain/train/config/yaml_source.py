@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 KeyPath = tuple[str | int, ...]  # ("optimizer", "betas", 0)
+# a "billion laughs" file of aliases is small until it is expanded
 _MAX_NODES = 100_000  # limit for a file expanded by aliases
 
 
@@ -31,6 +32,7 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str) -> None:
         lines, shown, rows = message.splitlines(), [], 0
+        # long values are cut, so that the errors of other keys stay on the screen
         for line in lines:
             shown.append(line if len(line) <= _MOST_LINE else f"{line[:_MOST_LINE]} …")
             rows += 1 + len(shown[-1]) // _ROW
@@ -40,6 +42,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(shown))
 
 
+# both: callers that ask for NotImplementedError see that it is not a mistake
 class UnsupportedConfig(ConfigError, NotImplementedError):
     """A config requests an unsupported feature that would change the result; the message names the alternative."""
 
@@ -87,6 +90,7 @@ class Source:
     repeated: list[Repeated] = field(default_factory=list)
 
     def location(self, path: KeyPath) -> Location:
+        # a value without a place of its own (a list's element) stands where its parent does
         while path and path not in self.locations and path not in self.origins:
             path = path[:-1]
         path = (self.origins[path],) if path in self.origins else path
@@ -98,10 +102,12 @@ class Source:
         keys = [part.strip() for part in name.split(".")]
         if not equals or not all(keys):
             raise ConfigError(f"{COMMAND_LINE}: an override must be key=value or section.key=value, got {text!r}")
+        # GPT-NeoX allows - for _ in its top-level keys
         keys[0] = keys[0].replace("-", "_")
         path = tuple(keys)
         section = self.values
         for depth, key in enumerate(keys[:-1], 1):
+            # null counts as an empty section
             if section.get(key) is None:
                 section[key] = {}
             section = section[key]
@@ -109,6 +115,7 @@ class Source:
                 raise ConfigError(f"{COMMAND_LINE}: {'.'.join(keys[:depth])} must be a section, got {section!r}")
         reader = _Reader(COMMAND_LINE.file, self.locations)
         section[keys[-1]] = reader.read(value, path)
+        # one override, one value: `a={b: 1, b: 2}` is a slip
         if reader.repeated:
             raise ConfigError(f"{COMMAND_LINE}: {_dotted(reader.repeated[0].path)}must be set once, got it twice")
         self.locations[path] = COMMAND_LINE
@@ -130,6 +137,7 @@ def parse_files(paths: list[Path]) -> list[Document]:
     """Each file by itself. Raises ConfigError; two files of one base name are an error."""
     documents: dict[str, Document] = {}
     for path in paths:
+        # texts are saved under base names beside every checkpoint
         if path.name in documents:
             raise ConfigError(
                 f"{path}: two config files are called {path.name}; base names must differ, because the files are"
@@ -153,6 +161,7 @@ def merge(documents: list[Document], *, ours: bool) -> Source:
     """
     source = Source()
     for document in documents:
+        # in our own format a repeated key is always a slip; GPT-NeoX's files in the field have them
         if ours and document.repeated:
             twice = document.repeated[0]
             words = f"must be set once, it is at {twice.first} already"
@@ -168,6 +177,7 @@ def _text_of(path: Path) -> str:
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
+        # one byte more than allowed is enough to know
         if len(text) > _MOST_BYTES:
             raise ConfigError(f"{path}: a config must have at most {_MOST_BYTES} bytes, got more")
         return text.decode()
@@ -176,6 +186,7 @@ def _text_of(path: Path) -> str:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
+        # strerror alone: the path is said already
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -201,6 +212,7 @@ def _merge(
             raise ConfigError(f"{locations[here]}: {name} must be set once, it is at {first} already")
 
 
+# a subclass: SafeLoader's tables are global, and other users of PyYAML have them too
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Resolves scalars as SafeLoader does, except dates (strings here) and exponents (numbers here)."""
 
@@ -210,6 +222,7 @@ _FLOAT = re.compile(
     r"|\.(?:nan|NaN|NAN)$"
 )
 _Loader.yaml_implicit_resolvers = {
+    # PyYAML follows YAML 1.1, in which 1e-3 is a string and 2024-01-01 a date
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
@@ -230,6 +243,7 @@ class _Reader:
             loader = _Loader(text)
             try:
                 node = loader.get_single_node()
+                # nodes and not values: they know their lines
                 return None if node is None else self._value(loader, node, path, ())
             finally:
                 loader.dispose()
@@ -251,6 +265,7 @@ class _Reader:
     def _value(self, loader: _Loader, node: yaml.Node, path: KeyPath, inside: tuple[yaml.Node, ...]) -> Any:
         location = self._at(node.start_mark)
         self._nodes += 1
+        # an alias may lead back to its own anchor
         if node in inside:
             raise ConfigError(f"{location}: {_dotted(path)}must not contain itself (alias)")
         if self._nodes > _MAX_NODES:
@@ -271,18 +286,22 @@ class _Reader:
         lines: dict[str, Location] = {}
         for key_node, value_node in node.value:
             location = self._at(key_node.start_mark)
+            # `<<` is YAML's merge key
             if key_node.tag.endswith(":merge"):
                 merged |= self._merged(loader, value_node, path, inside)
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(f"{location}: {_dotted(path)}a key must be a word, got a list or mapping")
+            # - for _ at the top level only: inside sections keys are data
             key = key_node.value if path else key_node.value.replace("-", "_")
             if key in lines:
                 self.repeated.append(Repeated((*path, key), lines[key], location))
+                # the places of the first value's inner keys would be wrong
                 for inner in [p for p in self.locations if p[: len(path) + 1] == (*path, key)]:
                     del self.locations[inner]
             lines[key] = self.locations[(*path, key)] = location
             values[key] = self._value(loader, value_node, (*path, key), inside)
+        # a key of the mapping itself wins over a merged one
         return merged | values
 
     def _merged(self, loader: _Loader, node: yaml.Node, path: KeyPath, inside: tuple[yaml.Node, ...]) -> dict[str, Any]:
@@ -291,9 +310,11 @@ class _Reader:
         sections = value if isinstance(value, list) else [value]
         if not all(isinstance(section, dict) for section in sections):
             raise ConfigError(f"{self._at(node.start_mark)}: {_dotted(path)}<< must be given a mapping")
+        # reversed, so that the first mapping is laid on last
         return {key: section[key] for section in reversed(sections) for key in section}
 
     def _scalar(self, loader: _Loader, node: yaml.ScalarNode, path: KeyPath, location: Location) -> Any:
+        # checked before construction: sexagesimal numbers take time that grows with the square of their length
         if node.tag.endswith((":int", ":float")) and len(node.value) > _MOST_DIGITS:
             raise ConfigError(f"{location}: {_dotted(path)}must be a number of at most {_MOST_DIGITS} digits, got more")
         try:
@@ -302,8 +323,10 @@ class _Reader:
             raise ConfigError(f"{location}: {_dotted(path)}must be a value that YAML knows, {error}") from None
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{location}: {_dotted(path)}must be a finite number, got {node.value}")
+        # 64 bits: tensors, NumPy and files have no larger integers
         if isinstance(value, int) and value.bit_length() > 63:
             raise ConfigError(f"{location}: {_dotted(path)}must fit in 64 bits, got {node.value[:40]}")
+        # binary, set and the like are YAML types that no key has
         if value is not None and not isinstance(value, (str, int, float)):
             raise ConfigError(f"{location}: {_dotted(path)}must be text, a number, true, false or null, got {node.tag}")
         return value

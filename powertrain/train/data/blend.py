@@ -31,11 +31,14 @@ def blend_indices(weights: Sequence[float], count: int) -> tuple[npt.NDArray[np.
     # one choice shifts all that follow, so whole blocks cannot be computed at once: guessing a block and correcting it
     # until it obeys the rule gains one right choice a round. This loop makes a million choices in about a second
     each = (shares / np.sum(shares)).tolist()
+    # one byte for the set (hence at most 254 of them): the arrays are as long as the run
     chosen, within = np.zeros(count, np.uint8), np.zeros(count, np.int64)
     taken = [0] * len(each)
     for n in range(count):
         x = float(n) if n else 1.0
+        # the same operations in the same order as the C++ code: one rounding more could choose another set
         behind = [share * x - had for share, had in zip(each, taken, strict=True)]
+        # index gives the first of equal ones, as the strict comparison of the C++ loop does
         first = behind.index(max(behind))
         chosen[n], within[n] = first, taken[first]
         taken[first] += 1
@@ -49,6 +52,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 def samples_wanted(weights: Sequence[float], num_samples: int) -> list[int]:
     """Samples each data set is prepared for: its share of `num_samples` and half a percent, rounded up, as there."""
+    # GPT-NeoX's own reserve: the order of a source depends on how many samples it is asked for, so it must be the same
     return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights)]
 
 
@@ -57,6 +61,7 @@ def weights_by_documents(counts: Sequence[int], alpha: float) -> list[float]:
 
     alpha 1 keeps shares before the second factor, 0 makes them equal. Source: arXiv:1911.02116; data_utils.py there.
     """
+    # the formula below gives a single set the weight 1 * (1 - 1) = 0
     if len(counts) == 1:
         return [1.0]
     shares = normalized(counts)
@@ -72,6 +77,7 @@ class BlendedSamples:
     ) -> None:
         self.sources, self.chosen, self.within = list(sources), chosen, within
         for number, source in enumerate(sources):
+            # found here, and not at the step of the run that would read past the end
             used = int(np.count_nonzero(chosen == number))
             if used > len(source):
                 raise ValueError(f"sources[{number}] must have {used} samples, got {len(source)}")

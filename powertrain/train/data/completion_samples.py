@@ -33,6 +33,7 @@ class CompletionSamples:
         self, sides: Sequence[CompletionData], examples: Integers, *, seq_length: int, num_samples: int, seed: int,
         vocab_size: int, packed: bool = True, truncate: bool = False,
     ) -> None:  # fmt: skip
+        # a pair is the same document number on both sides
         if len({len(side) for side in sides}) != 1:
             raise ValueError(
                 f"{sides[1].files.tokens}: must have as many documents as {sides[0].files.tokens} ({len(sides[0])}), "
@@ -40,6 +41,7 @@ class CompletionSamples:
             )
         self.sides, self.seq_length, self.vocab_size = tuple(sides), seq_length, vocab_size
         kept = self._usable(examples, truncate)
+        # both rows of a pair are filled alike, so the longer side decides whether an example fits
         lengths = np.max([np.minimum(side.sizes[kept] - 1, seq_length) for side in sides], axis=0).astype(np.int64)
         self.starts, self.order = _rows(kept, lengths, seq_length if packed else 0, num_samples, seed)
 
@@ -57,8 +59,8 @@ class CompletionSamples:
         empty = len(examples) - long - len(kept)
         if long or empty:
             tracing.warn(
-                f"{self.sides[0].files.tokens}: of {len(examples)} examples {long} are left out that do not fit into "
-                f"train.seq_length {self.seq_length}, and {empty} without a label that counts"
+                f"{self.sides[0].files.tokens}: of {len(examples)} examples {long} are left out because they are "
+                f"longer than train.seq_length {self.seq_length}, and {empty} because none of their labels counts"
             )
         if not len(kept):
             raise ValueError(f"{self.sides[0].files.tokens}: must hold an example to train on, got none")
@@ -77,8 +79,11 @@ class CompletionSamples:
         """Sample number `index` of the run: arrays [R, S], R rows."""
         examples = self.order[self.starts[index] : self.starts[index + 1]]
         shape = (len(self.sides), self.seq_length)
+        # what no example fills stays padding: token 0 without a label
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        # padding gets the number after the last example: attention treats it as one more document
         documents, sequence = np.full(shape, len(examples), np.int32), np.full(shape, -1, np.int64)
+        # nan means not known; 0 would be a probability of 1
         log_probs = np.full(shape, np.nan, np.float32)
         values = np.zeros(shape[0] * len(examples), np.float32)
         for row, side in enumerate(self.sides):
@@ -88,8 +93,10 @@ class CompletionSamples:
                 self._check(ids, side, int(example))
                 stop = at + min(len(ids) - 1, self.seq_length - at)
                 here, count, number = slice(at, stop), stop - at, row * len(examples) + place
+                # labels are shifted by one: position t predicts token t + 1
                 tokens[row, here], labels[row, here] = ids[:count], mine[1 : count + 1]
                 documents[row, here], values[number] = place, value
+                # prompt tokens belong to no completion, so that sums by completion leave them out
                 sequence[row, here] = np.where(labels[row, here] == IGNORED, -1, number)
                 if known is not None:
                     log_probs[row, here] = known[1 : count + 1]
@@ -112,7 +119,9 @@ def _rows(examples: Integers, lengths: Integers, width: int, num_samples: int, s
     order: list[int] = []
     used = 0
     while len(starts) <= num_samples:
+        # a row may continue over the end of an epoch, so an epoch never ends with a row that is mostly padding
         for at in random.permutation(len(examples)):
+            # `used` first: the first example of a row is taken whatever its length
             if used and (not width or used + lengths[at] > width):
                 starts.append(len(order))
                 used = 0

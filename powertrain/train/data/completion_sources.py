@@ -69,6 +69,7 @@ class _Opener:
         opened = []
         for source in sources:
             sides = self._sides(source)
+            # an own validation set is not split; otherwise each source gives its share of every part
             bounds = split_bounds(config.split, len(sides[0])) if not has_own else (0, len(sides[0]))
             examples = np.arange(*((0, len(sides[0])) if has_own else bounds[number : number + 2]), dtype=np.int64)
             if len(examples):
@@ -81,12 +82,14 @@ class _Opener:
         weights = [weight for _, _, weight in opened]
         if not sum(weights) > 0:
             raise ValueError(f"data.{name}: weights must not all be 0, got {weights}")
+        # a blend may take a little more of a source than its rounded share, hence half a percent in reserve
         counts = samples_wanted(weights, wanted) if len(opened) > 1 else [wanted]
         made = [self._samples(sides, examples, n) for (sides, examples, _), n in zip(opened, counts, strict=True)]
         if len(made) == 1:
             return made[0]
         shares = normalized(weights)
         about = f"completions {shares} {wanted}".encode()
+        # a million choices take about a second in Python, so ranks and restarts read them from a file
         chosen, within = cached_arrays(self.folder, about, lambda: blend_indices(shares, wanted))
         return BlendedSamples(made, chosen, within)
 
@@ -98,9 +101,11 @@ class _Opener:
         )  # fmt: skip
 
     def _sides(self, source: DataSource) -> list[CompletionData]:
+        # two sides for pairs (chosen, rejected), one for everything else
         return [CompletionData(files) for files in self._files(source)]
 
     def _files(self, source: DataSource) -> tuple[CompletionFiles, ...]:
+        # tokens on disk carry no record, so what a record would say (rewards, rejected) must be named in the config
         prefix = prefix_of(source.path)
         if prefix is None:
             return self._tokenized(source)
@@ -119,10 +124,12 @@ class _Opener:
         library = datasets_library.reads(source.path)
         files = [] if library else find_files([source.path])
         identity = datasets_library.identity(source) if library else digest(files)
+        # the number is the version of our encoding: a change of it must not find old files
         about = f"completions 1 {identity} {self.tokenizer.identity} {self.form}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
         sides = files_of(prefix, self.form)
         folder_of(prefix)
+        # all ranks of a host come here at once, and one of them does the work
         with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
             # the first side's tokens are published last
             if not exists(sides[0].tokens):

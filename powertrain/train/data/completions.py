@@ -72,6 +72,7 @@ class CompletionEncoding:
         if not isinstance(completion, (str, list)):
             _bad(where, key, "a string or a list of messages", completion)
         prompt: Any = record.get("prompt")
+        # pairs of preference data often have no prompt: both answers begin with it
         if prompt in (None, "", []):
             prompt = type(completion)()
         if type(prompt) is not type(completion):
@@ -80,8 +81,10 @@ class CompletionEncoding:
         if isinstance(completion, list):
             _check_messages(where, "prompt", prompt)
             return Completion(*self._chat(where, key, completion, prompt))
+        # prompt and completion are tokenized apart, so that no token spans the border between them
         ids, end = self.tokenizer.encode(prompt), self.tokenizer.eod
         mine = [*self.tokenizer.encode(completion), *([] if end is None else [end])]
+        # the end token counts in the loss: without it a model never learns to stop
         return Completion([*ids, *mine], [IGNORED] * len(ids) + mine)
 
     def _chat(self, where: str, key: str, messages: Any, prompt: list[Any]) -> tuple[list[int], list[int]]:
@@ -93,6 +96,7 @@ class CompletionEncoding:
         for turn in range(len(prompt), len(chat)):
             if chat[turn]["role"] != "assistant":
                 continue
+            # what the sampler would be given: the role's header is prompt, not answer
             before = self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True)
             after = self.tokenizer.encode_chat(chat[: turn + 1])
             # a template may look at the whole chat, and drop the reasoning of earlier turns, say; labels would then be
@@ -111,6 +115,7 @@ class CompletionEncoding:
         given = record.get("log_probs")
         if given is None:
             return None
+        # a sampler that used another tokenizer would have other tokens, so counts must agree
         count = sum(label != IGNORED for label in completion.labels)
         if not isinstance(given, list) or len(given) != count:
             got = len(given) if isinstance(given, list) else given
@@ -184,7 +189,9 @@ def write_completions(
     Data sets appear whole when all are written, the chosen or only tokens last. A log-probability that is not known is
     nan. Raises BadDocument without `skip_bad`, FileExistsError.
     """
+    # the stack closes in reverse, so what was opened first, the tokens, appears last
     sides, count, bad = files_of(prefix, encoding.format), 0, []
+    # an error on any record discards all the files, so no part of a data set is left
     with ExitStack() as stack:
         writers = [_writers(stack, side, overwrite) for side in sides]
         for raw in documents:
@@ -210,6 +217,7 @@ def write_completions(
 
 def _writers(stack: ExitStack, files: CompletionFiles, overwrite: bool) -> tuple[Any, ...]:
     """tokens, labels, rewards, log_probs; leaving the stack publishes the tokens last."""
+    # labels hold -100, which no unsigned dtype can
     integers = ((files.tokens, np.int32), (files.labels, np.int32))
     kinds = (*integers, (files.rewards, np.float32), (files.log_probs, np.float32))
     return tuple(

@@ -51,6 +51,8 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for name in map(Path, inputs):
         if name.is_dir():
+            # sorted, because a file system's own order differs between hosts, and the order of documents decides the
+            # samples
             inside = [p for p in sorted(name.rglob("*")) if p.is_file() and not _hidden(p.relative_to(name))]
             if not inside:
                 raise ValueError(f"{name}: must hold a file that is not hidden, got an empty folder")
@@ -80,6 +82,7 @@ def raw_documents(files: Iterable[Path]) -> Iterator[Raw]:
 
 def _open(path: Path) -> IO[bytes] | io.BufferedReader | gzip.GzipFile:
     if path.suffix == ".zst":
+        # buffered, for readline would otherwise call the decompressor for every piece of a line
         return io.BufferedReader(_Zst(path), 1 << 20)
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
@@ -90,6 +93,7 @@ class _Zst(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         import zstandard
 
+        # files of `zstd --long=31` need a window that the library refuses by default
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._file = path.open("rb")
         self._frame: Any = None
@@ -109,6 +113,7 @@ class _Zst(io.RawIOBase):
 
     def _next(self) -> bool:
         """Decompress the next block: 4 kB expand to about 100 MB at most."""
+        # tools that compress in parallel write several frames; the rest of a block belongs to the next one
         block = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
         block = block or self._file.read(_ZST_BLOCK)
         if self._frame is None or (self._frame.eof and block):
@@ -131,6 +136,7 @@ def _lines(path: Path, file: Any) -> Iterator[Raw]:
 
     number = 0
     try:
+        # with a limit, so that a file without line ends cannot exhaust the memory
         while line := file.readline(_MOST_LINE):
             number += 1
             where, damage = f"{path}:{number}", ""
@@ -167,6 +173,7 @@ def document_of(raw: Raw, key: str = "text") -> str | Messages:
     if raw.damage:
         raise BadDocument(raw.damage)
     try:
+        # editors on Windows begin text files with a byte order mark, which is no part of the text
         text = raw.data.decode("utf-8-sig" if not raw.is_json else "utf-8")
     except UnicodeDecodeError as error:
         at = f"byte 0x{raw.data[error.start]:02x} at {error.start}"
@@ -174,12 +181,13 @@ def document_of(raw: Raw, key: str = "text") -> str | Messages:
     if not raw.is_json:
         return text
     document = _from_json(raw.where, text, key)
+    # JSON may escape half of a surrogate pair, which Python reads and no UTF-8 file can hold
     text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         at = f"the lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
-        raise BadDocument(f"{raw.where}: must be text that UTF-8 has, got {at}") from None
+        raise BadDocument(f"{raw.where}: must be text that UTF-8 can represent, got {at}") from None
     return document
 
 
@@ -215,5 +223,6 @@ def digest(files: Sequence[Path]) -> str:
         with path.open("rb") as file:
             while block := file.read(1 << 22):
                 one.update(block)
+        # the same bytes are one document as .txt and many as .jsonl
         total.update(one.digest() + (b"j" if path.name.endswith(LINES) else b"t"))
     return total.hexdigest()

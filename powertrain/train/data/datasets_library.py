@@ -34,6 +34,7 @@ def _is_saved(folder: Path) -> bool:
 
 def identity(source: DataSource) -> str:
     """What decides the documents, for names of cached files: the files' contents, or names and revision on the Hub."""
+    # contents of a Hub data set would have to be downloaded to be hashed
     where = source.path if source.path.startswith(HUB) else digest(find_files([source.path]))
     return f"{where} {source.subset} {source.split} {source.revision} {source.documents}"
 
@@ -62,10 +63,12 @@ def _open(source: DataSource) -> Any:
             path.removeprefix(HUB), source.subset, split=source.split, revision=source.revision,
             streaming=source.streaming,
         )  # fmt: skip
+    # streaming, because our own cache keeps the tokens: a second copy as Arrow files would only fill the disk
     if Path(path).is_file():
         return datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
     if not _is_saved(Path(path)):
         return datasets.load_dataset(path, source.subset, split=source.split, streaming=True)
+    # load_dataset refuses folders of save_to_disk and asks for this call
     saved = datasets.load_from_disk(path)
     if not isinstance(saved, datasets.DatasetDict):
         return saved

@@ -72,6 +72,7 @@ class Encoding:
                 if not skip_bad:
                     raise
                 bad.append(str(error))
+        # an empty document would be a lone end-of-document token
         full = [text for text in texts if text]
         parts = [self._values(ids) for ids in self._encoded(full, all_cores) if ids]
         values = np.concatenate(parts).tobytes() if parts else b""
@@ -80,6 +81,7 @@ class Encoding:
 
     def _encoded(self, documents: list[str | Messages], all_cores: bool) -> Iterator[list[int]]:
         strings = [document for document in documents if isinstance(document, str)]
+        # workers encode one text at a time: each is a core, and the library's threads would only compete
         ids = iter(self.tokenizer.encode_batch(strings) if all_cores else map(self.tokenizer.encode, strings))
         for document in documents:
             yield next(ids) if isinstance(document, str) else self.tokenizer.encode_chat(document)
@@ -110,6 +112,7 @@ def encode(
         raise ValueError(f"workers must be at least 1, got {workers}")
     counts = Counts()
     blocks = _blocks(documents)
+    # with one worker no process is started: the library's threads already use all cores
     results = (
         _in_this_process(blocks, encoding, skip_bad)
         if workers == 1
@@ -147,6 +150,7 @@ _worker: Encoding
 
 def _start(encoding: Encoding) -> None:
     global _worker
+    # set once in each process: sending the tokenizer with every block would cost more than the block
     _worker = encoding
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -159,6 +163,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
+    # sys.exit would end this thread only
     os._exit(1)
 
 
@@ -171,6 +176,7 @@ def _in_processes(blocks: Iterator[list[Raw]], encoding: Encoding, skip_bad: boo
     context = multiprocessing.get_context("spawn")
     # before signals are blocked: the tracker unblocks them when it starts
     multiprocessing.resource_tracker.ensure_running()
+    # an executor and not multiprocessing.Pool, which waits for ever when a worker is killed
     pool = ProcessPoolExecutor(workers, context, _start, (encoding,))
     waiting: deque[Future[_Encoded]] = deque()
     try:

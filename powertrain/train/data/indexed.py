@@ -39,6 +39,7 @@ _DTYPES: dict[str, dict[int, Any]] = {
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     """The dtype that GPT-NeoX gives token files of a vocabulary: uint16 below 65500 tokens, else int32."""
+    # 65500 and not 65536, as GPT-NeoX and Megatron-LM have it: another dtype would be another file
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
@@ -61,6 +62,7 @@ def verify(prefix: str | Path) -> int:
     """
     sums = read_sums(sums_path(prefix))
     for path in (index_path(prefix), values_path(prefix)):
+        # a file that the sums do not name can never have -1 bytes, so it counts as damaged
         compare(path, *sums.get(path.name, (-1, None)))
     return sum(size for size, _ in sums.values())
 
@@ -92,6 +94,7 @@ class IndexedData:
                 raise FileNotFoundError(
                     f"{path}: no such file; a data set {prefix} needs {prefix}.bin and {prefix}.idx"
                 )
+        # a wrong flavour would read float rewards as numbers of another width
         if flavour not in _DTYPES:
             raise ValueError(f"flavour must be one of {', '.join(map(repr, _DTYPES))}, got {flavour!r}")
         self._read()
@@ -101,6 +104,7 @@ class IndexedData:
         with self._index_path.open("rb") as file:
             # the header is checked before anything is mapped: sizes in it decide what is read
             head = file.read(_HEAD.size)
+        # named apart, because the file is not damaged: it is of an older format
         if head.startswith(b"TNTIDX"):
             self._fail(
                 "be of the memory-mapped kind (MMIDIDX)", "fairseq's older TNTIDX kind; preprocess the text again"
@@ -114,6 +118,7 @@ class IndexedData:
             self._fail("be of version 1", f"version {version}")
         if code not in _DTYPES[self.flavour]:
             self._fail("have a dtype code from 1 to 8", f"{code}")
+        # a document takes 4 bytes of size and 8 of pointer
         expected = _HEAD.size + 12 * count + 8 * bounds
         # Megatron's multimodal indexes have one more byte a document
         if size not in (expected, expected + count):
@@ -130,6 +135,7 @@ class IndexedData:
         if not sums_path(self.prefix).is_file():
             return
         sums = read_sums(sums_path(self.prefix))
+        # .bin may have hundreds of GB, so a start reads only its size
         for path, whole in ((self._index_path, True), (self._values_path, False)):
             if path.name in sums:
                 size, crc = sums[path.name]
@@ -143,6 +149,7 @@ class IndexedData:
         available, item = self._values_path.stat().st_size, self.dtype.itemsize
         self._each(self.sizes >= 0, "size", "be at least 0", self.sizes)
         self._each(self._pointers >= 0, "pointer", "be at least 0", self._pointers)
+        # values are read as one array of the dtype: a pointer between two values cannot be expressed
         self._each(self._pointers % item == 0, "pointer", f"be a multiple of {item}, a value's bytes", self._pointers)
         # without additions of file contents: a damaged pointer could overflow int64 and pass
         fits = (self._pointers <= available) & (self.sizes.astype(np.int64) * item <= available - self._pointers)
@@ -160,6 +167,7 @@ class IndexedData:
 
     def _each(self, good: npt.NDArray[np.bool_], name: str, must: str, values: Values) -> None:
         if not good.all():
+            # the first False: argmin of booleans
             at = int(np.argmin(good))
             raise ValueError(f"{self._index_path}: {name} {at} must {must}, got {int(values[at])}; the file is damaged")
 
@@ -182,6 +190,7 @@ class IndexedData:
         return self._values[first + start : first + stop]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # pickling a memory map would send the contents of the file
         return IndexedData, (self.prefix, self.flavour)
 
 
@@ -191,6 +200,7 @@ class DocumentSlice:
     def __init__(self, data: IndexedData, document: int, start: int, stop: int) -> None:
         self.data, self.document, self.start = data, document, start
         self.prefix, self.dtype = data.prefix, data.dtype
+        # one document, so that an order of samples can be made for it as for a whole data set
         self.sizes = np.array([stop - start], np.int32)
 
     def __len__(self) -> int:
@@ -222,8 +232,10 @@ class IndexedWriter:
         self._code = codes[self.dtype]
         if not overwrite:
             self._refuse()
+        # 4 bytes a document; a list of Python integers would take many times as much
         self._sizes = array("i")
         self._crc, self._bytes = 0, 0
+        # a file without a name until it is published, so a kill leaves nothing to remove
         self._values = AtomicFile(values_path(prefix))
 
     def _refuse(self) -> None:
@@ -237,6 +249,7 @@ class IndexedWriter:
         if given.ndim != 1:
             raise ValueError(f"document must have one dim, got shape {list(given.shape)}")
         values = given.astype(self.dtype)
+        # astype wraps around silently: id 65536 would become 0 in uint16
         if given.dtype.kind in "iu" and not np.array_equal(values, given):
             raise ValueError(f"document must hold values that fit {self.dtype}, got {given.min()} to {given.max()}")
         self.add_encoded(values.tobytes(), [len(values)])
@@ -246,6 +259,7 @@ class IndexedWriter:
         if sum(sizes) * self.dtype.itemsize != len(values):
             raise ValueError(f"sizes must sum to {len(values) // self.dtype.itemsize}, got {sum(sizes)}")
         self._values.file.write(values)
+        # summed while writing: a pass afterwards would read the whole file again
         self._crc, self._bytes = zlib.crc32(values, self._crc), self._bytes + len(values)
         self._sizes.extend(sizes)
 
@@ -269,6 +283,7 @@ class IndexedWriter:
                 index_path(self.prefix).unlink(missing_ok=True)
             else:
                 self._refuse()
+            # the index is last: without it readers see no data set, so a kill between the two leaves none
             self._values.publish()
             write_sums(sums_path(self.prefix), sums)
             index.publish()
@@ -280,7 +295,9 @@ class IndexedWriter:
         """Returns its size and CRC-32."""
         sizes = np.frombuffer(self._sizes, np.int32) if self._sizes else np.empty(0, np.int32)
         pointers = np.zeros(len(sizes), "<i8")
+        # in 64 bits: sums of 32-bit sizes pass 2^31 in any large corpus
         np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
+        # Megatron's second level groups sentences to documents; here every sequence is one document
         bounds = np.arange(len(sizes) + 1, dtype="<i8")
         size = crc = 0
         head = _HEAD.pack(_MAGIC, 1, self._code, len(sizes), len(bounds))

@@ -46,6 +46,7 @@ class Batch(NamedTuple):
     reference: Tensor | None = None
 
     def pin_memory(self) -> "Batch":
+        # from pageable memory a copy to the GPU waits, whatever non_blocking says
         return self._each(lambda x: x.pin_memory())
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -113,6 +114,7 @@ class _Numbers(Sequence[list[int]]):
     def __getitem__(self, batch: Any) -> Any:
         if not 0 <= batch < self._count:
             raise IndexError(batch)
+        # a step is all ranks' samples, so ranks read disjoint samples and none talks to another
         first = self.start + batch * self.step + self.offset
         return list(range(first, first + self.micro))
 
@@ -135,6 +137,7 @@ class _Reader:
 
 
 def _stacked(samples: list[Sample], numbers: list[int]) -> Batch:
+    # a sample is one row [S], or of pairs two rows [2, S]
     ids = [np.atleast_2d(sample.document_ids) for sample in samples if sample.document_ids is not None]
     documents = np.concatenate(ids) if ids else None
     batch = Batch(
@@ -157,6 +160,7 @@ def _stacked_completions(parts: list[Completions]) -> CompletionBatch | None:
     counts = [len(part.values) // rows for part in parts]
     total, before, sequences = sum(counts), 0, []
     for part, count in zip(parts, counts, strict=True):
+        # within its sample a completion is row * count + place; -1 stays -1 through the where below
         row, place = np.divmod(part.sequence, count)
         sequences.append(np.where(part.sequence < 0, -1, row * total + before + place))
         before += count
@@ -168,16 +172,19 @@ def _stacked_completions(parts: list[Completions]) -> CompletionBatch | None:
 def positions(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """[B, S] int64: the distance of each token from the first token of its document in the row."""
     here = np.broadcast_to(np.arange(document_ids.shape[1]), document_ids.shape)
+    # prepend -1, which is no id: the first token of a row always begins a document
     starts = np.where(np.diff(document_ids, axis=1, prepend=-1) != 0, here, 0)
     return here - np.maximum.accumulate(starts, axis=1)
 
 
 def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator[Batch]:
     reader = _Reader(source)
+    # keys are fixed in advance, so any number of workers gives the same batches
     arriving = read_ahead(reader, numbers, num_workers) if num_workers else map(reader, numbers)
     try:
         for read, wanted in zip(arriving, numbers, strict=True):
             if isinstance(read, str):
+                # raised here and not in the worker: a worker's exception would look like its death
                 raise UnreadableSample(read)
             yield _stacked(read, wanted)
     except WorkerLost as lost:

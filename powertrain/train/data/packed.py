@@ -69,6 +69,7 @@ class PackedSamples:
         document_ids: bool = False,
         eod: int | None = None,
     ) -> None:
+        # reward files are floats in the same format; read as tokens they would be nonsense ids
         for each in (data, labels):
             if each is not None and each.dtype.kind not in "iu":
                 raise ValueError(f"{each.prefix}: must hold integers to be tokens or labels, got {each.dtype}")
@@ -87,6 +88,7 @@ class PackedSamples:
 
     def sample(self, index: int) -> Sample:
         """Sample number `index` of the run."""
+        # cuts are in document order on disk; the shuffle says which one is sample `index`
         pieces = self._pieces(int(self.order.shuffle[index]))
         read = self._read(self.data, pieces)
         self._check(read, pieces, index)
@@ -102,6 +104,7 @@ class PackedSamples:
         ids = None
         if self._document_ids:
             lengths = [stop - start for _, start, stop in pieces]
+            # padding becomes a document of its own, so that it attends to no text
             ids = self._fitted(np.repeat(np.arange(len(pieces), dtype=np.int32), lengths), len(pieces))[:-1]
             # the first piece may be an empty document
             ids -= ids[0]
@@ -110,6 +113,7 @@ class PackedSamples:
     def _pieces(self, cut: int) -> list[tuple[int, int, int]]:
         """(document, start, stop) of each piece of a cut."""
         documents, sizes = self.order.documents, self.data.sizes
+        # a cut ends where the next begins, plus one token, which is only a label
         (first, start), (last, stop) = self.order.starts[cut].tolist(), self.order.starts[cut + 1].tolist()
         if first == last:
             # one token more than the cut: the label of the last one
@@ -133,6 +137,7 @@ class PackedSamples:
     def _check(self, text: npt.NDArray[np.int64], pieces: list[tuple[int, int, int]], index: int) -> None:
         if text.min() >= 0 and text.max() < self.vocab_size:
             return
+        # an id outside would index past the embedding: on a GPU an assertion that names no document
         bad = int(np.argmax((text < 0) | (text >= self.vocab_size)))
         ends = np.cumsum([stop - start for _, start, stop in pieces])
         document = pieces[int(np.searchsorted(ends, bad, side="right"))][0]

@@ -161,7 +161,7 @@ def _is_whole(entry: Path) -> bool:
         for name, (size, crc) in sums.items():
             compare(entry / name, size, crc)
     except (OSError, ValueError) as error:
-        tracing.warn(f"the order of samples is built anew: {one_line(error)}")
+        tracing.warn(f"the order of samples is computed again: {one_line(error)}")
         aside = _aside(entry)
         # another rank did the same
         with contextlib.suppress(OSError):

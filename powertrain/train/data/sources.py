@@ -131,7 +131,7 @@ def _is_whole_tokenizer(path: Path, sums: Path) -> bool:
     try:
         compare(path, *read_sums(sums).get(path.name, (-1, None)))
     except (OSError, ValueError) as error:
-        tracing.warn(f"the tokenizer in the cache is trained anew: {one_line(error)}")
+        tracing.warn(f"the tokenizer in the cache is trained again: {one_line(error)}")
         return False
     return True
 
@@ -321,7 +321,7 @@ def _is_whole(prefix: Path) -> bool:
         if sums_path(prefix).is_file():
             verify(prefix)
     except (OSError, ValueError) as error:
-        tracing.warn(f"tokenized text in the cache is made anew: {one_line(error)}")
+        tracing.warn(f"text in the cache is tokenized again: {one_line(error)}")
         remove(prefix)
         return False
     return True

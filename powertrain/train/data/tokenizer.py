@@ -66,6 +66,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are no UTF-8, and ids past 255, become U+FFFD."""
+        # a model with a padded vocabulary can sample ids that no byte has
         return b"".join(bytes([i]) if 0 <= i < 256 else "\ufffd".encode() for i in ids).decode(errors="replace")
 
 
@@ -91,6 +92,7 @@ class FileTokenizer:
         self._definition, self._where, self._eod, self._chat = definition, where, eod, chat
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # the JSON text travels, not the library's object: workers on any start method rebuild the same one
         return FileTokenizer, (self._definition, self._where, self._eod, self._chat)
 
     def encode(self, text: str) -> list[int]:
@@ -101,6 +103,7 @@ class FileTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """As `encode` of each, on all cores."""
         with reading(f"{self._where}:", "be a tokenizer that encodes text"):
+            # the fast variant computes no character offsets, which nobody reads here
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
 
     def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
@@ -111,6 +114,7 @@ class FileTokenizer:
         if self._chat is None:
             raise ValueError(f"{self._where}: must have a chat template (tokenizer_config.json) for messages")
         try:
+            # return_dict=False, since transformers 5 returns a dictionary by default
             ids: list[int] = _transformers(self._chat).apply_chat_template(
                 messages, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt
             )
@@ -121,6 +125,7 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are kept, so the text shows the model's exact output."""
         with reading(f"{self._where}:", "be a tokenizer that decodes its ids"):
+            # the library's default drops them, and a model that emits stray special tokens would look fine
             text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 
@@ -145,11 +150,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer(512)
     if name.startswith("gpt2:"):
         parts = name.split(":")
+        # a path with a colon would split wrongly, so it is refused and not guessed
         if len(parts) != 3:
             raise ValueError(f"tokenizer must be gpt2:VOCAB.json:MERGES.txt, got {name!r}")
         return _gpt2(Path(parts[1]), Path(parts[2]))
     if name.startswith("hf:"):
         return _from_transformers(name.removeprefix("hf:"), name)
+    # the prefix is for SentencePiece files whose name does not end in .model
     path = Path(name.removeprefix("spm:"))
     if path.is_dir():
         if (
@@ -167,6 +174,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         )
     if path.suffix == ".model" or name.startswith("spm:"):
         return SentencePieceTokenizer(path)
+    # tokenizer.json has no chat template: it is in files beside it
     chat = str(path.parent) if _has_chat_template(path.parent) else None
     return FileTokenizer(_text(path), str(path), chat=chat)
 
@@ -174,6 +182,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def _from_transformers(source: str, name: str) -> FileTokenizer:
     """The tokenizer that transformers finds at a Hub id or in a folder, converted if need be."""
     loaded = _transformers(source)
+    # slow tokenizers are Python code of their own, which the `tokenizers` library cannot run
     if not getattr(loaded, "is_fast", False):
         raise ValueError(f"{name}: must be a tokenizer with a fast form, got {type(loaded).__name__}")
     chat = source if loaded.chat_template else None
@@ -202,6 +211,7 @@ def _has_chat_template(folder: Path) -> bool:
 def _chat_identity(source: str) -> str:
     """A hash of the chat template's files; of a Hub id its template."""
     files = [Path(source) / name for name in (_TEMPLATE, _TOKENIZER_CONFIG)]
+    # another template gives other ids for the same chat, so it is part of a cached file's name
     texts = [_text(file) for file in files if file.is_file()] or [str(_transformers(source).chat_template)]
     return hashlib.blake2b("".join(texts).encode(), digest_size=8).hexdigest()
 
@@ -242,6 +252,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
+    # all 256 bytes are in the alphabet from the beginning, so text unlike the corpus still encodes
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -256,6 +267,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     for text in texts:
         batch.append(text)
+        # batches let the library work on all cores between two calls into Python
         if len(batch) == 256:
             yield batch
             batch = []

@@ -38,6 +38,7 @@ def whole_document_order(
         return (allow_chopped or sizes[document] <= seq_length + 1) and has_labels(document)
 
     random = np.random.RandomState(seed)
+    # drawn before the documents are: the generator's order of draws is part of GPT-NeoX's order
     shuffle = np.arange(num_samples)
     random.shuffle(shuffle)
     taken = {document for document in documents if may_be_taken(document)}
@@ -45,12 +46,14 @@ def whole_document_order(
         raise ValueError(f"data.packing {packing}: a document must fit and have labels, got none of {len(documents)}")
     if packing == "unpacked":
         cycle = [document for document in documents if document in taken]
+        # resize repeats the cycle; one more, because a sample ends with the next document's first token
         laid = np.resize(np.array(cycle, dtype=np.int32), num_samples + 1)
         firsts = np.arange(num_samples + 1)
     else:
         laid, firsts = _until_overflow(sizes, documents, taken, seq_length + 1, num_samples, random)
         # there the last one runs out of the list of documents, and the sample whose number it is stands in for it
         shuffle[shuffle == num_samples - 1] = shuffle[num_samples - 1]
+    # every sample begins at the first token of a document, hence the zeros
     return SampleOrder(laid, np.stack([firsts, np.zeros_like(firsts)], 1), shuffle)
 
 
@@ -67,6 +70,7 @@ def _until_overflow(
         document = documents[order[position]]
         if document in taken:
             size = int(sizes[document])
+            # length 0: the first document, which begins a sample whatever its size
             if length == 0 or length + size > most:
                 firsts.append(len(laid))
                 length = 0

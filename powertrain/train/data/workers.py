@@ -44,6 +44,7 @@ def read_ahead(read: Callable[[Any], Any], keys: Sequence[Any], count: int) -> I
     try:
         asked = 0
         for n in range(len(keys)):
+            # batch n belongs to worker n % count, so arrival order is reading order without sorting
             while asked < min(len(keys), n + _AHEAD * count):
                 workers[asked % count].ask(keys[asked])
                 asked += 1
@@ -68,13 +69,18 @@ class _Worker:
         self._arriving = _Message()
         self._pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.Process(
-            target=_serve, args=(self._read, theirs, self._pipe), daemon=True, name="powertrain-data"
+            # daemon: multiprocessing then ends it with the program also where nobody called `end`
+            target=_serve,
+            args=(self._read, theirs, self._pipe),
+            daemon=True,
+            name="powertrain-data",
         )
         with children_without_signals():
             process.start()
         # without this end here, the worker's death is an end of file on our end
         theirs.close()
         self._process = process
+        # batches that the dead worker owed, in their order
         for key in self._owed:
             self._send(key)
 
@@ -93,6 +99,7 @@ class _Worker:
         """The batch of the oldest requested key."""
         key, started, reported = self._owed[0], time.monotonic(), False
         while True:
+            # the process too: a killed worker whose children hold its pipe gives no end of file
             ready = wait([self._pipe, self._process.sentinel], timeout=_LOOK)
             if self._pipe in ready:
                 try:
@@ -125,12 +132,14 @@ class _Worker:
         if self._deaths >= _ATTEMPTS:
             raise WorkerLost(key, f"{death}, as did {self._deaths - 1} before it over the same batch")
         tracing.progress(f"{death}; a new one reads its samples again")
+        # no wait after the first death; then a little, in case memory was short
         time.sleep(_LOOK * (self._deaths - 1))
         self._kill()
         self._start()
 
     def _kill(self) -> None:
         self._pipe.close()
+        # SIGKILL, because the signals that ask to end are blocked in workers
         self._process.kill()
         self._process.join(_LOOK)
 
@@ -148,6 +157,7 @@ class _Message:
 
     def read(self, file: int) -> bool:
         """Take what is there, of which there must be something; whether the message is complete."""
+        # one read takes only what is there; Connection.recv would wait for the whole message
         read = os.readv(file, [memoryview(self._bytes)[self._filled :]])
         if not read:
             raise EOFError
@@ -183,10 +193,12 @@ def _end_of(code: int | None) -> str:
 
 def _serve(read: Callable[[Any], Any], pipe: Connection, parents_end: Connection) -> None:
     """In the worker: read requested batches until the parent is gone."""
+    # otherwise this process would hold its own pipe open and never see the parent's end
     parents_end.close()
     born_of = os.getppid()
     try:
         while True:
+            # other workers may have inherited the parent's end, so the end of file alone is not enough
             while not pipe.poll(_LOOK):
                 if os.getppid() != born_of:
                     return

@@ -37,7 +37,9 @@ def series(
     name: str, values: Sequence[tuple[float, float]], *, style: str = "a", dots: bool = False, most: int = MOST_POINTS
 ) -> Series:
     """A curve of (x, y) pairs in order of x, of at most `most` points; values that are not finite are left out."""
+    # one inf (the gradient norm of a skipped fp16 step) would flatten the whole curve
     finite = [(x, y) for x, y in values if math.isfinite(y)]
+    # whole groups of steps, so that each point stands for as many
     size = math.ceil(len(finite) / most) or 1
     groups = [finite[i : i + size] for i in range(0, len(finite), size)]
     return Series(name, tuple(_mean(group) for group in groups), style, dots)
@@ -45,6 +47,7 @@ def series(
 
 def _mean(group: Sequence[tuple[float, float]]) -> Point:
     ys = [y for _, y in group]
+    # the range is kept: a mean alone would hide a single spike
     return Point(group[-1][0], sum(ys) / len(ys), min(ys), max(ys))
 
 
@@ -62,10 +65,12 @@ def line_chart(
         return Markup("")
     points = [point for curve in curves for point in curve.points]
     low, high = min(p.low for p in points), max(p.high for p in points)
+    # a gradient norm of 0 has no logarithm; a narrow range is easier to read on a linear axis
     log = log and low > 0 and high > 50 * low
     if not log:
         low, high = _padded(0.0 if zero else low, high)
     x = _Axis(min(p.x for p in points), max(p.x for p in points), _LEFT, width - _RIGHT)
+    # from the bottom to the top: in SVG y grows downwards
     y = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP, log)
     parts = [*_grid(x, y), *(_mark(x, at) for at in marks if x.low <= at <= x.high)]
     for curve in curves:
@@ -79,6 +84,7 @@ def line_chart(
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
+    # a constant curve has no height to take a share of, and a curve of zeros no value either
     margin = 0.04 * (high - low) or 0.04 * abs(high) or 1.0
     return (0.0 if 0 <= low <= margin else low - margin), high + margin
 
@@ -87,6 +93,7 @@ class _Axis:
     """From values to pixels."""
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False) -> None:
+        # a single point: the axis needs a length to divide by
         if high <= low:
             high = low * 1.1 if log else low + 1
         self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
@@ -101,6 +108,7 @@ class _Axis:
         """Round values within, about five; powers of ten (and 2, 5 between them) where it is logarithmic."""
         if not self.log:
             step = _round_step((self.high - self.low) / 5)
+            # multiples and not sums: adding a step repeatedly would show 0.30000000000000004
             return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step + 1e-9) + 1)]
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         digits = (1, 2, 5) if last - first <= 3 else (1,)
@@ -147,6 +155,7 @@ def _curve(curve: Series, x: _Axis, y: _Axis) -> list[str]:
 
 def tick(value: float) -> str:
     """A value on an axis: 0.003, 1.5, 20k, 3M."""
+    # rounds away what multiplication of floats leaves behind
     value = float(f"{value:.4g}")
     if value and abs(value) < 1e-2:
         mantissa, exponent = f"{value:.3e}".split("e")

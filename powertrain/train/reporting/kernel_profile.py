@@ -80,6 +80,7 @@ class StepWatch:
         """Around step `number` of the run."""
         self._count += 1
         before = len(tracing.trace())
+        # counted in this process, not by the run's number: a resumed run loads its kernels again
         if self._count != self._profiled:
             yield
         # torch allows one profiler at a time; the user's own comes first
@@ -125,6 +126,7 @@ def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.synchronize(device)
+    # on a GPU without the CPU's events, which would slow the host and so lengthen the gaps between kernels
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
     started = time.perf_counter()
     profiler = profile(activities=[activity])
@@ -185,6 +187,7 @@ def _table(profiled: list[ProfiledKernel], device: str, step: int, milliseconds:
         reason = why.get(op, _WHY.get(op, ""))
         rows.append(KernelRow(op, backend, device, _names(items), reason, len(items), spent, share))
     rows.sort(key=lambda row: -row.milliseconds)
+    # shown as a row, so that shares add up to the step and idle time is not hidden
     rest = milliseconds - sum(row.milliseconds for row in rows)
     if rest > 0:
         waiting = "between kernels: the device waits for the host" if profiled and device != "CPU" else _HOST
@@ -266,6 +269,7 @@ def served(name: str, ours: dict[str, str], attention: str | None) -> tuple[str,
     """(op, backend, short name) of a GPU kernel. ours: kernel -> op; attention: the backend it was given to."""
     if name in ours:
         return ours[name], "Triton, ours", name
+    # a kernel's name is all that the profiler gives for kernels that are not ours
     for pattern, op, backend in _LIBRARIES:
         if re.search(pattern, name.lower()):
             return op, attention or backend if op == ATTENTION else backend, _short(name)

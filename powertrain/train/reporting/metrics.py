@@ -93,6 +93,7 @@ class JsonLines:
 
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
+        # a run that begins at step 0 replaces the file: its records belong to an earlier run of the same name
         kept = _kept(file, resumed_at) if resumed_at else b""
         new = AtomicFile(file)
         try:
@@ -159,6 +160,7 @@ def read_metrics(file: Path) -> Metrics:
     metrics = Metrics()
     for number, line in enumerate(_lines(file), 1):
         try:
+            # lines are validated one by one, so an error can name its number
             fields = json.loads(line)
             kind = fields.pop("kind")
             if kind == "step":
@@ -188,6 +190,7 @@ def _kept(file: Path, resumed_at: int) -> bytes:
         except (ValueError, KeyError, TypeError, RecursionError):
             damaged.append(number)
     if damaged:
+        # kept, because the user may want to repair it by hand
         shutil.copyfile(file, f"{file}.damaged")
         more = f" and {len(damaged) - 1} others" if len(damaged) > 1 else ""
         tracing.warn(f"{file}:{damaged[0]}{more}: damaged, left out; the file as it was is {file}.damaged")
@@ -202,5 +205,6 @@ def _lines(file: Path) -> list[str]:
     """Whole lines of a file that a killed process may have left in the middle of one."""
     if not file.is_file():
         return []
+    # damage may be anywhere in the file, so bytes that are no UTF-8 must not end the reading
     text = file.read_bytes().decode(errors="replace")
     return [line + "\n" for line in text.split("\n")[:-1] if line]

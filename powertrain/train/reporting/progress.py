@@ -40,14 +40,17 @@ class Pace:
     def see(self, record: StepRecord) -> None:
         self._count += 1
         self._sum = _SMOOTHING * self._sum + record.loss
+        # the sum of the weights so far: without dividing by it the first steps would lean towards 0
         self._weight = _SMOOTHING * self._weight + 1
         self.loss = self._sum / self._weight
         if self._count > 1:
+            # the first step of a process is not in it: it compiles or loads kernels
             self._times.append(record.seconds)
             self.seconds = statistics.median(self._times) * (self.steps - record.step)
 
     @property
     def left(self) -> str:
+        # NaN, the only number unequal to itself: no step was timed yet
         return "-:--:--" if self.seconds != self.seconds else str(timedelta(seconds=round(self.seconds)))
 
 
@@ -60,6 +63,7 @@ class Lines:
 
     def step(self, record: StepRecord) -> None:
         self.pace.see(record)
+        # the first and the last step always, so that the log of a short run is not empty
         if record.step % self.every == 0 or record.step in (1, self.steps) or record.skipped:
             self._print(f"step {record.step}/{self.steps}  {numbers(record, self.pace)}  {self.pace.left} left")
 
@@ -78,6 +82,7 @@ class Lines:
     def close(self) -> None: ...
 
     def _print(self, text: str) -> None:
+        # without markup: notes hold paths and shapes, whose brackets rich would take for styles
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -98,8 +103,10 @@ class Live:
         self.pace = Pace(steps)
         self.progress = _Bar(
             TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TaskProgressColumn(),
+            # rich's own estimate is of the whole run's mean; ours leaves the first step out
             TextColumn("[cyan]{task.fields[left]} left"), console=console, refresh_per_second=4,
         )  # fmt: skip
+        # a resumed run's bar begins where the run does
         self.bar: TaskID = self.progress.add_task("", total=steps, completed=resumed_at, left=self.pace.left)
         self.progress.start()
 
@@ -139,6 +146,7 @@ def numbers(record: StepRecord, pace: Pace) -> str:
     ]
     words += [] if record.mfu is None else [f"MFU {record.mfu:.1%}"]
     words += [f"{record.memory_bytes / 2**30:.2f} GiB"]
+    # bf16 and fp32 have no loss scale
     words += [f"scale {record.loss_scale:g}"] if record.loss_scale != 1.0 else []
     words += ["skipped"] if record.skipped else []
     words += [f"{name} {1e3 * spent:.1f} ms" for name, spent in (record.phases or {}).items()]
@@ -199,6 +207,7 @@ def _checkpoints(about: About) -> str:
 def closing(about: About, *, report: bool) -> list[str]:
     """The last lines of a run: paths of its files, and next commands. Console markup."""
     lines = [f"report    [bold]{escape(str(Path(about.folder) / 'report.html'))}[/]"] if report else []
+    # the commonest surprise of a second start: the command ends at once, and must say why
     if about.resumed_at >= about.steps:
         lines.append(
             f"nothing was left to do: the checkpoint of step {about.resumed_at} is the last of train.steps "
@@ -208,6 +217,7 @@ def closing(about: About, *, report: bool) -> list[str]:
         return lines
     # `generate` takes a run's folder too, where its checkpoints stand in it
     is_inside = Path(about.checkpoints) == Path(about.folder) / "checkpoints"
+    # quoted, so that the line can be copied to a shell
     folder = shlex.quote(about.folder if is_inside else about.checkpoints)
     return [*lines, f'generate  [bold]powertrain generate {escape(folder)} --prompt "def main("[/]']
 
@@ -220,6 +230,7 @@ def many(number: float) -> str:
 def si(number: float) -> str:
     """1.23 M, 4.5 G: three digits and a decimal prefix."""
     for prefix in ("", "k", "M", "G", "T", "P"):
+        # 999.5 and not 1000: three digits would round it up to 1e+03
         if abs(number) < 999.5:
             return f"{number:.3g} {prefix}"
         number /= 1000

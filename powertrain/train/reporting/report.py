@@ -32,9 +32,11 @@ def write_report(folder: Path) -> Path:
     """
     about, metrics = About.read(folder), read_metrics(folder / "metrics.jsonl")
     with reading(folder, "hold the files of a run"):
+        # rendered before the file is touched: an error leaves the old report
         page = render(about, metrics, _checkpoints(folder, about))
     new = AtomicFile(folder / NAME)
     try:
+        # a path or a sample in the page may hold bytes that are no UTF-8
         new.file.write(page.encode(errors="replace"))
         new.publish()
     finally:
@@ -56,6 +58,7 @@ class ReportFile:
         if started >= self._ready:
             write_report(self.folder)
             now = time.monotonic()
+            # the report of a long run takes seconds, and the training waits for it
             self._ready = now + _SHARE * (now - started)
 
     def task(self, record: TaskRecord) -> None: ...
@@ -79,6 +82,7 @@ class Checkpoint:
 
 def _checkpoints(folder: Path, about: About) -> list[Checkpoint]:
     """The run's checkpoints, also where its folder was moved after it."""
+    # a folder that was copied to another machine still has its checkpoints beside the report
     folders = (*([Path(about.checkpoints)] if about.checkpoints else []), folder / "checkpoints", folder)
     checkpoints = next((paths for each in folders if (paths := checkpoints_in(each))), [])
     return [
@@ -90,6 +94,7 @@ def _checkpoints(folder: Path, about: About) -> list[Checkpoint]:
 def render(about: About, metrics: Metrics, checkpoints: list[Checkpoint] | None = None) -> str:
     """The page's HTML. Curves have at most 400 points however long the run; nothing is read from elsewhere."""
     environment = Environment(
+        # StrictUndefined: a name that the template misspells is an error, not an empty place in the page
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
@@ -97,6 +102,7 @@ def render(about: About, metrics: Metrics, checkpoints: list[Checkpoint] | None 
     last = metrics.steps[-1].step if metrics.steps else about.resumed_at
     return environment.get_template("report.html.j2").render(
         about=about, facts=facts, last=last, state=_state(about, metrics, last), tiles=_tiles(about, metrics),
+        # only the last one: a run may have been stopped and resumed before
         stopped=[text for _, text in metrics.notes if text.startswith("training stopped")][-1:],
         charts=_charts(about, metrics), table=metrics.kernels, groups=_config(about), mfu=_mfu(about, metrics),
         checkpoints=checkpoints or [], notes=metrics.notes, per_point=-(-len(metrics.steps) // MOST_POINTS),
@@ -108,6 +114,7 @@ def _state(about: About, metrics: Metrics, last: int) -> tuple[str, str]:
     """(class, words) of how far the run is."""
     if metrics.notes and metrics.notes[-1][1].startswith("training stopped"):
         return "bad", f"stopped at step {last:,} of {about.steps:,}"
+    # by the number, since a run that was killed after its last step wrote no closing note
     if last >= about.steps:
         return "good", f"all {about.steps:,} steps"
     return "open", f"step {last:,} of {about.steps:,}"
@@ -118,6 +125,7 @@ def _tiles(about: About, metrics: Metrics) -> list[tuple[str, str, str]]:
     steps = metrics.steps
     if not steps:
         return []
+    # the same smoothing as on the screen, so that both show one number
     pace = Pace(about.steps)
     for record in steps:
         pace.see(record)
@@ -126,8 +134,10 @@ def _tiles(about: About, metrics: Metrics) -> list[tuple[str, str, str]]:
         mine = [record for record in metrics.evaluations if record.name == name]
         best = min(mine, key=lambda record: record.loss)
         tiles.append((f"{name} loss", f"{mine[-1].loss:.3f}", f"best {best.loss:.3f} at step {best.step:,}"))
+    # a dictionary keeps the last record of each task
     for last in {record.task: record for record in metrics.tasks}.values():
         for name, value in last.metrics.items():
+            # lm_eval reports a standard error beside each metric
             if "_stderr" not in name:
                 tiles.append((f"{last.task} {name}", f"{value:.4g}", f"at step {last.step:,}"))
     tiles.append(("tokens seen", many(steps[-1].tokens), f"{about.tokens_per_step:,} a step"))
@@ -141,10 +151,12 @@ def _tiles(about: About, metrics: Metrics) -> list[tuple[str, str, str]]:
 
 
 def _rate(steps: list[StepRecord]) -> float:
+    # the median: a step with a checkpoint or an evaluation's compile in it would pull a mean down
     return statistics.median(record.tokens_per_second for record in steps)
 
 
 def _median_mfu(steps: list[StepRecord]) -> float | None:
+    # a run that was resumed on another device may have steps without a peak to compare with
     known = [record.mfu for record in steps if record.mfu is not None]
     return statistics.median(known) if known else None
 

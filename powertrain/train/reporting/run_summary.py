@@ -87,6 +87,8 @@ class About:
         except FileNotFoundError:
             raise FileNotFoundError(f"{file}: a run's folder must hold it; no run has written there") from None
         with reading(file, "be written by a run"):
+            # the file may be of another version of this package, or edited: types are checked before a page is made of
+            # it
             return TypeAdapter(About).validate_python(values)
 
 
@@ -97,6 +99,7 @@ def about(trainer: Trainer, run: Run) -> About:
     model = build(config.model)
     arch = f"sm_{Target.of(ranks.device).arch}" if ranks.device.type == "cuda" else "cpu"
     attention = explain_run_attention(config, model, arch)
+    # the trace is of this process, which prebuilt its kernels before the ranks met
     prebuilt = [event.text for event in tracing.trace() if event.kind == "prebuild"]
     train = config.train
     return About(
@@ -119,11 +122,13 @@ def about(trainer: Trainer, run: Run) -> About:
         precision=train.precision,
         device=device_name(ranks.device),
         flops_per_token=trainer.flops_per_token,
+        # with no keys to see, the products with weights are left; the difference is attention's
         flops_attention=flops_per_token(model, train.seq_length) - flops_per_token(model, 0),
         peak_flops=trainer.peak_flops,
         attention="none" if attention is None else str(attention.chosen),
         why_attention="" if attention is None else _why(attention),
         kernels=prebuilt[-1] if prebuilt else None,
+        # as text: values may be of any type that YAML has
         table=[{**asdict(row), "value": shown(row.value)} for row in run.table],
         environment=environment(ranks.device),
         resumed_from=trainer.resumed_from,
@@ -157,6 +162,7 @@ def environment(device: torch.device) -> dict[str, str]:
             "driver supports CUDA": f"{driver.version() // 1000}.{driver.version() % 1000 // 10}",
             "CUDA of torch": str(torch.version.cuda),
             "cuDNN": str(torch.backends.cudnn.version()),
+            # builds of PyTorch for a single GPU may lack NCCL, and asking for its version then fails
             "NCCL": ".".join(map(str, nccl.version())) if torch.distributed.is_nccl_available() else "none",
         }
     return lines

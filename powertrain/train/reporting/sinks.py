@@ -22,8 +22,10 @@ def open_sinks(config: RunConfig, about: About, console: Console) -> list[Sink]:
     Raises ModuleNotFoundError where logging.wandb is set and wandb is not installed.
     """
     logging, folder = config.logging, config.folder()
+    # before any file is made, so that a run without its sink leaves nothing behind
     check(config)
     sinks: list[Sink] = [JsonLines(folder / METRICS, resumed_at=about.resumed_at)]
+    # before the first sink may draw a report from it
     about.write()
     if console.is_terminal:
         sinks.append(Live(console, about.steps, about.resumed_at))
@@ -75,6 +77,7 @@ class TensorBoard:
     def __init__(self, folder: Path, *, resumed_at: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
 
+        # TensorBoard then hides points of steps that the resumed run computes again
         self._writer: Any = SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None)
         self._step = resumed_at
 
@@ -114,6 +117,7 @@ class WandB:
         id_file = folder / "wandb_id"
         known = {"id": id_file.read_text()} if id_file.is_file() else {}
         fixed = {"dir": str(folder), "config": config.model_dump(mode="json"), "resume": "allow"}
+        # the user's arguments last, so that they win; "allow" continues a known id and begins with an unknown one
         self._run: Any = wandb.init(**{**fixed, **known, **arguments})
         id_file.write_text(str(self._run.id))
 

@@ -33,12 +33,14 @@ class StepTrace:
     def step(self, number: int) -> Iterator[None]:
         """Around step `number` of the run."""
         begin, end = self.config.start, self.config.start + self.config.steps
+        # not `number == begin`: a resumed run may start within the range, and then traces the rest of it
         if self._profiler is None and begin <= number < end:
             self._start(number)
         yield
         if self._profiler is None:
             return
         self._last = number
+        # marks the step in the trace, so that a viewer can tell the steps apart
         self._profiler.step()
         if number >= end - 1:
             self.close()
@@ -48,6 +50,8 @@ class StepTrace:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             if self.config.memory:
+                # before the first traced step: blocks that were allocated earlier appear without the place that
+                # allocated them
                 torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
         self._first = self._last = number
         self._profiler = profile(activities=activities, record_shapes=True, profile_memory=self.config.memory)
@@ -55,6 +59,7 @@ class StepTrace:
 
     def close(self) -> None:
         """End a trace under way and write it."""
+        # first, so that a second call, at the end of a run that fails here, does nothing
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -74,6 +79,7 @@ class StepTrace:
             self.note(f"trace of steps {self._first} to {self._last} in {trace}")
 
     def _write_memory(self, path: Path) -> None:
+        # the functions have underscores in PyTorch and are the documented way to a snapshot all the same
         snapshot = torch.cuda.memory._snapshot(self.device)
         torch.cuda.memory._record_memory_history(enabled=None)
         write_whole(path, pickle.dumps(snapshot))

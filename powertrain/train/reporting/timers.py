@@ -17,6 +17,7 @@ class Moment:
         self._time = time.perf_counter()
         self._event: Any = None
         if device.type == "cuda":
+            # an event is recorded in the stream's order, so the host need not wait for the work before it
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
@@ -28,6 +29,7 @@ class Moment:
         """Seconds from an earlier moment of the same device to this one, which was waited for."""
         if self._event is None:
             return self._time - earlier._time
+        # elapsed_time is in milliseconds
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
@@ -44,6 +46,7 @@ class PhaseTimers:
         if not self.wanted:
             yield
             return
+        # phases are off by default: two events a phase cost host time in small models
         start = Moment(self.device)
         yield
         self._spans.append((name, start, Moment(self.device)))

@@ -23,6 +23,7 @@ def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None = No
 class FusedDense(nn.Linear):
     """nn.Linear under Apex's name."""
 
+    # Apex's signature has no device and dtype
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
 
@@ -32,6 +33,7 @@ class FusedDenseGeluDense(nn.Module):
 
     def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
+        # Apex asserts a bias too
         if not bias:
             unsupported("FusedDenseGeluDense", "bias", bias, "powertrain.nn.MLP")
         self.in_features, self.intermediate_features, self.out_features = (
@@ -39,6 +41,7 @@ class FusedDenseGeluDense(nn.Module):
             intermediate_features,
             out_features,
         )
+        # built as nn.Linear for its initialization; Apex leaves the parameters uninitialized
         first, second = nn.Linear(in_features, intermediate_features), nn.Linear(intermediate_features, out_features)
         assert first.bias is not None and second.bias is not None
         self.weight1, self.bias1, self.weight2, self.bias2 = first.weight, first.bias, second.weight, second.bias
@@ -47,6 +50,7 @@ class FusedDenseGeluDense(nn.Module):
         x = input
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        # the dtype of the product decides that of the result; F.linear below casts by itself
         hidden = linear_activation(x, self.weight1.to(x.dtype), "gelu_tanh", bias=self.bias1.to(x.dtype))
         return F.linear(hidden, self.weight2, self.bias2)
 

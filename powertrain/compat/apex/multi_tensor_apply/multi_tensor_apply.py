@@ -15,6 +15,7 @@ T = TypeVar("T")
 class MultiTensorApply:
     """Calls op(chunk_size, noop_flag_buffer, tensor_lists, *args)."""
 
+    # code tests these attributes before it uses the applier
     available = True
     warned = False
 

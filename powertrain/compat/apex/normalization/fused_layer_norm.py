@@ -36,6 +36,7 @@ def fused_layer_norm_affine(
     weight: Tensor,
     bias: Tensor | None,
     normalized_shape: Shape,
+    # 1e-6 in the functions and 1e-5 in the modules, as in Apex
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
@@ -103,6 +104,7 @@ class _Norm(nn.Module):
         self.normalized_shape = _shape(normalized_shape)
         self.eps, self.elementwise_affine, self.memory_efficient = eps, elementwise_affine, memory_efficient
         self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
+        # RMSNorm has no bias attribute there either, so state dicts agree
         if not self.rms:
             self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if elementwise_affine else None
 
@@ -141,6 +143,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: bool
     ) -> None:
+        # a keyword that Apex warns about and ignores
         _always_affine(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
@@ -184,13 +187,17 @@ def _norm(
     checks.require(
         x.shape[x.dim() - len(shape) :] == shape, op, "input", f"end in the dims {list(shape)}", list(x.shape)
     )
+    # Apex casts all arguments under autocast, weights too
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
+        # autocast never casts float64
         weight, bias = (t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (weight, bias))
         x = x if x.dtype is torch.float64 else x.to(dtype)
     result = weight.dtype if mixed and weight is not None else x.dtype
+    # computed in the wider of both dtypes and rounded once
     rows = x.to(torch.promote_types(x.dtype, result)).flatten(x.dim() - len(shape))
     flat = [None if t is None else t.flatten() for t in (weight, bias)]
+    # one flat row per normalized shape: our kernels take the last dim
     y = rms_norm(rows, *flat, eps=eps) if rms else layer_norm(rows, *flat, eps=eps)
     assert isinstance(y, Tensor)
     return y.view(x.shape).to(result)

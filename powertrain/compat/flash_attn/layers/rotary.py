@@ -25,6 +25,7 @@ __all__ = [
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     """(-b, a) of the pairs (a, b) of the last dim."""
+    # GPT-J's pairs are (2i, 2i + 1), GPT-NeoX's (i, i + r/2)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
 
@@ -33,6 +34,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     """`apply_rotary_emb` in plain PyTorch and x's dtype; cos and sin [s, r / 2] or [b, s, r / 2]."""
     size = 2 * cos.shape[-1]
     checks.require(size <= x.shape[-1], "apply_rotary_emb_torch", "cos", f"have at most {x.shape[-1]} / 2 pairs", size)
+    # each angle once per channel of its pair
     cos, sin = ((t.repeat_interleave(2, -1) if interleaved else t.repeat(*[1] * (t.dim() - 1), 2)) for t in (cos, sin))
     turning, rest = x[..., :size], x[..., size:]
     turned = turning * cos.unsqueeze(-2) + rotate_half(turning, interleaved) * sin.unsqueeze(-2)
@@ -55,10 +57,12 @@ def apply_rotary_emb(
         seqlen_offsets an int or [b], added to the positions. max_seqlen is a hint, not needed here.
     Returns x's shape and dtype.
     """
+    # autograd refuses an in-place change of a tensor whose old value backward needs
     in_x = inplace and not _wants_gradient(x)
     return _turn(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, in_x)
 
 
+# the second name that flash_attn/layers/rotary.py has for it
 apply_rotary_emb_func = apply_rotary_emb
 
 
@@ -86,13 +90,16 @@ def apply_rotary_emb_qkv_(
             checks.fail(op, "num_heads_q", "be given for qkv of 4 dims", None)
         k_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
         fits = k_heads > 0 and rest == 0
+        # the heads of k and v are equal, so what is left is even
         checks.require(fits, op, "num_heads_q", f"leave twice k's heads of {qkv.shape[2]}", num_heads_q)
         q, k, v = qkv.split((num_heads_q, k_heads, k_heads), 2)
     recorded = _wants_gradient(qkv)
+    # XPos has tables of its own for k
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     new_q = _turn(q, cos, sin, interleaved, seqlen_offsets, inplace=not recorded)
     new_k = _turn(k, cos_k, sin_k, interleaved, seqlen_offsets, inplace=not recorded)
     if recorded:
+        # a new tensor only where gradients need it
         return torch.stack((new_q, new_k, v), 2) if qkv.dim() == 5 else torch.cat((new_q, new_k, v), 2)
     return qkv
 
@@ -104,6 +111,7 @@ def apply_rotary_emb_kv_(
     ok = kv.dim() == 5 and kv.shape[2] == 2
     checks.require(ok, "apply_rotary_emb_kv_", "kv", "be [b, s, 2, h, d]", list(kv.shape))
     k, v = kv.unbind(2)
+    # kv's other half must stay as it is
     turned = _turn(k, cos, sin, interleaved, seqlen_offsets)
     if _wants_gradient(kv):
         return torch.stack((turned, v), 2)
@@ -132,9 +140,12 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
         channel = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        # a buffer that is not persistent: flash-attn's checkpoints have none
         self.register_buffer("inv_freq", 1.0 / self.base ** (channel / dim), persistent=False)
+        # XPos: the channel's base of decay (Sun et al., arXiv:2212.10554), as flash-attn computes it
         scale = None if scale_base is None else (channel + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
+        # tables are not buffers: they grow with the longest sequence so far
         self._tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def forward(
@@ -151,6 +162,7 @@ class RotaryEmbedding(nn.Module):
         Returns qkv, or (q, kv).
         """
         length = qkv.shape[1]
+        # the table's length must be known without reading the GPU
         if max_seqlen is None and isinstance(seqlen_offset, Tensor):
             checks.fail("RotaryEmbedding", "max_seqlen", "be given with a tensor for seqlen_offset", None)
         positions = max_seqlen if max_seqlen is not None else length + int(seqlen_offset)
@@ -164,14 +176,17 @@ class RotaryEmbedding(nn.Module):
 
     def _table(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """cos and sin for q, then for k, float32."""
+        # rebuilt for a longer sequence or another device only
         if self._tables is None or self._tables[0].shape[0] < positions or self._tables[0].device != device:
             at = torch.arange(positions, device=device, dtype=torch.float32)
+            # in float32 whatever the module's dtype: bfloat16 positions above 256 are not exact
             angles = torch.outer(at, self.inv_freq.to(device, torch.float32))
             cos, sin = angles.cos(), angles.sin()
             if self.scale is None:
                 self._tables = (cos, sin, cos, sin)
             else:
                 assert self.scale_base is not None
+                # counted from the middle of the table, as flash-attn does
                 power = (at - positions // 2) / self.scale_base
                 scale = self.scale.to(device, torch.float32) ** power[:, None]
                 self._tables = (cos * scale, sin * scale, cos / scale, sin / scale)

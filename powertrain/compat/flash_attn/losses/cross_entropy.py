@@ -28,6 +28,7 @@ class CrossEntropyLoss(nn.Module):
         checks.one_of("CrossEntropyLoss", "reduction", reduction, ("mean", "sum", "none"))
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.logit_scale, self.lse_square_scale = logit_scale, lse_square_scale
+        # kept as an attribute only: nothing is written in place here
         self.inplace_backward, self.process_group = inplace_backward, process_group
         self.return_z_loss = return_z_loss
 
@@ -35,6 +36,7 @@ class CrossEntropyLoss(nn.Module):
         self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input [n, vocabulary], target [n]: the loss, with return_z_loss also the part that the z-loss is."""
+        # one call gives both: the z-loss is part of the loss that it explains
         losses = cross_entropy_loss(
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
             self.ignore_index, self.inplace_backward, self.process_group,
@@ -46,6 +48,7 @@ class CrossEntropyLoss(nn.Module):
         if self.reduction == "none":
             return losses
         total = losses.sum()
+        # the mean counts the rows that have a target, as torch.nn.CrossEntropyLoss
         return total if self.reduction == "sum" else total / (target != self.ignore_index).sum()
 
 

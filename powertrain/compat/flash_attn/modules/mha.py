@@ -25,6 +25,7 @@ class _FlashAttention(nn.Module):
         super().__init__()
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, window_size
         self.drop, self.deterministic = nn.Dropout(attention_dropout), deterministic
+        # moves with the module and stays out of the state dict, as theirs
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
 
     def _options(self, causal: bool | None) -> dict[str, Any]:
@@ -40,6 +41,7 @@ class FlashSelfAttention(_FlashAttention):
     def forward(
         self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
+        # the dropout module is a holder of p, as in flash-attn, so that code may change it
         p, options = self.drop.p if self.training else 0.0, self._options(causal)
         if cu_seqlens is None:
             result = flash_attn_qkvpacked_func(qkv, p, **options)
@@ -81,8 +83,10 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 
     Source: Press et al., arXiv:2108.12409.
     """
+    # Press et al.: powers of two have an exact geometric series
     lower = 2 ** math.floor(math.log2(nheads))
     slopes = [2 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    # the heads beyond take every second slope of the series for twice as many
     between = [2 ** (-4 * i / lower) for i in range(1, 2 * lower + 1, 2)]
     return slopes + between[: nheads - lower]
 

@@ -22,6 +22,7 @@ class Mlp(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        # the rounding and defaults are flash-attn's, so that its checkpoints load
         hidden = 4 * in_features if hidden_features is None else hidden_features
         out = in_features if out_features is None else out_features
         self.return_residual, self.activation = return_residual, activation
@@ -42,6 +43,7 @@ class GatedMlp(nn.Module):
         return_residual: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        # 8/3 instead of 4: a gated layer has three matrices, and so keeps the number of weights
         hidden = int(8 * in_features / 3) if hidden_features is None else hidden_features
         hidden = -(-hidden // multiple_of) * multiple_of
         out = in_features if out_features is None else out_features
@@ -52,6 +54,7 @@ class GatedMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         h = self.fc1(x)
         if self.activation is F.silu:
+            # the fused op computes SwiGLU; any other callable runs as given
             h = gated_activation(h, "swiglu", order="up_first")
         else:
             up, gate = h.chunk(2, -1)

@@ -16,6 +16,7 @@ __all__ = [
 
 def gelu_fwd(x: Tensor) -> Tensor:
     """gelu(x), differentiable."""
+    # flash-attn's fast_gelu and bias_gelu are the tanh form
     return activation(x, "gelu_tanh")
 
 
@@ -45,12 +46,14 @@ def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of y and of bias."""
+    # recomputed from y + bias, as theirs: the sum is not saved
     grad = _gradient(gelu_fwd, g, y + bias)
     return grad.to(y.dtype), grad.sum(tuple(range(grad.dim() - 1)), dtype=bias.dtype)
 
 
 def relu_bwd(g: Tensor, x: Tensor) -> Tensor:
     """g where x is not negative."""
+    # at x = 0 theirs passes the gradient, torch's relu does not
     return torch.where(x >= 0, g, 0.0).to(x.dtype)
 
 
@@ -61,6 +64,7 @@ def sqrelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 def _gradient(function: Callable[[Tensor], Tensor], g: Tensor, x: Tensor) -> Tensor:
     with torch.enable_grad():
+        # detached: the caller asks for one gradient, not for a graph
         x = x.detach().requires_grad_()
         return torch.autograd.grad(function(x), x, g)[0]
 

@@ -26,6 +26,7 @@ def dropout_add_norm(
     Shapes: x0, residual [..., n]; weight, bias, layerscale [n]; rowscale [...]. residual_in_fp32 counts without a
     residual only; else h has the residual's dtype.
     """
+    # layerscale has one value per channel: multiplied ahead of dropout, as in their kernel
     x0 = x0 if layerscale is None else x0 * layerscale.to(x0.dtype)
     return layer_norm_fn(
         x0, weight, bias, residual, eps=epsilon, dropout_p=dropout_p, rowscale=rowscale, prenorm=prenorm,
@@ -57,7 +58,9 @@ def dropout_add_norm_parallel_residual(
         x0, weight0, bias0, residual, x1, weight1, bias1, epsilon, dropout_p, None, prenorm, residual_in_fp32,
         is_rms_norm=is_rms_norm, return_dropout_mask=return_dropout_mask,
     )  # fmt: skip
+    # one result comes bare, several as a tuple
     results = results if isinstance(results, tuple) else (results,)
+    # the second place stays, None without a second norm
     return results if weight1 is not None else (results[0], None, *results[1:])
 
 
@@ -80,6 +83,7 @@ class DropoutAddNorm(nn.Module):
         super().__init__()
         self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        # registered as None: state dicts of RMS norms have no bias
         bias = None if self.is_rms_norm else nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", bias)
 

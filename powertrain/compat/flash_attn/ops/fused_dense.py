@@ -20,6 +20,7 @@ def fused_dense_func(
     sequence_parallel: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """x @ weight.T + bias, by PyTorch; with return_residual also x."""
+    # tensor parallelism is another module here
     _alone("fused_dense_func", process_group)
     y = F.linear(x, weight, bias)
     return (y, x) if return_residual else y
@@ -33,6 +34,7 @@ def fused_mlp_func(
     """activation(x @ weight1.T + bias1) @ weight2.T + bias2; save_pre_act, checkpoint_lvl and heuristic are hints."""
     _alone("fused_mlp_func", process_group)
     checks.one_of("fused_mlp_func", "activation", activation, tuple(_KINDS))
+    # the activation is fused into the first product where a kernel for it is chosen
     y = F.linear(linear_activation(x, weight1, _KINDS[activation], bias=bias1), weight2, bias2)
     return (y, x) if return_residual else y
 
@@ -53,6 +55,7 @@ class FusedDense(nn.Linear):
         self.return_residual = return_residual
 
     def forward(self, x: Tensor, process_group: Any = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        # the group is refused there
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 

@@ -16,6 +16,7 @@ class AutoLigerKernelForCausalLM:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        # not attention: Liger leaves it to transformers
         patch(model, kinds=("loss", "mlp", "norm", "rotary"))
         return model
 

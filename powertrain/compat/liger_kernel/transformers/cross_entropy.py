@@ -26,6 +26,7 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
+        # by name, so that forward hands them on as they are
         self.options: dict[str, Any] = {
             "weight": weight,
             "ignore_index": ignore_index,

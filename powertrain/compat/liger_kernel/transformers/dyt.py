@@ -15,6 +15,7 @@ class LigerDyT(nn.Module):
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
         super().__init__()
         self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        # one scalar, shape [1], as in Liger's state dict
         self.alpha = nn.Parameter(torch.full((1,), init_alpha))
         self.gamma = nn.Parameter(torch.ones(hidden_size))
         self.beta = nn.Parameter(torch.zeros(hidden_size)) if beta else None

@@ -68,6 +68,7 @@ def liger_cross_entropy(
     """Cross entropy of input [n, vocabulary] against target [n]; with a return_ flag a CrossEntropyOutput."""
     op = "liger_cross_entropy"
     if weight is not None:
+        # weights per class would need another kernel and have no use in language models
         unsupported(op, "weight", list(weight.shape), "torch.nn.functional.cross_entropy")
     for name, old in (("size_average", size_average), ("reduce", reduce)):
         if old is not None:
@@ -81,7 +82,9 @@ def liger_cross_entropy(
         return loss
     with torch.no_grad():
         kept = target != ignore_index
+        # the z-loss is that of the capped logits, which the loss has seen
         capped = input if softcap is None else softcap * torch.tanh(input / softcap)
+        # tanh is monotonous: the largest capped logit is the largest logit
         found = input.argmax(-1)
         z_loss = lse_square_scale * torch.logsumexp(capped.to(loss.dtype), -1).square().masked_fill(~kept, 0.0)
         right = (found == target) & kept
@@ -89,6 +92,7 @@ def liger_cross_entropy(
             loss,
             _reduced(z_loss, kept, reduction) if return_z_loss else None,
             _reduced(right.float(), kept, reduction) if return_token_accuracy else None,
+            # -1 for ignored rows, as in Liger
             found.masked_fill(~kept, -1) if return_predicted_tokens else None,
         )
 
@@ -113,6 +117,7 @@ def liger_fused_linear_cross_entropy(
     use_token_scaling: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    # a constant of Liger's memory heuristic; our blocks are planned by the op
     chunk_mem_const: int = 1,
 ) -> Tensor:
     """Cross entropy of input [n, h] @ weight [vocabulary, h].T + bias against target [n], without the logits."""
@@ -135,6 +140,7 @@ def liger_fused_linear_cross_entropy(
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """gelu(a) * b, of the tanh form."""
+    # Liger's GEGLU is the tanh form
     return activations.geglu(a, b, approximate="tanh")
 
 
@@ -152,6 +158,7 @@ def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
     """X / rms(X) * (W + offset) over the last dim; casting_mode "llama", "gemma" or "none" (as "gemma")."""
+    # a tuple, for the offset is folded into the weight in one case and into the kernel in another
     y = norm.rms_norm(X, *_weight("liger_rms_norm", W, offset, casting_mode), eps=eps, **_options(offset, casting_mode))
     assert isinstance(y, Tensor)
     return y
@@ -168,10 +175,12 @@ def liger_fused_add_rms_norm(
 
 def _weight(op: str, weight: Tensor | None, offset: float, casting: str) -> tuple[Tensor | None]:
     checks.one_of(op, "casting_mode", casting, ("llama", "gemma", "none"))
+    # offsets other than 0 and 1 have no kernel: one vector addition does
     return (weight + offset if weight is not None and offset not in (0.0, 1.0) else weight,)
 
 
 def _options(offset: float, casting: str) -> dict[str, Any]:
+    # "none" there computes in the input's dtype; float32 as in "gemma" is at least as exact
     return {"zero_centered": offset == 1.0, "casting": "llama" if casting == "llama" else "gemma"}
 
 
@@ -196,7 +205,9 @@ def liger_rope(
     position_ids and unsqueeze_dim are not looked at, as there. rotary_dim: the first channels only.
     """
     size = cos.shape[-1] if rotary_dim is None else rotary_dim
+    # half of the table: Llama's cos repeats its angles
     table = RopeTable(*(x[..., : size // 2].float().flatten(0, 1) for x in (cos, sin)))
+    # rows of the table per batch entry, since cos may differ by batch entry (position ids of their own)
     rows = torch.arange(table.cos.shape[0], device=q.device).view(cos.shape[:2])
     turned = rope(q.transpose(1, 2), k.transpose(1, 2), table=table, position_ids=rows.expand(q.shape[0], -1))
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
@@ -212,6 +223,7 @@ def liger_kl_div(
     log_target: bool = False, eps: float = 1e-10,
 ) -> Tensor:  # fmt: skip
     """KL divergence of log-probabilities `input` [N, V] from `target`, by PyTorch; no gradient of target."""
+    # eps guards a log of 0 in their kernel; PyTorch's function treats target 0 as limit 0
     return F.kl_div(input, target.detach(), reduction=reduction, log_target=log_target)
 
 
@@ -229,11 +241,13 @@ def liger_jsd(
     """
     checks.require(0 <= beta <= 1, "liger_jsd", "beta", "be between 0 and 1", beta)
     q, p = input.to(acc_dtype(input.dtype)), target.detach().to(acc_dtype(input.dtype))
+    # the mixture's formula divides by beta or 1 - beta; both ends are plain KL
     if beta == 0:
         by_row = _kl(p, q)
     elif beta == 1:
         by_row = _kl(q, p)
     else:
+        # log of the mixture in log space: no exp underflows
         mixture = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
         by_row = beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture)
     return _mean_of_rows(by_row, shift_labels, ignore_index)
@@ -256,6 +270,7 @@ def liger_tvd(
     if reduction == "mean":
         return _mean_of_rows(distance.mean(-1), shift_labels, ignore_index)
     if shift_labels is not None:
+        # rows without a label are 0, as in Liger
         distance = torch.where((shift_labels != ignore_index)[:, None], distance, 0.0)
     return distance.sum() if reduction == "sum" else distance
 
@@ -269,11 +284,13 @@ def _mean_of_rows(values: Tensor, labels: Tensor | None, ignore_index: int) -> T
     if labels is None:
         return values.mean()
     kept = labels != ignore_index
+    # clamp: all rows ignored gives 0
     return torch.where(kept, values, 0.0).sum() / kept.sum().clamp(min=1)
 
 
 def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     """tanh(alpha x) gamma + beta, in place of a norm. Source: Zhu et al., arXiv:2503.10622."""
+    # in the input's dtype, by PyTorch: memory-bound, and torch.compile fuses it
     y = torch.tanh(alpha * x) * gamma
     return y if beta is None else y + beta
 

@@ -23,6 +23,7 @@ class LigerFusedAddRMSNorm(nn.Module):
         in_place: bool = False,
     ) -> None:
         super().__init__()
+        # Gemma's zero-centred weights begin at 0
         checks.one_of("LigerFusedAddRMSNorm", "init_fn", init_fn, ("ones", "zeros"))
         self.weight = nn.Parameter((torch.ones if init_fn == "ones" else torch.zeros)(hidden_size))
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place

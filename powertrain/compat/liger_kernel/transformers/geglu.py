@@ -22,6 +22,7 @@ class LigerGEGLUMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Liger's config has hidden_act, its GEGLU ignores it
         hidden = linear_activation(x, self.gate_proj.weight, "geglu_tanh", up_weight=self.up_proj.weight)
         return self.down_proj(hidden)
 

@@ -13,6 +13,7 @@ __all__ = ["LigerKLDIVLoss"]
 class LigerKLDIVLoss(nn.KLDivLoss):
     """`liger_kl_div` with torch.nn.KLDivLoss's options."""
 
+    # eps comes first in their signature, ahead of torch's options
     def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.eps = eps

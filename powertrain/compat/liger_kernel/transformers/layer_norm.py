@@ -19,6 +19,7 @@ class LigerLayerNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones") -> None:
         super().__init__()
         checks.one_of("LigerLayerNorm", "init_fn", init_fn, ("ones", "zeros"))
+        # Liger has both names
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = nn.Parameter((torch.ones if init_fn == "ones" else torch.zeros)(hidden_size))
         self.bias = nn.Parameter((torch.randn if bias else torch.zeros)(hidden_size))

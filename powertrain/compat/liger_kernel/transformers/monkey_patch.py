@@ -65,6 +65,7 @@ _TYPES = (
 __all__ = ["MODEL_TYPE_TO_APPLY_LIGER_FN", *(f"apply_liger_kernel_to_{name}" for name in _TYPES)]
 
 # their flag -> kind of part; a flag that is not given is on, as most are there
+# flags of parts that only some models have are ignored where the model has none
 _KINDS = {
     "rope": "rotary",
     "rms_norm": "norm",
@@ -78,17 +79,21 @@ _wanted: dict[str, list[str]] = {}  # model type -> kinds
 
 def _apply(model_type: str, model: nn.Module | None = None, **flags: bool) -> None:
     """Patch `model`, or models of this type that are made later. Flags are Liger's: rope, rms_norm, swiglu, ..."""
+    # a set: several flags name one kind
     kinds = sorted({kind for flag, kind in _KINDS.items() if flags.get(flag, True)})
+    # either flag may switch norms off; a model has one of the two
     if not flags.get("rms_norm", flags.get("layer_norm", True)):
         kinds.remove("norm")
     if not flags.get("swiglu", flags.get("geglu", True)) and "mlp" in kinds:
         kinds.remove("mlp")
+    # Liger: cross_entropy or fused_linear_cross_entropy; ours is always the fused one
     if flags.get("cross_entropy") and "loss" not in kinds:
         kinds.append("loss")
     if model is not None:
         patch(model, kinds=kinds)
         return
     _wanted[model_type] = kinds
+    # once, for all types
     _watch()
 
 
@@ -96,7 +101,9 @@ def _watch() -> None:
     from transformers import PreTrainedModel
 
     for name in ("from_pretrained", "_from_config"):
+        # the underlying function: a bound classmethod would lose the subclass
         made = PreTrainedModel.__dict__[name].__func__
+        # applied twice, models would be patched twice
         if not hasattr(made, "_powertrain"):
             setattr(PreTrainedModel, name, classmethod(_patching(made)))
 
@@ -105,6 +112,7 @@ def _patching(made: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(made)
     def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = made(cls, *args, **kwargs)
+        # from_pretrained gives a tuple with output_loading_info=True
         model = result[0] if isinstance(result, tuple) else result
         kinds = _wanted.get(model.config.model_type)
         if kinds is not None:
@@ -117,6 +125,7 @@ def _patching(made: Callable[..., Any]) -> Callable[..., Any]:
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **flags: bool) -> None:
     """Patch `model`: what transformers' `use_liger_kernel` calls."""
+    # transformers' Trainer calls this name for use_liger_kernel=True
     _apply("", model, **flags)
 
 
@@ -126,6 +135,7 @@ def _apply_liger_kernel(model_type: str, **flags: bool) -> None:
 
 
 MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: partial(_apply, model_type) for model_type in _TYPES}
+# generated: the functions differ in the model type only
 globals().update({f"apply_liger_kernel_to_{name}": apply for name, apply in MODEL_TYPE_TO_APPLY_LIGER_FN.items()})
 
 

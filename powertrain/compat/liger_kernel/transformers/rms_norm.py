@@ -60,6 +60,7 @@ class LigerRMSNormForGemma(LigerRMSNorm):
         in_place: bool = True,
         row_mode: bool | None = None,
     ) -> None:
+        # offset 1: the stored weight is w - 1
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 

@@ -5,6 +5,7 @@ from powertrain.compat.missing import unknown
 
 __all__ = ["liger_rotary_pos_emb"]
 
+# Liger's name in modeling code
 liger_rotary_pos_emb = liger_rope
 
 

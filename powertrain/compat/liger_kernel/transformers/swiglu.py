@@ -22,6 +22,7 @@ class LigerSwiGLUMLP(nn.Module):
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+        # Liger raises for other activations too
         checks.one_of("LigerSwiGLUMLP", "config.hidden_act", config.hidden_act, ("silu", "swish"))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,6 +45,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         checks.one_of("LigerPhi3SwiGLUMLP", "config.hidden_act", config.hidden_act, ("silu", "swish"))
 
     def forward(self, x: Tensor) -> Tensor:
+        # one weight for both halves: the product is nn.Linear's, the activation fused behind it
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 

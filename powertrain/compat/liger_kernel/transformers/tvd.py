@@ -11,6 +11,7 @@ __all__ = ["LigerTVDLoss"]
 class LigerTVDLoss(nn.Module):
     """`liger_tvd` with its options."""
 
+    # their default; the function's is "mean"
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
         super().__init__()
         self.reduction, self.ignore_index = reduction, ignore_index

@@ -62,6 +62,7 @@ class QParams:
     fp4_2d_quantization: bool = False
 
 
+# questions and not isinstance: user code asks `recipe.delayed()`, on classes too
 class Recipe:
     """The class of all recipes, with questions about which one it is."""
 
@@ -96,6 +97,7 @@ class Recipe:
 
 def _switch(name: str) -> Any:
     """A field whose default is another library's environment variable, 0 or 1."""
+    # read when a recipe is made, not when this module is imported: tests and notebooks set the variable later
     return field(default_factory=lambda: os.getenv(name, "0") == "1")
 
 
@@ -114,6 +116,7 @@ class DelayedScaling(Recipe):
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
+    # TransformerEngine's default; a history as long reacts late to shrinking amax
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] | Callable[..., Any] = "max"
     scaling_factor_compute_algo: Callable[..., Any] | None = None
@@ -133,6 +136,8 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = _switch("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
     fp8_format: Format = Format.HYBRID
+    # the forward product may accumulate in the tensor core's own precision, backward may not: TransformerEngine's
+    # defaults
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
@@ -140,6 +145,7 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = _override()
 
+    # a method and not fields: TransformerEngine sets these three after construction, and user code may overwrite them
     def __post_init__(self) -> None:
         quantization = QParams(power_2_scale=self.use_power_2_scales)
         self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = quantization
@@ -170,6 +176,7 @@ class Float8BlockScaling(Recipe):
 
 
 @dataclass
+# can be constructed, so that code which only defines recipes runs; autocast refuses it where it would be used
 class MXFP8BlockScaling(Recipe):
     """1x32 blocks. Can be constructed; `autocast(enabled=True)` refuses it."""
 
@@ -218,14 +225,18 @@ def quant_recipe(recipe: Recipe, where: str) -> quant.Recipe:
     Raises NotImplementedError naming the recipe and the field that has no counterpart, ValueError for a bad value.
     """
     name = type(recipe).__name__
+    # attention in FP8 would change results and is not computed here
     _require(name, recipe, fp8_dpa=(False, "attention in 16 bits"), fp8_mha=(False, "attention in 16 bits"))
+    # backward_override asks for products in high precision in backward
     _require(name, recipe, backward_override=(None, "FP8 products in backward"))
     if isinstance(recipe, DelayedScaling):
         return _delayed(name, recipe)
     if isinstance(recipe, Float8CurrentScaling):
+        # use_split_accumulator=False is torch._scaled_mm's use_fast_accum=True
         split = recipe.fp8_gemm_fprop.use_split_accumulator
         return quant.Tensor(format=_format(name, recipe), power_of_two=_power_of_two(name, recipe), fast=not split)
     if isinstance(recipe, Float8BlockScaling):
+        # 1x128 and 128x128 blocks are the only ones that DeepSeek-V3's recipe and our kernels have
         _require(name, recipe, x_block_scaling_dim=(1, "1"), grad_block_scaling_dim=(1, "1"))
         _require(name, recipe, w_block_scaling_dim=(2, "2"), fp8_gemm_fprop=(MMParams(), "MMParams()"))
         return quant.Block(format=_format(name, recipe), power_of_two=_power_of_two(name, recipe))
@@ -235,6 +246,7 @@ def quant_recipe(recipe: Recipe, where: str) -> quant.Recipe:
 
 
 def _delayed(name: str, recipe: DelayedScaling) -> quant.Recipe:
+    # a function of the user's would run on the host in every step
     if callable(recipe.amax_compute_algo):
         unsupported(name, "amax_compute_algo", recipe.amax_compute_algo, "'max' or 'most_recent'")
     checks.one_of(name, "amax_compute_algo", recipe.amax_compute_algo, ("max", "most_recent"))
@@ -255,6 +267,7 @@ def _power_of_two(name: str, recipe: Any) -> bool:
     """Also: the products and the quantization are those that we have."""
     _require(name, recipe, fp8_gemm_dgrad=(MMParams(), "MMParams()"), fp8_gemm_wgrad=(MMParams(), "MMParams()"))
     power = recipe.fp8_quant_fwd_inp.power_2_scale
+    # one power-of-two setting for all three operands, since one quant.Recipe describes the layer
     must = QParams(power_2_scale=power)
     for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         _require(name, recipe, **{role: (must, f"{must}, for all three")})
@@ -262,6 +275,7 @@ def _power_of_two(name: str, recipe: Any) -> bool:
 
 
 def _require(name: str, recipe: Any, **only: tuple[object, str]) -> None:
+    # every refused field has the value that would be taken
     for argument, (value, nearest) in only.items():
         if getattr(recipe, argument) != value:
             unsupported(name, argument, getattr(recipe, argument), nearest)

@@ -27,6 +27,7 @@ def parallel_cross_entropy(
     reduce_loss: the mean over all tokens that are not ignored. is_cg_capturable and overwrite_input are hints: it can
     always be captured, and the input stays as it is.
     """
+    # the keyword's older name
     inp = inp if _input is None else _input
     if dist_process_group is None or dist_process_group.size() == 1:
         return cross_entropy(
@@ -37,6 +38,7 @@ def parallel_cross_entropy(
         inp.flatten(0, -2), target.flatten(), label_smoothing=label_smoothing, ignore_index=ignore_idx,
         process_group=dist_process_group,
     )  # fmt: skip
+    # the mean over all tokens of all ranks' vocabulary shards: the losses are whole on each rank
     return losses.sum() / (target != ignore_idx).sum() if reduce_loss else losses.view(target.shape)
 
 

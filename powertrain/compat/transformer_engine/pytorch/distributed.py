@@ -42,6 +42,7 @@ class CudaRNGStatesTracker:
             raise RuntimeError(f"seed {seed} already exists")
         if name in self.states_:
             raise RuntimeError(f"cuda rng state {name} already exists")
+        # the generator is used for the seed only, and put back
         before = _state()
         torch.manual_seed(seed) if not torch.cuda.is_available() else torch.cuda.manual_seed(seed)
         self.states_[name] = _state()
@@ -88,15 +89,18 @@ def checkpoint(
         raise NotImplementedError(
             "checkpoint: distribute_saved_activations is not supported; nearest: sequence parallel"
         )
+    # recomputation happens in backward, outside of the user's autocast
     function = _as_now(function)
     if get_rng_state_tracker is None:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     tracker = get_rng_state_tracker()
+    # states at the time of the call: the recomputation draws from them
     before = tracker.get_states()
     first = True
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
+        # the first run draws from the tracker as it is, later ones are recomputations
         if first:
             first = False
             return function(*args, **kwargs)

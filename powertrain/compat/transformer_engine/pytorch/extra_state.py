@@ -26,6 +26,7 @@ class Unreadable(ValueError):
     """The pickle has something else than delayed scaling's tensors."""
 
 
+# a class whose pickled arguments do not matter: a recipe
 class _Nothing:
     """Stands for an object whose values are not needed: takes all arguments, keeps none."""
 
@@ -48,11 +49,13 @@ def _encoded(text: str, _: str) -> bytes:
     return text.encode("latin1")
 
 
+# an allow-list: anything else in the pickle is refused, so nothing of it runs
 _KNOWN = {
     ("_codecs", "encode"): _encoded,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
     ("torch.storage", "_load_from_bytes"): _storage,
+    # enum members are pickled as getattr(Enum, name)
     ("builtins", "getattr"): _Nothing,  # members of enums
 }
 
@@ -71,6 +74,7 @@ def delayed_buffers(state: Any, gemms: int) -> list[dict[str, Tensor]]:
 
     Raises Unreadable with the reason: another format, a damaged pickle, or one that names what is not known.
     """
+    # recipes without state write an empty tensor
     if state is None or (isinstance(state, Tensor) and state.numel() == 0):
         return []
     if not (isinstance(state, Tensor) and state.dtype is torch.uint8):
@@ -87,14 +91,17 @@ def delayed_buffers(state: Any, gemms: int) -> list[dict[str, Tensor]]:
 
 
 def _of_product(found: dict[str, Any], gemm: int) -> dict[str, Tensor]:
+    # in the order that _of_product joins them: scale and history of forward, of backward
     tensors = [found.get(f"{part}_{way}") for way in ("fwd", "bwd") for part in ("scale", "amax_history")]
     forward, backward = _FORWARD * gemm, _BACKWARD * gemm
     columns = [forward, forward + 1]
     try:
+        # the output's scale, the third of forward, is not used: outputs stay in high precision
         scale = torch.cat([tensors[0][columns], tensors[2][backward : backward + 1]]).float()  # type: ignore[index]
         steps = torch.cat([tensors[1][:, columns], tensors[3][:, backward : backward + 1]], 1).float()  # type: ignore[index]
     except (TypeError, IndexError, RuntimeError) as error:
         raise Unreadable(f"its scales have unexpected shapes: {error}") from error
     history = torch.zeros(3, steps.shape[0])
+    # theirs: row 0 is the running step, the newest last; ours: the newest first
     history[:, :-1] = steps[1:].flip(0).T
     return dict(zip(BUFFERS, (steps[0], history, scale), strict=True))

@@ -39,6 +39,7 @@ class Quantizing(NamedTuple):
 class _State:
     active: Quantizing | None = None
     open: int = 0  # enabled autocasts around this point
+    # weak: a deleted model must not be updated, nor kept alive
     # layers that ran with delayed scales -> their group; in the order of their first run, the same on all ranks
     delayed: ClassVar[WeakKeyDictionary[FP8State, Any]] = WeakKeyDictionary()
 
@@ -51,6 +52,7 @@ def active() -> Quantizing | None:
 @contextmanager
 def restored(quantizing: Quantizing | None) -> Iterator[None]:
     """As under the autocast of before, for a recomputed forward; scales are not updated."""
+    # restored after an exception too, or later products would be FP8
     before, _State.active = _State.active, quantizing
     try:
         yield
@@ -61,11 +63,14 @@ def restored(quantizing: Quantizing | None) -> Iterator[None]:
 def run_with(state: FP8State, quantizing: Quantizing, device: torch.device) -> None:
     """Prepare a layer's state for a product under `quantizing`."""
     recipe, before = quantizing.recipe, getattr(state, "recipe", None)
+    # .to() after the first step moves the module, and the buffers must follow
     moved = recipe.is_delayed and "fp8_scale" in state._buffers and state.fp8_scale.device != device
     if before != recipe or moved:
         if recipe.is_delayed and torch.compiler.is_compiling():
+            # buffers made inside a graph would be its temporaries
             raise RuntimeError("autocast: a module's first forward with DelayedScaling must be eager, it makes buffers")
         state.set_recipe(recipe, device)
+        # a weight that was quantized by another recipe
         state.copies = None
     if not recipe.is_delayed:
         return
@@ -80,7 +85,9 @@ def run_with(state: FP8State, quantizing: Quantizing, device: torch.device) -> N
 
 def _update_delayed() -> None:
     """Scales of the next step from the magnitudes of the last one: forward and backward of it are over."""
+    # process groups are compared by identity
     for group in {id(group): group for group in _State.delayed.values()}.values():
+        # in the order of the first run, so all ranks reduce the same layers together
         states = [state for state, own in _State.delayed.items() if own is group and state.training]
         update_states(states, group)
 
@@ -115,6 +122,7 @@ class autocast:
     def __enter__(self) -> "autocast":
         if self._before:
             raise RuntimeError("autocast: the same object is entered already; make another one")
+        # without gradients no new magnitudes were gathered
         if self._enabled and _State.open == 0 and torch.is_grad_enabled():
             _update_delayed()
         self._before.append(_State.active)
@@ -129,10 +137,12 @@ class autocast:
 
 def _quantizing(recipe: Recipe | None, group: Any) -> Quantizing:
     recipe = get_default_recipe() if recipe is None else recipe
+    # read here, at construction: a recipe that this GPU cannot compute is refused before the model runs
     target = _target()
     lowered = quant_recipe(recipe, "the CPU" if target is None else f"sm_{target.arch}")
     if target is not None and not target.has_fp8:
         raise RuntimeError(f"autocast: {is_fp8_available(return_reason=True)[1]}")  # type: ignore[index]
+    # only delayed scales are reduced: the other recipes look at their own tensor
     reduces = isinstance(recipe, DelayedScaling) and recipe.reduce_amax and dist.is_initialized()
     return Quantizing(lowered, (dist.group.WORLD if group is None else group) if reduces else None)
 
@@ -178,6 +188,7 @@ def _target() -> Target | None:
 def get_default_recipe() -> Recipe:
     """DelayedScaling(); Float8CurrentScaling() from sm_100 on, where theirs is MXFP8BlockScaling()."""
     target = _target()
+    # MXFP8 is their default from sm_100 on and is not computed here
     return Float8CurrentScaling() if target is not None and target.arch >= 100 else DelayedScaling()
 
 

@@ -102,6 +102,7 @@ class TransformerLayer(nn.Module):
         self.bottom_right_diagonal, self.hidden_dropout = bottom_right_diagonal, hidden_dropout
         self.drop_path_rate, self.parallel_attention_mlp = drop_path_rate, parallel_attention_mlp
         self.apply_residual_connection_post_layernorm, self.output_layernorm = post, output_layernorm
+        # one dictionary for both attentions and the MLP: the signature has fifty arguments
         common: dict[str, Any] = {
             "tp_group": tp_group, "tp_size": tp_size, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": get_rng_state_tracker, "sequence_parallel": sequence_parallel,
@@ -118,7 +119,9 @@ class TransformerLayer(nn.Module):
             "qk_norm_before_rope": qk_norm_before_rope,
         }  # fmt: skip
         self.self_attention = MultiheadAttention(
+            # the input norm is inside the attention, unless the layer normalizes its output
             hidden_size, num_attention_heads, input_layernorm=not output_layernorm,
+            # the bias is added together with dropout and residual, in one kernel
             return_bias=not parallel_attention_mlp, **attention,
         )  # fmt: skip
         if layer_type == "decoder":
@@ -180,6 +183,7 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """The layer's output; arguments of `MultiheadAttention`, those of cross attention begin with enc_dec."""
         x = in_autocast(hidden_states)
+        # arguments that both attentions get
         common: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params, "rotary_pos_emb": rotary_pos_emb,
@@ -205,18 +209,22 @@ class TransformerLayer(nn.Module):
                 attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal, **common,
             )  # fmt: skip
+            # cross attention has no drop path, as there
             x = self._added(crossed, x, drop_path=False)
         output = self._added(self.layernorm_mlp(x, is_first_microbatch), x)
         return self.layernorm(output) if self.output_layernorm else output
 
     def _added(self, branch: tuple[Any, ...], x: Tensor, drop_path: bool = True) -> Tensor:
         """x, or the norm's output where the branch has it, + dropout(branch's output + its bias)."""
+        # the residual is the norm's output where the attention returned it
         y, bias, residual = branch if len(branch) == 3 else (*branch, x)
+        # an empty bias stands for none
         bias = None if bias is None or not bias.numel() else bias
         if self.drop_path_rate == 0.0 or not drop_path or not self.training:
             return bias_dropout_add(y, bias, residual, self.hidden_dropout, training=self.training)
         y = F.dropout(y if bias is None else y + bias, self.hidden_dropout)
         shape = (y.shape[0], *[1] * (y.dim() - 1))
+        # per sample: the first dim, which is the sequence in "sbhd", as there
         kept = torch.rand(shape, dtype=torch.float32, device=y.device) >= self.drop_path_rate
         return residual + y * (kept / (1 - self.drop_path_rate)).to(y.dtype)
 

@@ -23,6 +23,7 @@ def scaled_index_add(
     A leaf that wants a gradient is not written to: the sum is a new tensor.
     """
     scaled = source if scaling is None else source * scaling
+    # PyTorch refuses in-place changes of leaves
     leaf = input.is_leaf and input.requires_grad and torch.is_grad_enabled()
     add = input.index_add if leaf else input.index_add_
     return add(0, index.long(), scaled.to(input.dtype), alpha=alpha)

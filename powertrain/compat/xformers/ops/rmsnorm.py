@@ -21,6 +21,7 @@ def rms_norm_add(x: Tensor, y: Tensor, weight: Tensor | None, eps: float = 1e-6)
 
     A leaf that wants a gradient cannot be written to, as in PyTorch.
     """
+    # in x's dtype, for x is where the sum is written
     z, total = norm.rms_norm(y.to(x.dtype), weight, residual=x, eps=eps)
     x.copy_(total)
     return z

@@ -52,16 +52,20 @@ def rope_padded(
     starts, key_starts = attn_bias.q_seqinfo.seqstart.to(xq.device), attn_bias.k_seqinfo.seqstart.to(xq.device)
     lengths = attn_bias.k_seqinfo.seqlen.to(xq.device)
     rows = torch.arange(xq.shape[1], device=xq.device)
+    # the sequence of each row, by the first end behind it
     block = torch.searchsorted(starts[1:].long(), rows, right=True)
+    # new tokens are the last of the sequence's keys
     place = lengths.long()[block] - (starts.long()[block + 1] - rows)
     if seqpos is None:
         seqpos = place if first_seqpos is None else place + first_seqpos.to(xq.device).long()[block]
     channel = torch.arange(0, xq.shape[-1], 2, device=xq.device, dtype=torch.float32)
     angles = torch.outer(seqpos.float() / linear_scale, theta ** (-channel / xq.shape[-1]))
     table = RopeTable(angles.cos(), angles.sin())
+    # two leading dims are one row of tokens: flatten groups and heads
     q, k = (rope(x.flatten(2, -2), table=table, interleaved=adjacents) for x in (xq, xk))
     assert isinstance(q, Tensor) and isinstance(k, Tensor)
     at = key_starts.long()[block] + place
+    # the cache may be of another dtype
     cache_k[0, at] = k.view(xk.shape)[0].to(cache_k.dtype)
     cache_v[0, at] = xv[0].to(cache_v.dtype)
     q = q.view(xq.shape)

@@ -29,6 +29,7 @@ def swiglu(
 
     Shapes: x [..., in], w1 and w2 [hidden, in], w3 [out, hidden], biases [hidden], [hidden], [out] or None.
     """
+    # op chooses an implementation there
     checks.require(op is None, "swiglu", "op", "be None: there is one implementation", op)
     hidden = linear_activation(x, w1, "swiglu", bias=b1, up_weight=w2, up_bias=b2)
     return F.linear(hidden, w3, b3)
@@ -74,6 +75,7 @@ class SwiGLU(nn.Module):
         if self.w12 is None:
             one, two = self.w1, self.w2
             return swiglu(x, one.weight, one.bias, two.weight, two.bias, self.w3.weight, self.w3.bias, op=self.op)
+        # a view of the packed weight
         weight = self.w12.weight.unflatten(0, (2, -1))
         bias: Tensor | None = self.w12.bias
         bias = None if bias is None else bias.unflatten(0, (2, -1))

@@ -18,11 +18,13 @@ from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.ops.shapes import acc_dtype
 
+# rows of a chunk are chosen by this bound, so memory does not grow with the sequence
 CHUNK_BYTES = 32 << 20  # of float32 scores
 
 
 def why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """Every need that the problem does not meet."""
+    # torch.compile would specialize on every length, or break the graph
     if problem.compiling:
         yield Reason(
             "chunked reads lengths on the host, which torch.compile cannot trace", "use triton on a GPU or cpu"
@@ -34,6 +36,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     parts = []
     for q, k, v, tensors, first in sequences(call):
         options = (call.mask, call.scale, call.dropout_p, call.dropout_seed, first)
+        # inputs of the autograd function are the tensors that may need gradients; all else is an option
         parts.append(_Chunked.apply(q, k, v, tensors.bias, tensors.sinks, tensors, *options))
     return assemble(call, parts)
 
@@ -49,14 +52,18 @@ def backward(
     inputs = (call.query, call.key, call.value)
     dtype = acc_dtype(call.query.dtype)
     with torch.enable_grad():
+        # leaves in the accumulation dtype: summing shares of a ring in 16 bits would lose the small ones
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
         query, key, value = leaves
         own, own_lse = run(replace(call, query=query, key=key, value=value))
+    # out_n - out of the formula: how far this part's result is from the merged one
     dout, apart = dout.to(dtype), own.detach() - out
     grad = to_lse_order(dout * apart, call.layout).sum(-1) + (0.0 if dlse is None else dlse)
+    # exp(-inf - -inf) is NaN: a row that sees no key of this part has weight 0
     unseen = own_lse == -torch.inf
     weight = torch.exp(own_lse - lse).masked_fill(unseen, 0.0).detach()
     grad = (weight * grad).masked_fill(unseen, 0.0)
+    # one weight per row, broadcast over the head dim
     dout = from_lse_order(weight, call.layout)[..., None] * dout
     grads = torch.autograd.grad([own, own_lse], leaves, [dout, grad])
     dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
@@ -64,6 +71,7 @@ def backward(
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
+    # scores of one chunk are batch * heads * rows * keys float32
     rows = max(1, CHUNK_BYTES // (4 * max(1, q.shape[0] * q.shape[2] * k.shape[1])))
     return ((first, min(first + rows, q.shape[1])) for first in range(0, q.shape[1], rows))
 
@@ -82,14 +90,17 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, *tensors, options[3])
         ctx.options = options
+        # an unused result gives None in backward instead of a tensor of zeros the size of out
         ctx.set_materialize_grads(False)
         out = q.new_empty((*q.shape[:3], v.shape[-1]))
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=acc_dtype(q.dtype), device=q.device)
         for rows in _chunks(q, k):
+            # written into place: no list of chunks, no concatenation
             out[:, slice(*rows)], lse[:, :, slice(*rows)] = _chunk(q, k, v, tensors, rows, *options)
         return out, lse
 
     @staticmethod
+    # the backward recomputes with grad mode on, and a graph through that would be wrong rather than missing
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, *rest, seed = ctx.saved_tensors
@@ -98,13 +109,16 @@ class _Chunked(torch.autograd.Function):
         need = ctx.needs_input_grad[:5]
         dtype = acc_dtype(q.dtype)
         leaves = [
+            # a boolean bias has no gradient and cannot require one
             x if x is None or not x.is_floating_point() else x.detach().to(dtype).requires_grad_(needed)
             for x, needed in zip((q, k, v, tensors.bias, tensors.sinks), need, strict=True)
         ]
         again = tensors._replace(bias=leaves[3], sinks=leaves[4])
+        # only these get sums: zeros of an unneeded key gradient would cost its whole size
         wanted = {n: leaf for n, leaf in enumerate(leaves) if leaf is not None and need[n]}
         totals = {n: torch.zeros_like(leaf) for n, leaf in wanted.items()}
         for rows in _chunks(q, k):
+            # autograd runs backward without grad mode
             with torch.enable_grad():
                 out, lse = _chunk(*leaves[:3], again, rows, mask, scale, dropout_p, seed, first)  # type: ignore[call-arg]
             outs, grads = [], []
@@ -112,12 +126,14 @@ class _Chunked(torch.autograd.Function):
                 if grad is not None:
                     outs.append(result)
                     grads.append(grad.narrow(dim, rows[0], rows[1] - rows[0]).to(result.dtype))
+            # not every result depends on every input: the LSE does not on value
             parts = torch.autograd.grad(outs, list(wanted.values()), grads, allow_unused=True)
             for total, grad in zip(totals.values(), parts, strict=True):
                 if grad is not None:
                     total += grad
         inputs = (q, k, v, tensors.bias, tensors.sinks)
         results = (totals[n].to(x.dtype) if n in totals and x is not None else None for n, x in enumerate(inputs))
+        # one None for `tensors` and one per option, as autograd wants a result for every input
         return (*results, None, *(None for _ in ctx.options))
 
 
@@ -134,6 +150,7 @@ def _chunk(
     first: int,
 ) -> tuple[Tensor, Tensor]:
     """Queries rows[0] to rows[1] against all keys."""
+    # dropout counts by the batch entry of the whole call, so that chunks draw the bits that kernels draw
     batch = torch.arange(first, first + q.shape[0], device=q.device)
     return attention_ref(
         q[:, slice(*rows)], k, v, mask=mask, tensors=tensors, scale=scale, dropout_p=dropout_p, dropout_seed=seed,

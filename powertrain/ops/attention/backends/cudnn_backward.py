@@ -39,6 +39,7 @@ def why_not_cudnn_backward(call: BackwardCall, operands: Operands) -> str | None
         return f"cuDNN's backward takes out in query's dtype {checks.name(query.dtype)}, not {checks.name(out.dtype)}"
     q, k, v = _inputs(operands)
     for name, x in (("query", q), ("key", k), ("value", v), ("out", out)):
+        # cuDNN's graph is built of strides and does not take 0
         if is_expanded(x):
             return f"{name} is expanded, strides {tuple(x.stride())}"
     if not _is_aligned(to_bhsd(out, args.layout)):
@@ -51,6 +52,7 @@ def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
     if reason := _why_not_kind(problem.deterministic, problem.layout, problem.mask.bias != "none"):
         yield Reason(reason, "use triton")
     else:
+        # a sink changes only the LSE, which is an input here
         yield from _CUDNN.why_not(replace(problem, mask=replace(problem.mask, sinks=False)))
 
 
@@ -66,6 +68,7 @@ def _inputs(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Views bhsd of query, key and value, without copies of a head that the caller expanded."""
     q, k, v = (to_bhsd(operand.tensor, operands.args.layout) for operand in (operands.q, operands.k, operands.v))
     kv_heads = operands.heads.kv
+    # expanded heads are one head in memory
     return q, k[:, :kv_heads], v[:, :kv_heads]
 
 
@@ -101,17 +104,20 @@ def cudnn_attention_backward(call: BackwardCall, operands: Operands) -> tuple[Te
     """(dq, dk, dv, an empty dbias). The universal kernels serve where cuDNN does not take the tensors."""
     query, args = call.query, call.args
     if reason := why_not_cudnn_backward(call, operands):
+        # once per reason and not per step
         if tracing.first(("attention's backward", reason)):
             text = f"attention's backward: triton for cudnn: {reason}"
             tracing.event("dispatch", text, op="attention", backend="triton")
         return attention_backward(call, operands)
     # nothing of ours is launched
+    # `record` and meta tensors want launches of ours only; cuDNN has none
     if query.is_meta or recording.state.recording is not None:
         return call.outputs()
     q, k, v = _inputs(operands)
     o, do = to_bhsd(call.out, args.layout), to_bhsd(_dense(call.dout), args.layout)
     nothing = torch.empty(0, dtype=torch.int64, device=query.device)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        # the two int64 tensors are Philox seed and offset, unused without dropout
         do, q, k, v, o, call.lse.contiguous()[..., None], nothing, nothing, None, None, None, q.shape[2], k.shape[2],
         0.0,
         args.right == 0, scale=args.scale,

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch with the whole score matrix: the specification, and the backend that takes everything.
 
-    s = mask(scale * q k^T)          [b, h, queries, keys], masks.py says how
+    s = mask(scale * q k^T)          [b, h, queries, keys], mask.py says how
     p = exp(s - lse)                 lse = log(sum_j exp(s) + exp(sink)), natural logarithm
     o = dropout(p) v
 

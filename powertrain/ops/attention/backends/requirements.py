@@ -21,6 +21,7 @@ def ours(problem: AttentionProblem) -> str:
 class Limits:
     """The problems that a backend takes. The defaults are the fewest."""
 
+    # defaults are the narrowest: a backend states what it takes, so a forgotten field refuses
     name: str  # as reasons call it
     dtypes: tuple[torch.dtype, ...] = HALF
     archs: tuple[int, int] = (80, 120)  # first and last; (0, 0): the CPU
@@ -99,6 +100,7 @@ class Limits:
 
     def _mask(self, p: AttentionProblem) -> Iterator[Reason]:
         m = p.mask
+        # with equal lengths both alignments are the same mask
         if m.is_positional and not p.lengths.equal and not (self.bottom_right if m.bottom_right else self.top_left):
             corner = "bottom right" if m.bottom_right else "top left"
             text = f"{self.name} does not align masks {corner} where queries and keys may differ in number"
@@ -127,6 +129,7 @@ class Limits:
             yield Reason(f"{self.name} draws dropout from a seed of its own", f"use {ours(p)}, or no dropout_seed")
         if p.needs_grad and not self.grad:
             yield Reason(f"{self.name} has no backward on {p.where}", f"use {ours(p)}, or torch.no_grad()")
+        # other libraries return the LSE as a statistic, without gradient
         if p.needs_lse_grad:
             text = f"{self.name}'s LSE cannot be differentiated"
             yield Reason(text, f"use {ours(p)}, or return_lse without gradients")
@@ -142,6 +145,7 @@ class KnownBad:
 
     text: str
     fix: str
+    # a source is required, so that the entry can be removed when the fault is mended
     source: str  # where it is reported, or where its own code refuses it
     applies: Callable[[AttentionProblem, Installed], bool]
 

@@ -25,8 +25,10 @@ class Installed:
 
     torch: tuple[int, int]
     cuda: bool  # PyTorch was built with CUDA
+    # the number of torch.backends.cudnn.version()
     cudnn: int  # 91900 for 9.19.0; 0: none
     packages: tuple[tuple[str, str], ...] = ()  # (distribution, version)
+    # flash-attn-4 plans every GPU of a process for the first arch it saw
     archs: tuple[int, ...] = ()  # of this process's GPUs, each once
 
     def version(self, package: str) -> str | None:
@@ -45,6 +47,7 @@ def cudnn_name(version: int) -> str:
 
 def version_numbers(software: str, name: str) -> tuple[int, ...]:
     """(9, 19, 0) for "9.19.0". Raises ValueError naming `software` if that is no version."""
+    # "9.x" or a typed-in "v9" would otherwise fail later, in int()
     if not re.fullmatch(r"\d+(\.\d+)*", name):
         raise ValueError(f"{software}'s version must be numbers with dots between, got {name!r}")
     return tuple(int(part) for part in name.split("."))
@@ -64,6 +67,7 @@ _assumed: ContextVar[Installed | None] = ContextVar("assumed", default=None)
 
 def installed() -> Installed:
     """The installed software, or the assumed one."""
+    # an assumption lets a CPU machine explain a GPU's choice
     return _assumed.get() or _here()
 
 
@@ -82,6 +86,7 @@ def _here() -> Installed:
     version = torch.__version__.split(".")
     cuda = torch.version.cuda is not None
     return Installed(
+        # the rest may be "0a0+git..." and decides nothing
         (int(version[0]), int(version[1])),
         cuda,
         (torch.backends.cudnn.version() or 0) if cuda else 0,

@@ -22,10 +22,12 @@ def _zero_tail_kernel(
     x_ptr, starts_ptr, batch, rows, row_size, AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     # the rows ahead and those past the end are counted as one run of rows
+    # two numbers read on the device cost less than a synchronisation to know them on the host
     ahead = 0
     if AHEAD:
         ahead = tl.load(starts_ptr)
     inside = tl.load(starts_ptr + batch) - ahead
+    # a fixed number of programs walks over the rows: the host does not know how many there are
     for at in range(tl.program_id(0), rows - inside, PROGRAMS):
         row_ptr = x_ptr + tl.where(at < ahead, at, at + inside).to(tl.int64) * row_size
         for start in range(0, row_size, BLOCK):
@@ -36,6 +38,7 @@ def _zero_tail_kernel(
 def zero_tail(x: Tensor, starts: Tensor, *, ahead: bool = False) -> Tensor:
     """`x` [tokens, ...] contiguous, its rows from starts[-1] on set to zero in place, unseen by autograd; with `ahead`
     those before starts[0] too."""
+    # a launch with an empty tensor would divide by its rows
     if x.numel():
         row_size = x.numel() // x.shape[0]
         _zero_tail_kernel[(_PROGRAMS,)](
@@ -59,7 +62,9 @@ class _ZeroGradientTails(torch.autograd.Function):
         query_starts, key_starts = ctx.saved_tensors
         starts = (query_starts, key_starts, key_starts)
         zeroed = (
-            None if g is None else zero_tail(g.contiguous(), s, ahead=True) for g, s in zip(grads, starts, strict=True)
+            # the kernel takes rows one behind the other
+            None if g is None else zero_tail(g.contiguous(), s, ahead=True)
+            for g, s in zip(grads, starts, strict=True)
         )
         return (*zeroed, None, None)
 
@@ -69,6 +74,7 @@ def zero_gradient_tails(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three, differentiated with zeros ahead of the first sequence and past the last, whatever the kernel that
     follows leaves there."""
+    # without gradients the function would only add host time
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         zeroed: tuple[Tensor, Tensor, Tensor] = _ZeroGradientTails.apply(query, key, value, query_starts, key_starts)
         return zeroed
@@ -78,4 +84,5 @@ def zero_gradient_tails(
 def empty_tail(lse: Tensor, starts: Tensor) -> Tensor:
     """`lse` [heads, tokens], -inf ahead of the first sequence and past the last."""
     tokens = torch.arange(lse.shape[-1], device=lse.device)
+    # the LSE of a row that saw nothing, as in every other backend
     return lse.masked_fill((tokens < starts[0]) | (tokens >= starts[-1]), -torch.inf)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# exp2 and log2 are single instructions of the special function unit, exp and log are not: kernels keep scores in base 2
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -17,6 +18,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 class TiledRows(NamedTuple):
     """Rows of one head in memory, read and written in tiles."""
 
+    # a descriptor describes a box of one width, so each piece of the head dim needs its own
     handles: Any  # TMA descriptors, one per piece of the head dim; without TMA the pointer to the first row
     length: Any
     stride: Any
@@ -31,10 +33,14 @@ class Strides(NamedTuple):
     r: Any
 
 
+# powers of two because the sides of a Triton tensor are; 192 in two pieces loads and multiplies a quarter less than
+# padded to 256
 def pieces(head_dim: int, largest: int = 512) -> tuple[int, ...]:
     """The powers of two, 16 or more, that a head dim is computed in, largest first: 192 is (128, 64)."""
+    # 16 is the smallest inner dim of a tensor core product of 16-bit operands
     rounded = -(-head_dim // 16) * 16
     whole, rest = divmod(rounded, largest)
+    # largest: callers without tensor cores ask for narrower pieces, which hold fewer operands in registers
     return (largest,) * whole + tuple(1 << bit for bit in range(rest.bit_length(), 3, -1) if rest >> bit & 1)
 
 
@@ -60,6 +66,7 @@ def tiled_rows(base_ptr, length, stride, D: tl.constexpr, PIECES: tl.constexpr, 
 
 @triton.jit
 def _descriptor(base_ptr, length, stride, D: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    # an empty sequence still makes a descriptor, and CUDA's tensor maps have no dim of 0
     return tl.make_tensor_descriptor(base_ptr, [tl.maximum(length, 1), D], [stride, 1], [BLOCK, PIECE])
 
 
@@ -71,6 +78,8 @@ def load_tile(
     tile = ()
     for n in tl.static_range(len(PIECES)):
         if TMA:
+            # TMA takes the start as coordinates and fills rows and columns beyond the tensor with zeros, so no mask is
+            # needed
             piece = rows.handles[n].load([start, piece_start(PIECES, n)])  # [BLOCK, PIECES[n]]
         else:
             piece = _load_piece(rows, start, D, piece_start(PIECES, n), PIECES[n], BLOCK, BOUNDED, False)
@@ -85,10 +94,14 @@ def _load_piece(
 ):  # fmt: skip
     """Columns FIRST to FIRST + PIECE of a tile, by pointers. AGAIN: a volatile load, which the compiler does not
     replace by an earlier one."""
+    # [BLOCK, 1]
     i = tl.arange(0, BLOCK)[:, None]
+    # [1, PIECE]
     cols = FIRST + tl.arange(0, PIECE)[None, :]
+    # the product start * stride may exceed 2^31 elements, i * stride inside one tile does not
     ptrs = rows.handles[0] + start * rows.stride.to(tl.int64) + i * rows.stride + cols  # [BLOCK, PIECE]
     if BOUNDED:
+        # FIRST, PIECE and D are compile-time constants: only the last piece of an odd head dim pays for the column mask
         if FIRST + PIECE > D:
             piece = tl.load(ptrs, mask=(i < rows.length - start) & (cols < D), other=0.0, volatile=AGAIN)
         else:
@@ -109,10 +122,13 @@ def dot_rows_fma(
 
     A dot without tensor cores holds the whole inner dim of its operands in registers. A tile that stayed there would
     fill them all, so both are loaded here piece by piece, by loads that the compiler cannot keep between blocks."""
+    # tensor cores have no full-precision float32 product ("ieee" is computed with FMAs)
     product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
     for n in tl.static_range(len(PIECES)):
         a = _load_piece(a_rows, a_start, D, piece_start(PIECES, n), PIECES[n], BLOCK_A, True, True)  # [BLOCK_A, piece]
         b = _load_piece(b_rows, b_start, D, piece_start(PIECES, n), PIECES[n], BLOCK_B, True, True)  # [BLOCK_B, piece]
+        # float16 operands of sm_75 are widened too: its tl.dot reaches no tensor core either
+        # (docs/log/attention_triton.md)
         product = tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)), product, input_precision="ieee")
     return product
 
@@ -131,9 +147,11 @@ def _store_piece(
     base_ptr = rows.handles[0]
     i = tl.arange(0, BLOCK)[:, None]
     cols = FIRST + tl.arange(0, PIECE)[None, :]
+    # masked and padded rows are results too: zeros are promised there (docs/attention.md, "The contract")
     piece = tl.where(i < rows.length - start, piece, 0.0).to(base_ptr.dtype.element_ty)
     ptrs = base_ptr + start * rows.stride.to(tl.int64) + i * rows.stride + cols  # [BLOCK, PIECE]
     if FIRST + PIECE > D:
+        # the bound is the capacity and not the length, so padding is overwritten too
         tl.store(ptrs, piece, mask=(i < capacity - start) & (cols < D))
     else:
         tl.store(ptrs, piece, mask=i < capacity - start)
@@ -157,6 +175,7 @@ def dot_rows(a, b, PRECISION: tl.constexpr):
     """a b^T, summed over the pieces of the head dim: [rows of a, rows of b]."""
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     for n in tl.static_range(1, len(a)):
+        # one accumulator for all pieces, so the sum over the head dim never leaves float32
         product = tl.dot(a[n], tl.trans(b[n]), product, input_precision=PRECISION)
     return product
 
@@ -167,8 +186,11 @@ def add_product(tile, weights, b, PRECISION: tl.constexpr, FMA: tl.constexpr):
     total = ()
     for n in tl.static_range(len(tile)):
         if FMA:
+            # weights stay float32 here: rounding them to 16 bits would cost accuracy and buy nothing without tensor
+            # cores
             total += (tl.dot(weights, b[n].to(tl.float32), tile[n], input_precision="ieee"),)
         else:
+            # probabilities are rounded to value's dtype because a tensor core takes two operands of one dtype
             total += (tl.dot(weights.to(b[n].dtype), b[n], tile[n], input_precision=PRECISION),)
     return total
 
@@ -183,4 +205,5 @@ def scale_tile(tile, factor):
 
 @triton.jit
 def to_int64(x):
+    # the method call as a function: index products that may pass 2^31 read alike in every kernel
     return x.to(tl.int64)

@@ -27,6 +27,7 @@ def cross_entropy_loss(
     precomputed_lse and inplace_backward save time or memory there; they change no result and are not needed here.
     Returns (losses, z_losses), [n] float32.
     """
+    # scaled here: the kernel has a softcap but no scale, and one extra pass is what a scale of 1 saves
     scaled = logits if logit_scale == 1.0 else logits * logit_scale
     if process_group is None or process_group.size() == 1:
         losses = cross_entropy(
@@ -34,6 +35,7 @@ def cross_entropy_loss(
             z_loss=lse_square_scale,
         )  # fmt: skip
     else:
+        # here: one process needs nothing of tensor parallelism
         from powertrain.nn.tensor_parallel.vocab import vocab_parallel_cross_entropy
         from powertrain.parallel.overlap import Overlap
 
@@ -44,11 +46,14 @@ def cross_entropy_loss(
     if not lse_square_scale:
         return losses, torch.zeros_like(losses)
     with torch.no_grad():
+        # float32 even for 16-bit logits, as the loss
         lse = torch.logsumexp(scaled.to(losses.dtype), -1)
         if process_group is not None and process_group.size() > 1:
             parts = [torch.empty_like(lse) for _ in range(process_group.size())]
+            # each rank has a part of the vocabulary: the LSE of LSEs is that of all
             torch.distributed.all_gather(parts, lse, group=process_group)
             lse = torch.logsumexp(torch.stack(parts), 0)
+        # ignored rows contribute no z-loss
         return losses, (lse_square_scale * lse.square()).masked_fill(labels == ignore_index, 0.0)
 
 

@@ -40,28 +40,36 @@ def layer_norm_fn(
     Returns y in out_dtype (None: x's dtype); (y, y1) with weight1; with prenorm also h, last.
     """
     op = "rms_norm_fn" if is_rms_norm else "layer_norm_fn"
+    # masks are not stored: dropout is recomputed from a seed
     if return_dropout_mask:
         unsupported(op, "return_dropout_mask", True, "powertrain.ops.bias_dropout_add.dropout_keep of a seed")
     for name, given in (("out", out), ("residual_out", residual_out)):
         if given is not None:
             unsupported(op, name, list(given.shape), "the result, copied")
+    # rowscale carries stochastic depth: 0 or 1 / (1 - p) a row
     x = x if rowscale is None else x * rowscale[..., None].to(x.dtype)
+    # the residual stream keeps its own dtype from layer to layer
     h_dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
     dtype = x.dtype if out_dtype is None else out_dtype
     if dropout_p > 0:
+        # dropout ahead of the sum, each input with its own draw
         x = bias_dropout_add(x, None, None, dropout_p)
         x1 = None if x1 is None else bias_dropout_add(x1, None, None, dropout_p)
     norm: Any = rms_norm if is_rms_norm else layer_norm
+    # the fused kernel has one addition; a second input or another result dtype goes by torch and the plain norm
     if residual is not None and x1 is None and x.dtype is dtype:
         y, h = norm(x, weight, bias, residual=residual, eps=eps, zero_centered=zero_centered_weight)
     else:
+        # sums in float32, rounded once to h's dtype
         h = x.to(torch.promote_types(x.dtype, torch.float32)) if x1 is not None or residual is not None else x
         h = sum((part for part in (x1, residual) if part is not None), start=h).to(h_dtype)
+        # the wider dtype of both: rounding h to a narrower result first would lose bits
         wide = h.to(torch.promote_types(h_dtype, dtype))
         y = norm(wide, weight, bias, eps=eps, zero_centered=zero_centered_weight).to(dtype)
     results = [y]
     if weight1 is not None:
         wide = h.to(torch.promote_types(h_dtype, dtype))
+        # two norms of one sum, as parallel blocks (GPT-J, PaLM) have them
         results.append(norm(wide, weight1, bias1, eps=eps, zero_centered=zero_centered_weight).to(dtype))
     results += [h] if prenorm else []
     return results[0] if len(results) == 1 else tuple(results)
@@ -107,7 +115,9 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.zero_centered_weight = eps, zero_centered_weight
+        # None without dropout, as theirs
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
+        # empty and filled by reset_parameters, which also serves modules made on meta
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         self.reset_parameters()

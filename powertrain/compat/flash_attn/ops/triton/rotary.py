@@ -20,6 +20,7 @@ def apply_rotary(
     conjugate: bool = False,
 ) -> Tensor:
     """`apply_rotary_emb`, backwards for conjugate."""
+    # the inverse rotation is the rotation by the negative angle
     sin = -sin if conjugate else sin
     return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 

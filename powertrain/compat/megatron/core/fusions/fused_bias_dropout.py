@@ -40,6 +40,7 @@ def bias_dropout_add_fused_inference(x_with_bias: WithBias, residual: Tensor, pr
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[[WithBias, Tensor, float], Tensor]:
     """The function for training, or for inference."""
+    # inference and training differ in dropout only
     return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
 
 

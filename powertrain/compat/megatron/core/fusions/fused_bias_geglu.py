@@ -19,6 +19,7 @@ __all__ = [
 
 def geglu(y: Tensor) -> Tensor:
     """gelu of the first half of the last dim, times the second."""
+    # Megatron's geglu is the tanh form, torch's default the exact one
     return activations.geglu(y, approximate="tanh")
 
 
@@ -39,6 +40,7 @@ def quick_gelu(y: Tensor) -> Tensor:
 
 def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
     """`quick_gelu` of the first half of the last dim, times the second plus linear_offset."""
+    # gpt-oss adds 1 to the linear half; without an offset the fused op suffices
     if linear_offset == 0.0:
         return activations.gated_activation(y, "quick_geglu")
     gate, up = y.chunk(2, -1)
@@ -47,6 +49,7 @@ def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
 
 def weighted_quick_geglu(y: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
     """`quick_geglu` times weights [tokens, 1], in y's dtype."""
+    # router probabilities, one a token
     return (quick_geglu(y, linear_offset) * weights).to(y.dtype)
 
 

@@ -31,6 +31,7 @@ def bias_swiglu_impl(
     input: Tensor, bias: Tensor | None, fp8_input_store: bool = False, cpu_offload_input: bool = False
 ) -> Tensor:
     """`bias_swiglu` of two or three dims."""
+    # FP8 storage would round the activations that backward reads
     _no_fp8("bias_swiglu_impl", fp8_input_store)
     return bias_swiglu(input, bias)
 
@@ -41,6 +42,7 @@ def weighted_bias_swiglu_impl(
     """`weighted_swiglu`; a bias is refused, as there."""
     _no_fp8("weighted_bias_swiglu_impl", fp8_input_store)
     if bias is not None:
+        # the same refusal as Megatron's assertion
         raise NotImplementedError("weighted_bias_swiglu_impl: a bias is not supported for weighted swiglu")
     return weighted_swiglu(input, weights)
 

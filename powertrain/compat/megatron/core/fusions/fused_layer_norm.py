@@ -28,6 +28,7 @@ class FusedLayerNorm(nn.Module):
         normalization: str = "LayerNorm",
     ) -> None:
         super().__init__()
+        # Megatron's class asserts the same
         checks.one_of(
             "FusedLayerNorm", "config.normalization", getattr(config, "normalization", normalization), ("LayerNorm",)
         )
@@ -37,9 +38,11 @@ class FusedLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
         for parameter in (self.weight, self.bias):
+            # Megatron's gradient all-reduce for sequence parallelism finds parameters by this attribute
             setattr(parameter, "sequence_parallel", getattr(config, "sequence_parallel", False))
 
     def reset_parameters(self) -> None:
+        # a zero-centred weight is stored as w - 1
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         nn.init.zeros_(self.bias)
 

@@ -36,6 +36,7 @@ class FusedScaleMaskSoftmax(nn.Module):
     """
 
     op = "FusedScaleMaskSoftmax"
+    # Megatron's kernel writes zeros for a fully masked row, GPT-NeoX's leaves a uniform one
     fully_masked: FullyMasked = "zero"
 
     def __init__(
@@ -50,6 +51,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         window_size: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
+        # the enum or its name: Megatron is not imported
         name = getattr(attn_mask_type, "name", attn_mask_type)
         checks.one_of(self.op, "attn_mask_type", name, _MASKS)
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
@@ -66,6 +68,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         scale: float | None,
     ) -> None:
         checks.require(not (in_fp16 and in_bf16), self.op, "input_in_fp16", "be False with input_in_bf16", True)
+        # as Megatron asserts: a scale is applied in float32 only
         if scale is not None and not softmax_in_fp32:
             checks.fail(self.op, "softmax_in_fp32", "be True where scores are scaled", softmax_in_fp32)
         self.input_in_fp16, self.input_in_bf16 = in_fp16, in_bf16
@@ -77,10 +80,13 @@ class FusedScaleMaskSoftmax(nn.Module):
         """Probabilities, in the input's shape and dtype."""
         checks.require(input.dim() == 4, self.op, "input", "have 4 dims", list(input.shape))
         if self.dtype is not None and input.dtype is not self.dtype:
-            checks.fail(self.op, "input", f"be {checks.name(self.dtype)}, as said", checks.name(input.dtype))
+            checks.fail(
+                self.op, "input", f"be {checks.name(self.dtype)}, as the constructor says", checks.name(input.dtype)
+            )
         if softmax_offset is not None:
             nearest = "sinks= of powertrain.ops.attention.attention, without scores in memory"
             unsupported(self.op, "softmax_offset", list(softmax_offset.shape), nearest)
+        # a window becomes part of the mask, which the kernel reads
         mask = self._with_window(input, mask)
         if self.fused:
             return scaled_softmax(
@@ -93,6 +99,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         if self.window_size is None:
             return mask
         left, right = self.window_size
+        # aligned bottom right
         ahead = _ahead(input)
         outside = torch.zeros_like(ahead, dtype=torch.bool)
         outside = outside | (ahead < -left) if left >= 0 else outside
@@ -101,6 +108,7 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     def _plain(self, input: Tensor, mask: Tensor | None) -> Tensor:
         """As their path in PyTorch: mask_func sees the scaled scores."""
+        # Megatron upcasts only if asked
         x = input.float() if self.softmax_in_fp32 and input.dtype in (torch.float16, torch.bfloat16) else input
         x = x if self.scale is None else x * self.scale
         if self.is_causal:
@@ -112,6 +120,7 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     def _mask(self, x: Tensor, mask: Tensor) -> Tensor:
         if self.mask_func is None:
+            # without fusion the masking function decides the fill value (-10000 in Megatron)
             checks.fail(self.op, "mask_func", "be given for a mask without fusion", None)
         return self.mask_func(x, mask)
 
@@ -131,6 +140,7 @@ class NeoXFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
         softmax_in_fp32: bool,
         scale: float | None,
     ) -> None:
+        # the constructor differs, so the parent's is skipped
         nn.Module.__init__(self)
         name = getattr(fusion_type, "name", fusion_type)
         checks.one_of(self.op, "fusion_type", name, _FUSIONS)
@@ -142,6 +152,7 @@ class NeoXFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
 def _ahead(x: Tensor) -> Tensor:
     """[sq, sk]: how far each key is after the query, the last of both at one position."""
     sq, sk = x.shape[-2:]
+    # positions count from the last key, so decoding with a cache is right
     query = torch.arange(sq, device=x.device)[:, None] + sk - sq
     return torch.arange(sk, device=x.device) - query
 

@@ -40,6 +40,7 @@ _LINEAR = "a linear attention's own library: this is softmax attention"
 _SCORES = "core_attention_bias, alibi_slopes, or softcap of powertrain.ops.attention.attention"
 
 # unsupported keywords of forward: allowed value, and the nearest alternative
+# a table: a keyword of a later release is an error by its name, not silently swallowed by **kwargs
 _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "inference_params": (
         (None,),
@@ -53,6 +54,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     **{name: ((None, False), _LINEAR) for name in ("output_final_state", "use_qk_l2norm_in_kernel")},
 }
 
+# TransformerEngine logs under the class's name too
 _logger = logging.getLogger(_OP)
 
 
@@ -133,9 +135,11 @@ class DotProductAttention(nn.Module):
             (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         )
         self.softmax_scale = self.hidden_size_per_attention_head_k**-0.5 if softmax_scale is None else softmax_scale
+        # the group's size wins: Megatron passes tp_size and sets the group later
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         self.set_tensor_parallel_group(tp_group)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        # with sequence parallelism each rank has tokens of its own, so equal generators draw different elements anyway
         self.rng_states_tracker = None if sequence_parallel or not get_rng_state_tracker else get_rng_state_tracker()
         self.softmax_type = softmax_type
         self.softmax_offset: Tensor | None = None
@@ -153,6 +157,7 @@ class DotProductAttention(nn.Module):
         """Takes no group, or one of a single rank."""
         checks.one_of(_OP, "cp_comm_type", cp_comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
         members = cp_group if isinstance(cp_group, list | tuple) else [] if cp_group is None else [cp_group]
+        # the check needs a process group and is made only if one was given
         if any(torch.distributed.get_world_size(group) > 1 for group in members):
             unsupported(
                 _OP, "cp_group", cp_group,
@@ -164,6 +169,7 @@ class DotProductAttention(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # checkpoints of TransformerEngine carry FP8 state, in two places over its versions; there is none here
         for key in ("_extra_state", "fused_attention._extra_state"):
+            # popped, so that strict loading does not report them as unexpected
             state_dict.pop(prefix + key, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -195,6 +201,7 @@ class DotProductAttention(nn.Module):
         **unsupported_keywords: Any,
     ) -> Tensor:
         """Attention; the class documents the arguments."""
+        # keywords that this version does not take are refused with the nearest alternative
         _refuse(unsupported_keywords)
         q, k, v = _unpack(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         layout = self.qkv_format if qkv_format is None else qkv_format
@@ -204,8 +211,10 @@ class DotProductAttention(nn.Module):
         window = self.window_size if window_size is None else window_size
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         options = _positions(mask_type, window, diagonal)
+        # read at every call: the module may be built before the user sets the variables
         options |= {"scale": self.softmax_scale, "deterministic": _deterministic(), "sinks": self._sinks(q)}
         bias = _bias(core_attention_bias_type, core_attention_bias, alibi_slopes, self.softmax_scale, q)
+        # ALiBi is an argument of its own in ours, a kind of bias there
         options["alibi_slopes"] = bias.pop("alibi_slopes", None)
         lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         if layout == "thd":
@@ -215,6 +224,7 @@ class DotProductAttention(nn.Module):
             _check_dense(layout, sizes, max_seqlen_q, max_seqlen_kv, pad_between_seqs)
             options |= {"layout": layout, **bias}
             options |= _masked(mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv, options)
+        # TransformerEngine returns heads and value dim merged
         return self._run(q, k, v, options, checkpoint_core_attention).flatten(-2)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
@@ -229,6 +239,7 @@ class DotProductAttention(nn.Module):
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
             # softmax with 1 + sum in its divisor is a sink of score 0
+            # float32: the sink is a score, and scores are float32
             return q.new_zeros(q.shape[-2], dtype=torch.float32)
         return self.softmax_offset
 
@@ -247,17 +258,21 @@ class DotProductAttention(nn.Module):
                 out: Tensor = call(q, k, v, dropout_p=p, **options, **seed)
             return out
 
+        # TransformerEngine's unfused projections give transposed views
         q, k, v = unit_stride(q, k, v)
         with numbers:
             if not again:
                 return run(q, k, v)
             # drawn outside, so that the recomputation drops the same and the tracker moves on once
             seed = dropout_seed(q.device) if p > 0 else None
+            # non-reentrant: the inputs may need no gradient; the random state is not restored, because the seed is an
+            # argument
             out: Tensor = checkpoint(run, q, k, v, dropout_seed=seed, use_reentrant=False, preserve_rng_state=False)
             return out
 
 
 def _mask_type(name: str) -> str:
+    # "causal,padding" and "padding,causal" are the old spellings
     plain = name.replace(",", "_")
     plain = "padding_causal" if plain == "causal_padding" else plain
     checks.one_of(_OP, "attn_mask_type", plain, _MASKS)
@@ -269,6 +284,7 @@ def _refuse(keywords: dict[str, Any]) -> None:
         if name not in _UNSUPPORTED:
             raise TypeError(f"{_OP}: got an unexpected keyword argument {name!r}")
         neutral, nearest = _UNSUPPORTED[name]
+        # None and False are the neutral values of newer keywords, so callers may pass them on
         if not any(value is one or (type(value) is int and value == one) for one in neutral):
             unsupported(_OP, name, value if not isinstance(value, Tensor) else list(value.shape), nearest)
 
@@ -279,6 +295,7 @@ def _unpack(
     """Query, key and value, of which two or three may come in one tensor."""
     checks.one_of(_OP, "qkv_interleave_dim", dim, (-3, -2))
     given = [name for name, x in (("query_layer", q), ("key_layer", k), ("value_layer", v)) if x is not None]
+    # the three ways of giving q, k and v exclude each other
     given += [name for name, x in (("qkv_layer", qkv), ("kv_layer", kv)) if x is not None]
     if given not in (["query_layer", "key_layer", "value_layer"], ["qkv_layer"], ["query_layer", "kv_layer"]):
         must = "query_layer, key_layer and value_layer, query_layer and kv_layer, or qkv_layer"
@@ -287,6 +304,7 @@ def _unpack(
         if x is not None and (x.dim() < 4 or x.shape[dim] != parts):
             checks.fail(_OP, name, f"have size {parts} in dim {dim} (qkv_interleave_dim)", list(x.shape))
     if qkv is not None:
+        # views: nothing is copied for packed projections
         q, k, v = qkv.unbind(dim)
     elif kv is not None:
         k, v = kv.unbind(dim)
@@ -300,11 +318,14 @@ def _positions(mask_type: str, window: tuple[int, int] | None, diagonal: bool | 
     if left < -1 or right < -1:
         checks.fail(_OP, "window_size", "be two numbers of at least -1", window)
     if mask_type in _CAUSAL:
+        # a causal mask has no right side, whatever window_size says there
         right = 0
+        # "causal" alone is top left in TransformerEngine, unlike flash-attn
         diagonal = mask_type.endswith("bottom_right")
     elif (left, right) == (-1, 0):
         # there, the window is dropped with a warning
         checks.fail(_OP, "window_size", f"not be causal for attn_mask_type {mask_type!r} (use 'causal')", window)
+    # windows without a causal mask count from the bottom right there unless told otherwise
     return {"window_size": (left, right), "causal_align": "top_left" if diagonal is False else "bottom_right"}
 
 
@@ -322,6 +343,7 @@ def _bias(kind: str, bias: Tensor | None, slopes: Tensor | None, scale: float, q
         return {"alibi_slopes": _default_slopes(q) if slopes is None else slopes}
     if bias is None:
         return {}
+    # "pre_scale" is added before the scores are multiplied by the scale
     return {"attn_bias": bias * scale if kind == "pre_scale_bias" else bias}
 
 
@@ -331,6 +353,7 @@ def _default_slopes(q: Tensor) -> Tensor:
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * n / power) for n in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * n / power) for n in range(1, 2 * (heads - power), 2)]
+    # non_blocking: the slopes are a few numbers and must not wait for the stream
     return torch.tensor(slopes, dtype=torch.float32).to(q.device, non_blocking=True)
 
 
@@ -348,8 +371,10 @@ def _packed(
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
         checks.require(x is not None, _OP, name, "be given for qkv_format 'thd'", None)
     padded = cu_q_padded is not None or cu_kv_padded is not None
+    # padding between sequences can only be located by the padded offsets
     if pad_between and not padded:
         checks.fail(_OP, "cu_seqlens_q_padded", "be given with pad_between_seqs, as cu_seqlens_kv_padded", None)
+    # a dense bias has [sq, skv] per batch entry, and packed rows have no batch
     if bias:
         unsupported(
             _OP, "core_attention_bias with qkv_format", "thd", "qkv_format 'bshd' with padding, or alibi_slopes"
@@ -370,6 +395,7 @@ def _check_dense(
     """Arguments that say nothing new in a dense format say nothing wrong either."""
     for name, given, size in (("max_seqlen_q", max_q, sizes[0]), ("max_seqlen_kv", max_kv, sizes[1])):
         if given is not None and given != size:
+            # a wrong maximum would be a wrong kernel launch there; here it is a sign of a mixed-up call
             checks.fail(_OP, name, f"be {size}, the 's' of qkv_format {layout!r}", given)
     checks.require(not pad_between, _OP, "pad_between_seqs", f"be False for qkv_format {layout!r}", pad_between)
 
@@ -383,12 +409,14 @@ def _masked(
 ) -> dict[str, Any]:
     """The mask of a dense format as arguments of ours."""
     if "padding" not in mask_type:
+        # as in TransformerEngine, a mask is not looked at for types that do not name it
         return _arbitrary(mask, options.get("attn_bias")) if mask_type == "arbitrary" else {}
     cu_seqlens = (cu_q, cu_kv)
     if mask is None:
         for name, cu in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, strict=True):
             checks.require(cu is not None, _OP, f"attention_mask or {name}", f"be given for {mask_type!r}", None)
     masks = mask if isinstance(mask, tuple) else (mask, mask)
+    # True means masked out there, ours keeps what is True
     kept = [None if x is None else ~x.flatten(1) for x in masks]
     # a side without one takes its mask's
     if cu_q is not None or cu_kv is not None:
@@ -412,6 +440,7 @@ def _arbitrary(mask: Tensor | tuple[Tensor, Tensor] | None, bias: Tensor | None)
 
 def _deterministic() -> bool | None:
     """True, or the setting of torch.use_deterministic_algorithms."""
+    # TransformerEngine reads "0" as forbidden
     return True if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0" else None
 
 
@@ -419,11 +448,13 @@ class _switches:
     """The NVTE_ variables around a call: forbidden backends and log level."""
 
     def __enter__(self) -> None:
+        # the environment is read around each call, as there
         forbidden = nvte_forbids(os.environ)
         self._backends = attention_backend(*forbidden) if forbidden else None
         if self._backends is not None:
             self._backends.__enter__()
         self._level = int(os.environ.get("NVTE_DEBUG_LEVEL", "0")) if os.environ.get("NVTE_DEBUG") == "1" else 0
+        # events are appended to one list: those behind this length are this call's
         self._seen = len(tracing.trace()) if self._level else 0
 
     def __exit__(self, *error: Any) -> None:

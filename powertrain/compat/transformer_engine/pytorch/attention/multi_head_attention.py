@@ -98,6 +98,7 @@ class MultiheadAttention(nn.Module):
             "get_rng_state_tracker": get_rng_state_tracker, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
         normed: dict[str, Any] = {
+            # the norm of the input is part of the first projection's module there
             "eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }  # fmt: skip
@@ -127,6 +128,7 @@ class MultiheadAttention(nn.Module):
             qkv_format=qkv_format, get_rng_state_tracker=get_rng_state_tracker, layer_number=layer_number,
             sequence_parallel=sequence_parallel, attention_type=attention_type, softmax_type=softmax_type,
         )  # fmt: skip
+        # attention's output has the query heads' size, also where key heads are fewer
         self.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **linear)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -167,11 +169,13 @@ class MultiheadAttention(nn.Module):
         if inference_params is not None:
             unsupported(_OP, "inference_params", inference_params, "powertrain.nn.KVCache")
         q, k, v, normed = self._queries_keys_values(hidden_states, encoder_output, is_first_microbatch)
+        # before or after rotary: both exist in published models
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             starts = (cu_seqlens_q, cu_seqlens_kv)
+            # with padding between sequences, positions count from the padded starts
             if pad_between_seqs:
                 starts = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
             q, k = (self._turned(x, freqs, start) for x, freqs, start in zip((q, k), pair, starts, strict=True))
@@ -190,6 +194,7 @@ class MultiheadAttention(nn.Module):
         )  # fmt: skip
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         output, bias = projected if self.return_bias else (projected, None)
+        # the tuple has only the results that were asked for
         return results(output, (self.return_bias, bias), (normed is not None, normed))
 
     def _queries_keys_values(
@@ -199,12 +204,14 @@ class MultiheadAttention(nn.Module):
         is_self = self.attention_type == "self"
         own = ("layernorm_qkv" if self.input_layernorm else "qkv") if is_self else self._query_name()
         projected, normed = self.get_submodule(own)(x, is_first_microbatch=first), None
+        # the norm's output is kept for a residual that starts behind the norm
         if self.input_layernorm and self.return_layernorm_output:
             projected, normed = projected
         if is_self:
             return *self._cut(projected, self.heads // self.groups), normed
         if encoder_output is None:
             checks.fail(_OP, "encoder_output", "be given for attention_type 'cross'", None)
+        # cross attention: queries come from another projection
         _, k, v = self._cut(self.key_value(encoder_output, is_first_microbatch=first), 0)
         return projected.unflatten(-1, (self.heads, self.head_dim)), k, v, normed
 
@@ -214,13 +221,16 @@ class MultiheadAttention(nn.Module):
     def _cut(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of one projection; `queries` of each group of heads."""
         if self.qkv_weight_interleaved:
+            # one group of heads after another: queries of the group, its key, its value
             x, dim = x.unflatten(-1, (self.groups, queries + 2, self.head_dim)), -2
         else:
+            # all queries, then all keys, then all values
             x, dim = x.unflatten(-1, (queries + 2, self.groups, self.head_dim)), -3
         q, k, v = x.split((queries, 1, 1), dim)
         return q.flatten(-3, -2), k.flatten(-3, -2), v.flatten(-3, -2)
 
     def _turned(self, x: Tensor, freqs: Tensor, starts: Tensor | None) -> Tensor:
+        # dense formats have equal starts, so cu_seqlens are lengths there
         starts = starts if self.qkv_format == "thd" else None
         return apply_rotary_pos_emb(
             x, freqs, self.qkv_format, cu_seqlens=starts, interleaved=self.rotary_pos_interleaved
@@ -235,6 +245,7 @@ def _qk_norms(
         return None, None
     if kind == "L2Normalization":
         norm = L2Normalization(eps=eps)
+        # one module for both: it has no parameters
         return norm, norm
     made = RMSNorm if kind == "RMSNorm" else LayerNorm
     return made(size, eps, device=device, dtype=dtype), made(size, eps, device=device, dtype=dtype)

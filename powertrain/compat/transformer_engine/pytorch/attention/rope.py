@@ -31,19 +31,24 @@ class RotaryPositionEmbedding(nn.Module):
         self.interleaved, self.rotary_base = interleaved, rotary_base
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        # made on the GPU, as there
         device = "cuda" if torch.cuda.is_available() else None
         channel = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        # persistent: TransformerEngine's buffer is in its state dicts
         self.register_buffer("inv_freq", 1.0 / rotary_base ** (channel / dim))
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        # autocast would make positions bfloat16, which is not exact beyond 256
         with torch.autocast(self.inv_freq.device.type, enabled=False):
             at = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
             trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
             if factor is not None:
                 longer = trained is not None and max_seq_len > trained * factor
+                # interpolated to the trained length, further if the sequence is longer than the factor allows for
                 at = at * (trained / max_seq_len if longer and trained is not None else 1 / factor)
             angles = torch.outer(at, self.inv_freq)
             doubled = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+            # each angle twice, in the order of the rotation
             return doubled[:, None, None]
 
 
@@ -72,6 +77,7 @@ def apply_rotary_pos_emb(
         tensor_format,
     )  # fmt: skip
     angles = freqs[:, 0, 0].float()
+    # our table has each angle once
     angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
     table = RopeTable(angles.cos(), angles.sin())
     start: Tensor | int = 0 if start_positions is None else start_positions

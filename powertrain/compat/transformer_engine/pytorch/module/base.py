@@ -24,6 +24,7 @@ from powertrain.runtime.dispatch import without_autocast
 __all__ = ["ProductModule", "destroy_ub", "initialize_ub"]
 
 Init = Callable[[Tensor], Any]
+# an empty state, as there for recipes without one
 _NO_STATE = torch.empty(0, dtype=torch.uint8)
 
 
@@ -48,10 +49,12 @@ class ProductModule(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         op = type(self).__name__
+        # a group's size is a fact, tp_size a wish
         size = tp_size if tp_group is None else dist.get_world_size(tp_group)
         if size != 1:
             argument = "tp_size" if tp_group is None else "tp_group's size"
             unsupported(op, argument, size, "1, and powertrain.parallelize_linears on nn.Linear")
+        # the weight's gradient would have to wait for a call that our backward does not know
         if delay_wgrad_compute:
             unsupported(op, "delay_wgrad_compute", True, "False: all gradients in one backward")
         self.name, self.tp_group, self.tp_size = name, tp_group, 1
@@ -60,6 +63,7 @@ class ProductModule(nn.Module):
         self._place: dict[str, Any] = {"device": device, "dtype": params_dtype}
         self._inits: dict[str, tuple[Init, str | None]] = {}
         for gemm in self.gemms:
+            # a submodule holds the buffers, so that state dicts and .to() reach them
             self.add_module(gemm, FP8State())
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -82,6 +86,7 @@ class ProductModule(nn.Module):
             parameter = getattr(self, name)
             if defer_init or parameter.is_meta:
                 continue
+            # generators by name: ranks of tensor parallelism initialize different shards
             drawn = self._tracker is not None and tracker_name is not None
             with self._tracker().fork(tracker_name) if drawn else nullcontext():  # type: ignore[misc]
                 init(parameter)
@@ -89,6 +94,7 @@ class ProductModule(nn.Module):
     def _input(self, inp: Tensor, weight: Tensor) -> Tensor:
         """The input in the dtype of the products."""
         x = in_autocast(inp)
+        # TransformerEngine asserts the same: a silent cast would hide an unwrapped module
         if x is inp and inp.dtype is not weight.dtype and not _is_autocast(inp):
             must = f"have the parameters' dtype {checks.name(weight.dtype)} outside of torch.autocast"
             checks.fail(type(self).__name__, "inp", must, checks.name(inp.dtype))
@@ -98,6 +104,7 @@ class ProductModule(nn.Module):
         self, gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
     ) -> Tensor:
         """x Wᵀ + b in FP8 under `autocast`, else in x's dtype."""
+        # Megatron keeps main_grad on the parameter; without the flag the ordinary gradient is wanted
         main_grad = getattr(weight, "main_grad", None) if self.fuse_wgrad_accumulation else None
         quantizing = active()
         if quantizing is None:
@@ -107,8 +114,10 @@ class ProductModule(nn.Module):
         state = self.get_submodule(gemm)
         assert isinstance(state, FP8State)
         run_with(state, quantizing, x.device)
+        # micro-batches of one step share the quantized weight only if the caller says which is the first
         state.shares = is_first_microbatch is not None
         if is_first_microbatch is not False:
+            # the first micro-batch quantizes anew, for the optimizer has moved the weight
             state.copies = None
         return state.product(x, weight, bias, main_grad)
 
@@ -121,15 +130,18 @@ class ProductModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         key = f"{prefix}_extra_state"
+        # checkpoints of other libraries have no such key, and strict loading must pass
         is_missing = key not in state_dict
         state_dict.setdefault(key, _NO_STATE)
         for gemm in self.gemms:
+            # delayed scales of the checkpoint are of its last step and are updated once, at the first run
             self.get_submodule(gemm).__dict__["is_loaded"] = f"{prefix}{gemm}.fp8_scale" in state_dict
         try:
             for gemm, buffers in zip(self.gemms, delayed_buffers(state_dict[key], len(self.gemms)), strict=False):
                 state_dict.update({f"{prefix}{gemm}.{name}": tensor for name, tensor in buffers.items()})
         except Unreadable as error:
-            tracing.warn(f"{key} of the checkpoint is ignored: {error}; delayed scales begin anew")
+            # a warning: the weights are right, only the first step's scales differ
+            tracing.warn(f"{key} of the checkpoint is ignored: {error}; delayed scaling starts with an empty history")
         self._expect_buffers(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if is_missing:
@@ -141,6 +153,7 @@ class ProductModule(nn.Module):
         for gemm in self.gemms:
             for name in BUFFERS:
                 if (value := state_dict.get(f"{prefix}{gemm}.{name}")) is not None:
+                    # registered before loading: load_state_dict fills what exists
                     self.get_submodule(gemm).register_buffer(name, torch.zeros(value.shape, device=device))
 
 
@@ -153,6 +166,7 @@ class Norm(ProductModule):
     def _norm_parameters(self, size: int, eps: float, normalization: str, zero_centered_gamma: bool) -> None:
         checks.one_of(type(self).__name__, "normalization", normalization, ("LayerNorm", "RMSNorm"))
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        # stored as w - 1
         first = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
         self._parameter("layer_norm_weight", (size,), first, None)
         if normalization == "LayerNorm":
@@ -170,6 +184,7 @@ class Norm(ProductModule):
 
 def _is_autocast(x: Tensor) -> bool:
     kind = x.device.type
+    # float64 is not autocast
     return kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
 
 
@@ -202,7 +217,9 @@ class _Accumulating(torch.autograd.Function):
         with without_autocast(dy.device):
             dx = dy @ weight if need_dx else None
             if need_dw:
+                # added in place and in main_grad's dtype: float32 sums over micro-batches
                 matmul_into(as_rows(dy).T, as_rows(x), ctx.main_grad, add=True)
+            # None for the weight: its gradient is in main_grad
             return dx, None, as_rows(dy).sum(0) if need_db else None, None
 
 

@@ -66,6 +66,7 @@ class GroupedLinear(ProductModule):
             ("single_grouped_bias", single_grouped_bias),
             ("fuse_wgrad_accumulation", fuse_wgrad_accumulation),
         ):
+            # each would put all experts into one tensor
             if value:
                 unsupported("GroupedLinear", argument, value, "False")
         checks.require(num_gemms >= 1, "GroupedLinear", "num_gemms", "be at least 1", num_gemms)
@@ -78,6 +79,7 @@ class GroupedLinear(ProductModule):
             if bias:
                 self._parameter(f"bias{i}", (out_features,), nn.init.zeros_, None)
             else:
+                # an empty tensor where there is no bias, as there
                 setattr(self, f"bias{i}", torch.empty(0, **self._place))
         self.reset_parameters(defer_init=str(device) == "meta")
 
@@ -98,12 +100,16 @@ class GroupedLinear(ProductModule):
             if value is not None:
                 unsupported("GroupedLinear", argument, list(value.shape), "None: a new tensor")
         x = self._input(inp, self.get_parameter("weight0"))
+        # a list, or a tensor of any device
         splits = torch.as_tensor(m_splits)
         checks.shape("GroupedLinear", "m_splits", splits, (self.num_gemms,), "num_gemms")
         rows = x.reshape(-1, self.in_features)
+        # a tensor on the GPU is not checked: reading it would wait
         if splits.device.type == "cpu" and (total := int(splits.sum())) > rows.shape[0]:
             checks.fail("GroupedLinear", "m_splits", f"add up to at most {rows.shape[0]}, the rows of inp", total)
+        # ends of the groups, as grouped_gemm reads them
         offsets = splits.cumsum(0).to(x.device, torch.int32, non_blocking=True)
+        # experts are separate parameters there, so their checkpoints load; the copy is the price
         weights = torch.stack([getattr(self, f"weight{i}") for i in range(self.num_gemms)])
         output = _product(rows, weights, offsets)
         biases = [getattr(self, f"bias{i}").to(x.dtype) for i in range(self.num_gemms)]
@@ -130,7 +136,9 @@ def _product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 def _of_rows(biases: Tensor, offsets: Tensor, rows: int) -> Tensor:
     """The bias of every row's group [rows, N], 0 beyond the last group."""
+    # the group of a row is the number of ends at or before it
     group = torch.bucketize(torch.arange(rows, device=offsets.device), offsets, right=True)
+    # one row of zeros more: rows behind the last group
     none = biases.new_zeros(1, biases.shape[1])
     return torch.cat([biases, none])[group]
 
@@ -143,6 +151,7 @@ class Fp8Padding(nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
+        # TransformerEngine pads to 16 rows, to 32 for MXFP8 and 128 for NVFP4
         self.num_gemms, self.align_size = num_gemms, align_size or 16
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
@@ -151,6 +160,7 @@ class Fp8Padding(nn.Module):
         if padded == list(m_splits):
             return inp, m_splits
         place = _places(m_splits, padded, inp.device)
+        # rows are copied to their places; zeros stay zeros through a product
         return inp.new_zeros(sum(padded), inp.shape[-1]).index_copy(0, place, inp), padded
 
 
@@ -180,6 +190,7 @@ def _places(m_splits: list[int], padded: list[int], device: torch.device) -> Ten
     for m, wide in zip(m_splits, padded, strict=True):
         places += range(start, start + m)
         start += wide
+    # built on the host from a list of sizes, which is there already
     return torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
 
 

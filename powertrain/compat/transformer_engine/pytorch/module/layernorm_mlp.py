@@ -19,6 +19,7 @@ from powertrain.runtime import checks
 __all__ = ["LayerNormMLP"]
 
 # their name -> ours. Their GELU is the tanh approximation
+# quick GELU is x * sigmoid(1.702 x)
 _PLAIN = {"gelu": "gelu_tanh", "qgelu": "quick_gelu", "relu": "relu", "srelu": "relu_squared", "silu": "silu"}
 _GATED = {
     "geglu": "geglu_tanh", "qgeglu": "quick_geglu", "reglu": "reglu", "sreglu": "relu_squared_glu", "swiglu": "swiglu",
@@ -90,6 +91,7 @@ class LayerNormMLP(Norm):
         self.use_bias, self.return_bias, self.checkpoint = bias, return_bias, checkpoint
         self.return_layernorm_output = return_layernorm_output
         self._norm_parameters(hidden_size, eps, normalization, zero_centered_gamma)
+        # gate and up are one weight there
         wide = ffn_hidden_size if activation in _PLAIN else 2 * ffn_hidden_size
         for layer, shape, init in (
             ("fc1", (wide, hidden_size), init_method),
@@ -99,12 +101,14 @@ class LayerNormMLP(Norm):
             if bias:
                 self._parameter(f"{layer}_bias", shape[:1], nn.init.zeros_, None)
             else:
+                # an empty tensor where there is no bias, as there
                 setattr(self, f"{layer}_bias", torch.empty(0, **self._place))
         self.reset_parameters(defer_init=str(device) == "meta")
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """[..., hidden_size] -> the same, or a tuple that begins with it."""
         normed = self._norm(self._input(inp, self.layer_norm_weight))
+        # without gradients nothing is saved, so nothing is recomputed
         if self.checkpoint and torch.is_grad_enabled():
             output = recomputed(self._mlp, normed, is_first_microbatch)
         else:
@@ -114,6 +118,7 @@ class LayerNormMLP(Norm):
 
     def _mlp(self, x: Tensor, first: bool | None) -> Tensor:
         fc1_bias, fc2_bias = (self.fc1_bias, self.fc2_bias) if self.use_bias else (None, None)
+        # FP8 products and main_grad need fc1 by itself
         if active() is None and self.activation != "glu" and not self.fuse_wgrad_accumulation:
             inner = self._fc1_with_activation(x, fc1_bias)
         else:
@@ -123,6 +128,7 @@ class LayerNormMLP(Norm):
     def _fc1_with_activation(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.activation in _PLAIN:
             return linear_activation(x, self.fc1_weight, _PLAIN[self.activation], bias=bias)
+        # views of the one weight: gate first
         gate, up = self.fc1_weight.chunk(2)
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         return linear_activation(
@@ -149,6 +155,7 @@ def _parameters(activation: str, given: dict[str, float] | None) -> dict[str, fl
     given = dict(given or {})
     if given and activation != "clamped_swiglu":
         checks.fail("LayerNormMLP", "activation_params", f"be None for activation {activation!r}", given)
+    # their clamped SwiGLU adds glu_linear_offset to the linear half; ours has the 1 of gpt-oss
     if (offset := given.pop("glu_linear_offset", 1.0)) != 1.0:
         unsupported("LayerNormMLP", "activation_params' glu_linear_offset", offset, "1.0")
     if unknown_names := set(given) - {"limit", "alpha"}:

@@ -30,12 +30,14 @@ class _Projection(ProductModule):
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.parallel_mode = bias, return_bias, parallel_mode
         sizes = _split_sizes(op, parameters_split, out_features)
+        # a joined weight has no main_grad of its own
         if self.fuse_wgrad_accumulation and len(sizes) > 1:
             unsupported(op, "fuse_wgrad_accumulation", True, "False with parameters_split")
         self.weight_names = [f"{name}weight" for name in sizes]
         self.bias_names = [f"{name}bias" for name in sizes]
         init = default_init if init_method is None else init_method
         for name, size in zip(self.weight_names, sizes.values(), strict=True):
+            # tensor-parallel shards are drawn from the tracker's state, biases are zeros
             self._parameter(name, (size, in_features), init, rng_tracker_name or "model-parallel-rng")
         for name, size in zip(self.bias_names, sizes.values(), strict=True):
             if bias:
@@ -46,6 +48,7 @@ class _Projection(ProductModule):
 
     def _project(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
         """The product, with the bias unless it is returned, and the bias (empty where there is none)."""
+        # torch.cat of one tensor would copy the weight
         weight, bias = (_joined([getattr(self, name) for name in n]) for n in (self.weight_names, self.bias_names))
         if len(self.weight_names) > 1:
             is_first_microbatch = None  # a joined weight is another tensor each time
@@ -60,6 +63,7 @@ def _split_sizes(op: str, split: Split, out_features: int) -> dict[str, int]:
     sizes = dict(split) if isinstance(split, dict) else dict.fromkeys(split, out_features // max(1, len(split)))
     if not sizes or sum(sizes.values()) != out_features:
         checks.fail(op, "parameters_split", f"have sizes that add up to out_features {out_features}", split)
+    # "query_" and "query" name the same parameter there
     return {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
 
 
@@ -193,6 +197,7 @@ class LayerNormLinear(Norm, _Projection):
 
 def _refuse_fp8_tensors(op: str, **options: bool | None) -> None:
     for name, value in options.items():
+        # an FP8 tensor between modules needs a class of its own that carries the scale
         if value:
             unsupported(op, name, value, "False: tensors between modules have 16 or 32 bits")
 

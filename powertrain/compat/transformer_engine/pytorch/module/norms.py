@@ -27,17 +27,20 @@ class _Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        # hidden_size is the older name
         size = hidden_size if normalized_shape is None else normalized_shape
         if size is None:
             raise ValueError(f"{type(self).__name__}: normalized_shape must be given, got None")
         shape = torch.Size((size,) if isinstance(size, int) else size)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        # dtype is the newer name of params_dtype
         dtype = params_dtype if dtype is None else dtype
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if not self.rms:
             self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
         for parameter in self.parameters():
+            # Megatron's gradient all-reduce for sequence parallelism looks for this attribute
             setattr(parameter, "sequence_parallel", bool(sequence_parallel))
 
     def reset_parameters(self) -> None:
@@ -54,6 +57,7 @@ class _Norm(nn.Module):
 
     def forward(self, inp: Tensor) -> Tensor:
         dims = self.weight.dim()
+        # our kernels normalize the last dim
         x, weight = inp.flatten(inp.dim() - dims), self.weight.flatten()
         if self.rms:
             y = rms_norm(x, weight, eps=self.eps, zero_centered=self.zero_centered_gamma)

@@ -53,6 +53,7 @@ class AttentionBias:
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
         """The bias as a tensor of `shape` [..., queries, keys]: 0 where a query sees a key, -inf elsewhere."""
+        # expand, not repeat: every row of the batch is the same
         return self.band.materialize(shape[-2], shape[-1], dtype, device).expand(tuple(shape))
 
     def to(self: _Self, device: Device) -> _Self:
@@ -148,6 +149,7 @@ class _SeqLenInfo:
     seqstart_py: list[int]
 
     def to(self, device: Device) -> Any:
+        # host and device hold the same numbers: the kernel reads one, shapes come from the other
         every = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: Any = {name: x.to(device) for name, x in every.items() if isinstance(x, Tensor)}
         return replace(self, **moved)
@@ -169,6 +171,7 @@ class _SeqLenInfo:
         """Other lengths in the same memory, for a captured graph: as many, and none above max_seqlen."""
         lengths = list(seqlens)
         _fits("seqlens", lengths, len(self.seqstart_py) - 1, self.max_seqlen)
+        # the same list and tensor objects: a captured CUDA graph has their addresses
         self.seqstart_py[:] = _starts(lengths)
         self.min_seqlen = min(lengths, default=-1)
         self.seqstart.copy_(torch.tensor(self.seqstart_py, dtype=torch.int32))
@@ -264,6 +267,7 @@ class BlockBias(AttentionBias):
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
         rows, cols = self.q_seqinfo.seqstart_py[-1], self.k_seqinfo.seqstart_py[-1]
+        # a block-diagonal mask is for exactly its rows
         if tuple(shape[-2:]) != (rows, cols):
             checks.fail(type(self).__name__, "shape", f"end in [{rows}, {cols}]", list(shape))
         bias = torch.full((rows, cols), -torch.inf, dtype=dtype, device=device)
@@ -294,6 +298,7 @@ class BlockDiagonalMask(BlockBias):
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple["BlockDiagonalMask", Tensor]:
         """From tensors [b, length, ...]: the bias, and the tensors in one row [1, sum of b * length, ...]."""
         bias, row, _, _ = cls.from_tensor_lists_qkv(tensors, tensors)
+        # one object, for `split` asks for identity
         bias.k_seqinfo = bias.q_seqinfo
         return bias, row
 
@@ -429,6 +434,7 @@ class BlockDiagonalPaddedKeysMask(BlockBias):
     ) -> "PagedBlockDiagonalPaddedKeysMask":
         """The same lengths with keys in pages."""
         room = block_tables.shape[1] * page_size
+        # the new room must hold the longest sequence
         _fits("kv_seqlen", self.k_seqinfo.seqlen_py, len(self.k_seqinfo.seqlen_py), room)
         k_seqinfo = replace(self.k_seqinfo, padding=room)
         return _paged(self, paged_type, k_seqinfo, block_tables, page_size)
@@ -525,6 +531,7 @@ class BlockDiagonalGappyKeysMask(BlockBias):
         paged_type: type["PagedBlockDiagonalGappyKeysMask"],
     ) -> "PagedBlockDiagonalGappyKeysMask":
         """The same with keys in pages, if block n lay in rows n * notional_padding and on."""
+        # positions of pages must begin at a page
         if notional_padding % page_size:
             checks.fail("make_paged", "notional_padding", f"be a multiple of page_size {page_size}", notional_padding)
         info, room = self.k_seqinfo, block_tables.shape[1] * page_size
@@ -594,6 +601,7 @@ class PagedBias(BlockBias):
         table = self.block_tables.to(device).long()
         for n, ((q0, q1), (k0, k1)) in enumerate(zip(self.q_seqinfo.intervals(), self.spans(), strict=True)):
             position = torch.arange(k0, k1, device=device)
+            # positions to rows of the cache, through the page table
             cols = table[n, position // self.page_size] * self.page_size + position % self.page_size
             bias[q0:q1, cols] = self.band.materialize(q1 - q0, k1 - k0, dtype, device)
         return bias.expand(tuple(shape))
@@ -715,6 +723,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def _int32(numbers: Sequence[int], device: Device) -> Tensor:
     """On `device`, the current GPU by default if there is one. The copy does not wait for the GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    # pinned, so that the copy to the GPU does not wait
     host = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
@@ -773,5 +782,6 @@ def _gappy(
 
 def _paged(bias: BlockBias, paged_type: type[_PagedT], k_seqinfo: Any, block_tables: Tensor, page_size: int) -> _PagedT:
     """The blocks of `bias` with keys in pages, seen as `paged_type` says, within the window of `bias` if it has one."""
+    # the paged class of a window takes it as a field
     options = {"_window_size": bias.band.left + 1} if "_window_size" in {f.name for f in fields(paged_type)} else {}
     return paged_type(bias.q_seqinfo, k_seqinfo, block_tables, page_size, **options)

@@ -50,6 +50,7 @@ def backends_of(op: AttentionOp | type[AttentionOpBase] | None) -> tuple[str, ..
             names = ", ".join(f"fmha.{name}" for name in ("cutlass", "flash", "flash3", "triton_splitk"))
             checks.fail("memory_efficient_attention", "op", f"be (FwOp, BwOp) of one of {names}, or None", one)
     backends = {one.BACKENDS for one in named}
+    # a pair of two operators would need a forward whose state another backward reads
     if len(backends) > 1:
         got = " and ".join(one.NAME for one in named)
         checks.fail("memory_efficient_attention", "op", "name one operator forward and backward (or None for one)", got)

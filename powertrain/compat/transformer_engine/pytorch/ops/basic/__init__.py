@@ -94,6 +94,7 @@ def _refuse_parallel(layer: nn.Module, mode: str | None, options: dict[str, Any]
     if mode is not None:
         unsupported(type(layer).__name__, "tensor_parallel_mode", mode, "powertrain.parallelize_linears")
     for name, value in options.items():
+        # options with their neutral value are taken
         if value not in (None, False):
             unsupported(type(layer).__name__, name, value, "None")
 
@@ -158,6 +159,7 @@ class L2Normalization(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         size = input.shape[-1]
+        # sum = size * mean: one kernel for both norms
         result = rms_norm(input, eps=self.eps / size)  # sqrt(sum / size + eps / size)
         assert isinstance(result, Tensor)
         return result * size**-0.5
