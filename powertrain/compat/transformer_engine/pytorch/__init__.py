@@ -9,6 +9,7 @@ from powertrain.compat.transformer_engine.pytorch.attention import (
 )
 from powertrain.compat.transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from powertrain.compat.transformer_engine.pytorch.distributed import CudaRNGStatesTracker, checkpoint
+from powertrain.compat.transformer_engine.pytorch.glu import deinterleave_glu_tensor, interleave_glu_tensor
 from powertrain.compat.transformer_engine.pytorch.module import (
     Fp8Padding,
     Fp8Unpadding,
@@ -57,11 +58,13 @@ __all__ = [
     "TransformerLayer",
     "autocast",
     "checkpoint",
+    "deinterleave_glu_tensor",
     "destroy_ub",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
     "initialize_ub",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
