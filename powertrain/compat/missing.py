@@ -69,7 +69,6 @@ WHY_NOT: dict[str, str] = {
     "apex.normalization.*": "internal",
     "apex.amp_C.*": "not yet; the optimizers of apex.optimizers",
     "apex.optimizers.*": "not yet; FusedLAMB",
-    "liger_kernel.chunked_loss.*": "not yet; powertrain.linear_log_probs with powertrain.losses",
     "liger_kernel.transformers.*": "not yet; the op in powertrain, or torch",
     "liger_kernel.transformers.*xperts*": "powertrain.nn.Experts",
     "liger_kernel.transformers.*VocabParallel*": "powertrain.nn.tensor_parallel.vocab.vocab_parallel_cross_entropy",
