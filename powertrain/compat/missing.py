@@ -93,10 +93,6 @@ WHY_NOT: dict[str, str] = {
     "transformer_engine.pytorch.onnx_export": "not planned",
     "megatron.core.fusions.*": "internal",
     "megatron.core.fusions.fused_mla_yarn_rope_apply.*": "not yet; powertrain.rope with YaRN",
-    "megatron.core.fusions.fused_indices_converter.*": "powertrain.moe_route gives indices",
-    "megatron.core.fusions.fused_pad_routing_map.*": "grouped_gemm takes any number of rows an expert",
-    "megatron.core.fusions.fused_weighted_squared_relu.*": 'not yet; powertrain.activation(kind="relu_squared")',
-    "megatron.core.fusions.fused_softmax.*": "not yet: softmax_offset; FusedScaleMaskSoftmax",
 }
 
 
