@@ -22,7 +22,7 @@ WHY_NOT: dict[str, str] = {
     "flash_attn.flash_blocksparse*": "block masks: not yet; powertrain.attention has windows and documents",
     "flash_attn.layers.patch_embed.*": "torch.nn.Conv2d or Linear",
     "flash_attn.models.*": "models of transformers, with powertrain.patch",
-    "flash_attn.modules.*": "powertrain.nn has Block, SelfAttention, MLP and GatedMLP",
+    "flash_attn.modules.*": "torch.nn.Embedding; powertrain.nn.tensor_parallel, powertrain.parallelize_linears",
     "flash_attn.ops.fused_dense.*": "powertrain.linear_activation",
     "flash_attn.ops.layer_norm.*": "rows taken by index: not yet; dropout_add_layer_norm",
     "flash_attn.ops.rms_norm.*": "rows taken by index: not yet; dropout_add_rms_norm",
