@@ -82,7 +82,7 @@ WHY_NOT: dict[str, str] = {
     "transformer_engine.pytorch.*MXFP8*": "not yet: FP8",
     "transformer_engine.pytorch.*NVFP4*": "not yet: FP8",
     "transformer_engine.pytorch.*moe_*": "not yet; powertrain.moe_permute, moe_unpermute and moe_route",
-    "transformer_engine.pytorch.router.*": "not yet; powertrain.moe_route and moe_load_balancing_loss",
+    "transformer_engine.pytorch.router.*": "quantile balancing: not yet; powertrain.moe_update_bias_",
     "transformer_engine.pytorch.*Gated*": "linear attention: not yet",
     "transformer_engine.pytorch.*InferenceParams": "not yet; powertrain.nn.KVCache",
     "transformer_engine.pytorch.*KVCacheManager": "not yet; powertrain.nn.KVCache",
