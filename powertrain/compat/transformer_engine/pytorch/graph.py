@@ -90,22 +90,14 @@ def make_graphed_callables(
     """
     given = dict(locals())
     options = _renamed({name: given[name] for name in (*_DEPRECATED, *_DEPRECATED.values())})
-    for name, (neutral, nearest) in _UNSUPPORTED.items():
-        value = options.get(name, given[name])
-        if value is not None and value != neutral:
-            unsupported(_OP, name, value, nearest)
+    _refuse({**given, **options})
     is_one = not isinstance(modules, tuple)
     callables = (modules,) if is_one else modules
     args = (sample_args,) if is_one else tuple(sample_args)
     keywords = _each("sample_kwargs", {} if sample_kwargs is None else sample_kwargs, len(callables), dict)
     wanted = False if options["enabled"] is None else options["enabled"]
     quantized = _each("enabled", wanted, len(callables), bool)
-    checks.require(len(args) == len(callables), _OP, "sample_args", f"have {len(callables)} tuples", len(args))
-    for module in callables:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{_OP}: modules must be torch.nn.Modules, got {type(module).__name__}")
-    if not torch.cuda.is_available():
-        raise RuntimeError(f"{_OP}: CUDA graphs need a GPU, and there is none")
+    _check(callables, args)
     quantizing = quantizing_of(options["recipe"], options["amax_reduction_group"]) if any(quantized) else None
     inner = [
         _Call(module, tuple(kwargs), quantizing if is_fp8 else None)
@@ -119,9 +111,7 @@ def make_graphed_callables(
     for module, call, replay in zip(callables, inner, graphed, strict=True):
         _replace(module, call, replay)
         if clone_param_grads_on_return:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.register_hook(Tensor.clone)
+            _copy_gradients(module)
     return callables[0] if is_one else callables
 
 
@@ -155,6 +145,27 @@ def _replace(module: nn.Module, call: _Call, replay: Any) -> None:
 
     # as torch does with the forward of a module it has captured
     object.__setattr__(module, "forward", forward)
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    for name, (neutral, nearest) in _UNSUPPORTED.items():
+        if given[name] is not None and given[name] != neutral:
+            unsupported(_OP, name, given[name], nearest)
+
+
+def _check(callables: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+    checks.require(len(args) == len(callables), _OP, "sample_args", f"have {len(callables)} tuples", len(args))
+    for module in callables:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{_OP}: modules must be torch.nn.Modules, got {type(module).__name__}")
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"{_OP}: CUDA graphs need a GPU, and there is none")
+
+
+def _copy_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(Tensor.clone)
 
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
