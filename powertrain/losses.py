@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 
 def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
@@ -49,6 +50,7 @@ def _check_pairs(op: str, chosen: Tensor, beta: float, label_smoothing: float = 
     checks.require(0 <= label_smoothing < 0.5, op, "label_smoothing", "be in [0, 0.5)", label_smoothing)
 
 
+@hinted
 def dpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -79,6 +81,7 @@ def dpo_loss(
     return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 
+@hinted
 def ipo_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
 ) -> Tensor:
@@ -91,6 +94,7 @@ def ipo_loss(
     return ((chosen - ref_chosen) - (rejected - ref_rejected) - 1 / (2 * beta)).square()
 
 
+@hinted
 def simpo_loss(
     chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -103,6 +107,7 @@ def simpo_loss(
     return _preference(beta * (chosen - rejected) - gamma, label_smoothing)
 
 
+@hinted
 def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """Contrastive preference optimization's preference term: -log sigmoid(beta (chosen - rejected)), [C].
 
@@ -114,6 +119,7 @@ def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoot
     return _preference(beta * (chosen - rejected), label_smoothing)
 
 
+@hinted
 def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     """Odds ratio preference optimization's term: -beta log sigmoid(log odds(chosen) - log odds(rejected)), [C].
 
@@ -134,6 +140,7 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, a, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
+@hinted
 def kto_loss(
     log_probs: Tensor,
     ref: Tensor,
@@ -158,6 +165,7 @@ def kto_loss(
     return torch.where(desirable, wanted, unwanted)
 
 
+@hinted
 def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center: float = 0.0) -> Tensor:
     """Bradley-Terry loss of rewards: -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)², [C].
 
@@ -179,6 +187,7 @@ _ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@hinted
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -231,6 +240,7 @@ def policy_loss(
     return mean_by_sequence(loss, sequence, count).sum() / (count if divisor is None else divisor)
 
 
+@hinted
 def distillation_loss(divergence: Tensor, sequence: Tensor, *, divisor: Tensor | float | None = None) -> Tensor:
     """Mean over the tokens of completions of their divergence from a teacher, [].
 

@@ -1,9 +1,8 @@
 """Arithmetic on lists of tensors, as Apex's amp_C and TransformerEngine's multi_tensor_* have it, by torch's foreach.
 
 Every function takes (chunk_size, noop_flag, tensor_lists, ...); chunk_size is a hint of theirs. noop_flag is an int
-tensor
-on the device: functions that look for values that are not finite add to it, the optimizers do nothing where it is set.
-Nothing waits for the GPU.
+tensor on the device: functions that look for values that are not finite set it, Adam and SGD do nothing where it is
+set; LAMB, NovoGrad and Adagrad do not read it, as there. Nothing waits for the GPU.
 """
 
 from collections.abc import Sequence
@@ -145,6 +144,115 @@ def multi_tensor_sgd(
         p.copy_(new)
         if copy is not None:
             copy.copy_(new)
+
+
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool = False,
+) -> None:
+    """[gradients, parameters, exp_avg, exp_avg_sq]: one step of LAMB; the gradients stay as they are.
+
+    Gradients are divided by global_grad_norm / max_grad_norm where that is above 1. A tensor's step is multiplied by
+    |parameters| / |update|, without weight decay only with use_nvlamb. mode as of `multi_tensor_adam`. Values that are
+    not finite reach the parameters, as there.
+    """
+    grads, parameters, means, squares = (list(tensors) for tensors in _lists("multi_tensor_lamb", tensor_lists, 4))
+    clip = (global_grad_norm.reshape(()) / max_grad_norm).clamp(min=1)
+    correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    taken = 1 - beta1 if grad_averaging else 1.0
+    for g, p, m, v in zip(grads, parameters, means, squares, strict=True):
+        x = _wide(p)
+        g = g.to(x.dtype) / clip
+        g = g + weight_decay * x if mode == 0 else g
+        mean, square = beta1 * m.to(x.dtype) + taken * g, beta2 * v.to(x.dtype) + (1 - beta2) * g * g
+        update = (mean / correction1) / ((square / correction2).sqrt() + epsilon)
+        update = update + weight_decay * x if mode == 1 else update
+        if use_nvlamb or weight_decay:
+            size, change = x.norm(), update.norm()
+            update = update * torch.where((size != 0) & (change != 0), size / change, 1.0)
+        for kept, new in ((m, mean), (v, square), (p, x - lr * update)):
+            kept.copy_(new)
+
+
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    grad_norms: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    moment_mode: int,
+    norm_type: int,
+) -> None:
+    """[gradients, parameters, exp_avg] and grad_norms, float32 [n], running norms: one step of NovoGrad.
+
+    norm_type 2: sqrt(beta2 * old² + (1 - beta2) * new²); 0, of the largest magnitude: beta2 * old + (1 - beta2) * new.
+    moment_mode 0: division and weight decay are in the moment; 1: after it.
+    """
+    op = "multi_tensor_novograd"
+    grads, parameters, means = (list(tensors) for tensors in _lists(op, tensor_lists, 3))
+    checks.one_of(op, "norm_type", norm_type, (0, 2))
+    new = torch.stack(torch._foreach_norm([_wide(g) for g in grads], 2 if norm_type == 2 else torch.inf))
+    new = new.to(grad_norms.dtype)
+    if norm_type == 2:
+        grad_norms.copy_((beta2 * grad_norms**2 + (1 - beta2) * new**2).sqrt())
+    else:
+        grad_norms.copy_(beta2 * grad_norms + (1 - beta2) * new)
+    correction1, correction2 = (1 - beta1**step, (1 - beta2**step) ** 0.5) if bias_correction else (1.0, 1.0)
+    taken = 1 - beta1 if grad_averaging else 1.0
+    for g, p, m, norm in zip(grads, parameters, means, grad_norms.unbind(), strict=True):
+        x, denominator = _wide(p), norm / correction2 + epsilon
+        g = g.to(x.dtype)
+        if moment_mode == 0:
+            g = g / denominator + weight_decay * x
+        mean = beta1 * m.to(x.dtype) + taken * g
+        update = mean / correction1
+        if moment_mode == 1:
+            update = update / denominator + weight_decay * x
+        m.copy_(mean)
+        p.copy_(x - lr * update)
+
+
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    epsilon: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """[gradients, parameters, sums of squares]: one step of Adagrad; mode as of `multi_tensor_adam`."""
+    for g, p, total in zip(*_lists("multi_tensor_adagrad", tensor_lists, 3), strict=True):
+        x = _wide(p)
+        g = g.to(x.dtype) + (weight_decay * x if mode == 0 else 0.0)
+        square = total.to(x.dtype) + g * g
+        update = g / (square.sqrt() + epsilon) + (weight_decay * x if mode == 1 else 0.0)
+        total.copy_(square)
+        p.copy_(x - lr * update)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def _lists(op: str, tensor_lists: Lists, count: int) -> Lists:

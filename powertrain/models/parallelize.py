@@ -37,6 +37,7 @@ from powertrain.nn.tensor_parallel.lora import ColumnParallelLoRA, RowParallelLo
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens
 from powertrain.parallel.context.api import context_parallel
 from powertrain.parallel.overlap import Overlap
+from powertrain.runtime.positional import hinted
 
 # a layer may return its input's residual stream as a view; nothing here writes into it in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -49,6 +50,7 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 Style = Literal["columns", "rows", "replicated", "data"]
 
 
+@hinted
 def parallelize(
     model: CausalLM,
     mesh: DeviceMesh,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from powertrain.ops.lora_linear import adapted_norm, add_adapter, lora_linear
 from powertrain.quant.linear import HasFP8State
 from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 
 class Adapted(nn.Module):
@@ -107,6 +108,7 @@ def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float, magnitude: Tensor
     return whole.to(weight.dtype)
 
 
+@hinted
 def lora(
     model: nn.Module,
     *,

@@ -40,6 +40,7 @@ from powertrain.ops.batch_invariance import rows_apart
 from powertrain.ops.shapes import acc_dtype, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.positional import hinted
 from powertrain.runtime.sharding import leading_dims, placements
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu_squared"]
@@ -217,6 +218,7 @@ def gated_activation(
     return _activation_op(x, up, bias, GATED[kind], order, True, float(limit), float(alpha))
 
 
+@hinted
 def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """`activation` of kind "gelu" or "gelu_tanh"; `approximate` as in torch.nn.functional.gelu."""
     checks.one_of("gelu", "approximate", approximate, ("none", "tanh"))
@@ -233,11 +235,13 @@ def relu_squared(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return activation(x, "relu_squared", bias)
 
 
+@hinted
 def swiglu(x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None, order: Order = "gate_first") -> Tensor:
     """`gated_activation` of kind "swiglu": silu(gate) * up."""
     return gated_activation(x, "swiglu", up=up, bias=bias, order=order)
 
 
+@hinted
 def geglu(
     x: Tensor,
     up: Tensor | None = None,

@@ -40,6 +40,7 @@ from powertrain.ops.moe_kernels import (
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.positional import hinted
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -292,6 +293,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
         return moe_unpermute_ref(rows, positions, weights)
 
 
+@hinted
 def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "softmax") -> Tensor:
     """Imbalance of the experts' loads: E * sum over experts of (share of assignments) * (mean score); 1 when even.
 

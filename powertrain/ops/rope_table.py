@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 
 class RopeTable(NamedTuple):
@@ -207,6 +208,7 @@ class MRoPE:
         return torch.tensor(turns if self.interleaved else runs, dtype=torch.int32)
 
 
+@hinted
 def rope_table(
     rotary_dim: int,
     max_seqlen: int,

@@ -48,6 +48,7 @@ from powertrain.parallel.transport.collective import Collected
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.positional import hinted
 
 _PADDING = (None,) * MAX_WEIGHTS
 
@@ -403,6 +404,7 @@ def all_gather_gemm(
     x: Tensor, weight: Tensors, overlap: Overlap, *, bias: Sequence[Maybe] | None = None,
     rows: Sequence[int] | None = None, layer: str = "",
 ) -> list[Tensor]: ...  # fmt: skip
+@hinted
 def all_gather_gemm(
     x: Tensor,
     weight: Tensor | Tensors,
@@ -441,6 +443,7 @@ def all_gather_gemm(
     return ys if many else ys[0]
 
 
+@hinted
 def gemm_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -477,6 +480,7 @@ def gemm_reduce_scatter(
     return y
 
 
+@hinted
 def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe = None, layer: str = "") -> Tensor:
     """The sum over ranks of `x @ weight.T`, plus bias, on every rank: row-parallel without sequence parallelism.
 
@@ -497,6 +501,7 @@ def replicated_gemm(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe 
 def replicated_gemm(
     x: Tensor, weight: Tensors, overlap: Overlap, *, bias: Sequence[Maybe] | None = None, layer: str = ""
 ) -> list[Tensor]: ...
+@hinted
 def replicated_gemm(
     x: Tensor, weight: Tensor | Tensors, overlap: Overlap, *, bias: Maybe | Sequence[Maybe] = None, layer: str = ""
 ) -> Tensor | list[Tensor]:

@@ -32,6 +32,7 @@ from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts, SplitSizes
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH
 from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 Way = Literal["auto", "overlapped", "sequential"]
 _WAYS: tuple[Way, ...] = ("auto", "overlapped", "sequential")
@@ -442,6 +443,7 @@ def _check(
     checks.one_of(op, "way", way, _WAYS)
 
 
+@hinted
 def moe_experts(
     x: Tensor,
     weights: Tensor,

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from powertrain.patching import attention, gain, loss, mlps, norms, replace, rotary, verify
 from powertrain.patching.replace import Part, Report
+from powertrain.runtime.positional import hinted
 
 # pairs with their config, since parts of one model share a config object or have their own
 _FORMER = "_powertrain_former_attention"  # attribute of a patched model: [(config, its implementation before)]
 KINDS = (norms.KIND, mlps.KIND, rotary.KIND, attention.KIND, loss.KIND)
 
 
+@hinted
 def patch(model: nn.Module, *, kinds: Iterable[str] = KINDS, explain: bool = False) -> Report:
     """Run a model's norms, feed-forward layers, rotary embedding, attention and training loss on Powertrain's ops.
 

@@ -1,10 +1,29 @@
 """Values given by position that a public function takes by keyword only: the error names the keyword."""
 
+import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def hinted(function: F) -> F:
+    """A public function whose TypeError for a value too many, or a plain one for a tensor, names the keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    places = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > places or any(isinstance(value, float | int | str) for value in args):
+            meant = hint(function.__name__, function, args)
+            if meant is not None:
+                raise TypeError(meant)
+        return function(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def hint(op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:

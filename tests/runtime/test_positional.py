@@ -1,11 +1,15 @@
 """A value by position for an argument that is keyword-only: the error names the keyword."""
 
+import inspect
+import operator
 from typing import Any
 
 import pytest
 import torch
 
 import powertrain
+import powertrain.losses
+import powertrain.parallel
 
 X, W = torch.randn(2, 4, 8), torch.ones(8)
 T = torch.zeros(2, 4, dtype=torch.long)
@@ -34,6 +38,53 @@ def test_the_keyword_is_named(name: str, args: tuple[Any, ...], words: str) -> N
     with pytest.raises(TypeError) as caught:
         getattr(powertrain, name)(*args)
     assert words in str(caught.value) and caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "name, args, words",
+    [
+        ("linear_activation", (X, W, "gelu", W), "bias is keyword-only; write linear_activation(x, weight, kind, bias"),
+        ("swiglu", (X, X, W), "swiglu: bias is keyword-only"),
+        ("geglu", (X, X, "tanh"), "order is keyword-only"),
+        ("gelu", (X, "tanh"), "gelu: approximate is keyword-only; write gelu(x, approximate='tanh')"),
+        (
+            "rope_table",
+            (8, 16, 1e4),
+            "rope_table: base is keyword-only; write rope_table(rotary_dim, max_seqlen,",
+        ),
+        ("explain_attention", (X, X, X, "bshd"), "explain_attention: layout is keyword-only"),
+        ("moe_load_balancing_loss", (X, T, "sigmoid"), "moe_load_balancing_loss: score is keyword-only"),
+        ("lora", (torch.nn.Linear(4, 4), 8), "lora: rank is keyword-only; write lora(model, rank=8)"),
+        ("patch", (torch.nn.Linear(4, 4), ("norm",)), "patch: kinds is keyword-only"),
+        ("parallelize", (torch.nn.Linear(4, 4), None, torch.bfloat16), "parallelize: param_dtype is keyword-only"),
+        ("parallelize_linears", (torch.nn.Linear(4, 4), None, {}, True), "sequence_parallel is keyword-only"),
+        (
+            "losses.simpo_loss",
+            (W, W, 2.0),
+            "simpo_loss: beta is keyword-only; write simpo_loss(chosen, rejected,",
+        ),
+        ("losses.dpo_loss", (W, W, 0.1), "dpo_loss: beta is keyword-only; write dpo_loss(chosen, rejected, beta=0.1)"),
+        ("losses.reward_loss", (W, W, W), "reward_loss: margin is keyword-only"),
+        ("parallel.all_gather_gemm", (X, W, None, W), "all_gather_gemm: bias is keyword-only"),
+    ],
+)
+def test_the_keyword_is_named_by_functions_of_several_ops(name: str, args: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        operator.attrgetter(name)(powertrain)(*args)
+    assert words in str(caught.value)
+
+
+def test_every_public_function_with_keywords_only_gives_a_hint() -> None:
+    for module in (powertrain, powertrain.losses, powertrain.parallel):
+        for name in module.__all__ if hasattr(module, "__all__") else vars(module):
+            function = getattr(module, name)
+            if not inspect.isfunction(function) or not function.__module__.startswith("powertrain"):
+                continue
+            kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+            if inspect.Parameter.KEYWORD_ONLY not in kinds or inspect.Parameter.VAR_POSITIONAL in kinds:
+                continue
+            with pytest.raises(TypeError, match="is keyword-only; write "):
+                function(*(X for kind in kinds if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD), X)
 
 
 def test_other_mistakes_are_as_they_were() -> None:

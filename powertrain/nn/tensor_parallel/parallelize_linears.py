@@ -30,6 +30,7 @@ from powertrain.nn.tensor_parallel.linear import (
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens, split_tokens
 from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 # columns, rows        an nn.Linear whose features out (in) are sharded
 # heads                weights that each rank uses on its own heads (a norm of queries or keys)
@@ -59,6 +60,7 @@ PLANS: dict[str, dict[str, Role]] = {
 _OP = "parallelize_linears"
 
 
+@hinted
 def parallelize_linears(
     model: nn.Module, ranks: Ranks, plan: Mapping[str, Role] | None = None, *, sequence_parallel: bool = False
 ) -> None:

@@ -17,6 +17,7 @@ from powertrain.ops.attention.backends.versions import Installed, assume, instal
 from powertrain.ops.attention.problem import LAYOUTS, AttentionProblem, Layout
 from powertrain.ops.attention.select import Verdict
 from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 from powertrain.runtime.target import Target
 
 
@@ -90,6 +91,7 @@ def _why_not(columns: tuple[Column, ...], rows: list[str]) -> list[str]:
     return lines
 
 
+@hinted
 def explain_attention(
     query: Tensor | None = None,
     key: Tensor | None = None,

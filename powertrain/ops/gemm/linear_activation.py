@@ -36,6 +36,7 @@ from powertrain.ops.shapes import acc_dtype, as_rows, empty
 from powertrain.runtime import checks, recording, self_test
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.positional import hinted
 from powertrain.runtime.target import Target
 
 
@@ -194,6 +195,7 @@ _linear_activation_op = Op(
 )
 
 
+@hinted
 def linear_activation(
     x: Tensor,
     weight: Tensor,

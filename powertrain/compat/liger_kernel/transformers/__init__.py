@@ -5,11 +5,13 @@ from powertrain.compat.liger_kernel.transformers.cross_entropy import LigerCross
 from powertrain.compat.liger_kernel.transformers.dyt import LigerDyT
 from powertrain.compat.liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from powertrain.compat.liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from powertrain.compat.liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 from powertrain.compat.liger_kernel.transformers.geglu import LigerGEGLUMLP
 from powertrain.compat.liger_kernel.transformers.group_norm import LigerGroupNorm
 from powertrain.compat.liger_kernel.transformers.jsd import LigerJSD
 from powertrain.compat.liger_kernel.transformers.kl_div import LigerKLDIVLoss
 from powertrain.compat.liger_kernel.transformers.layer_norm import LigerLayerNorm
+from powertrain.compat.liger_kernel.transformers.modulated_rms_norm import LigerModulatedRMSNorm
 from powertrain.compat.liger_kernel.transformers.monkey_patch import (
     _apply_liger_kernel,
     _apply_liger_kernel_to_instance,
@@ -60,11 +62,14 @@ from powertrain.compat.liger_kernel.transformers.monkey_patch import (
     apply_liger_kernel_to_smollm3,
     apply_liger_kernel_to_smolvlm,
 )
+from powertrain.compat.liger_kernel.transformers.poly_norm import LigerPolyNorm
 from powertrain.compat.liger_kernel.transformers.relu_squared import LigerReLUSquared
 from powertrain.compat.liger_kernel.transformers.rms_norm import LigerRMSNorm
 from powertrain.compat.liger_kernel.transformers.rope import liger_rotary_pos_emb
 from powertrain.compat.liger_kernel.transformers.softmax import LigerSoftmax
+from powertrain.compat.liger_kernel.transformers.sparsemax import LigerSparsemax
 from powertrain.compat.liger_kernel.transformers.swiglu import (
+    LigerBlockSparseTop2MLP,
     LigerPhi3SwiGLUMLP,
     LigerQwen3MoeSwiGLUMLP,
     LigerSwiGLUMLP,
@@ -74,20 +79,25 @@ from powertrain.compat.missing import unknown
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
+    "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
     "LigerDyT",
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
     "LigerGroupNorm",
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",
+    "LigerModulatedRMSNorm",
     "LigerPhi3SwiGLUMLP",
+    "LigerPolyNorm",
     "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
     "LigerReLUSquared",
     "LigerSoftmax",
+    "LigerSparsemax",
     "LigerSwiGLUMLP",
     "LigerTVDLoss",
     "_apply_liger_kernel",

@@ -15,6 +15,7 @@ from powertrain.ops import activations, norm
 from powertrain.ops.conversion import unsupported
 from powertrain.ops.cross_entropy import cross_entropy
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
+from powertrain.ops.linear_log_probs import Teacher, linear_log_probs
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
@@ -27,15 +28,19 @@ __all__ = [
     "liger_dyt",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
+    "liger_fused_linear_jsd",
     "liger_geglu",
     "liger_group_norm",
     "liger_jsd",
     "liger_kl_div",
     "liger_layer_norm",
+    "liger_modulated_rms_norm",
+    "liger_poly_norm",
     "liger_relu_squared",
     "liger_rms_norm",
     "liger_rope",
     "liger_softmax",
+    "liger_sparsemax",
     "liger_swiglu",
     "liger_tvd",
 ]
@@ -173,6 +178,57 @@ def liger_fused_add_rms_norm(
     return y, total
 
 
+def liger_modulated_rms_norm(
+    X: Tensor,
+    W: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> Tensor:
+    """(1 + scale) * `liger_rms_norm` + shift, the modulation by PyTorch.
+
+    X [..., H]; scale and shift [M, H] of one shape, or [H]: M divides the rows of X, each of them for as many rows in
+    order, so [B, H] goes with X [B, T, H]. Raises ValueError naming the argument.
+    """
+    op, H = "liger_modulated_rms_norm", X.shape[-1]
+    rows = X.numel() // max(H, 1)
+    fits = scale.shape[-1:] == X.shape[-1:] and scale.numel() > 0 and rows % (scale.numel() // H) == 0
+    checks.require(fits, op, "scale", f"have shape [M, {H}] with M a divisor of {rows}", list(scale.shape))
+    checks.shape(op, "shift", shift, scale.shape, "shape of scale")
+    y = liger_rms_norm(X, W, eps, offset, casting_mode)
+    parts = y.reshape(scale.numel() // H, -1, H) * (1 + scale.reshape(-1, 1, H))
+    return (parts if shift is None else parts + shift.reshape(-1, 1, H)).reshape(X.shape).to(X.dtype)
+
+
+def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
+    """W0 norm(X³) + W1 norm(X²) + W2 norm(X) + B, norm(u) = u / rms(u) over the last dim; PyTorch in float32.
+
+    Source: Zhuo et al., arXiv:2411.03884.
+    """
+    checks.shape("liger_poly_norm", "W", W, (3,), "[3]")
+    x = X.to(acc_dtype(X.dtype))
+    powers = [u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) for u in (x * x * x, x * x, x)]
+    return (sum(w * u for w, u in zip(W, powers, strict=True)) + B).to(X.dtype)
+
+
+def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
+    """The projection of `input` onto the probability simplex along `dim`: max(x - τ, 0); PyTorch in float32.
+
+    Source: Martins and Astudillo, arXiv:1602.02068.
+    """
+    x = input.to(acc_dtype(input.dtype)).movedim(dim, -1)
+    largest = x.sort(-1, descending=True).values
+    count = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=x.dtype)
+    total = largest.cumsum(-1)
+    # the support: the largest k with 1 + k x_k above the sum of the k largest
+    k = (1 + count * largest > total).sum(-1, keepdim=True)
+    tau = (total.gather(-1, k - 1) - 1) / k
+    return torch.relu(x - tau).movedim(-1, dim).to(input.dtype)
+
+
 def _weight(op: str, weight: Tensor | None, offset: float, casting: str) -> tuple[Tensor | None]:
     checks.one_of(op, "casting_mode", casting, ("llama", "gemma", "none"))
     # offsets other than 0 and 1 have no kernel: one vector addition does
@@ -251,6 +307,31 @@ def liger_jsd(
         mixture = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
         by_row = beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture)
     return _mean_of_rows(by_row, shift_labels, ignore_index)
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`liger_jsd` from hidden states [N, D] and [N, E] and weights [V, D] and [V, E], by `linear_log_probs`.
+
+    No logits in memory; no gradient of the teacher.
+    """
+    rows = student_input.shape[0]
+    labels = torch.zeros(rows, dtype=torch.long, device=student_input.device) if shift_labels is None else shift_labels
+    teacher = Teacher(teacher_input.detach(), teacher_weight.detach(), beta=jsd_beta)
+    result = linear_log_probs(
+        student_input, student_weight, labels, temperature=temperature, ignore_index=ignore_index, teacher=teacher
+    )
+    assert result.divergence is not None
+    return _mean_of_rows(result.divergence, shift_labels, ignore_index)
 
 
 def liger_tvd(

@@ -12,6 +12,7 @@ __all__ = [
     "LigerRMSNormForGemma",
     "LigerRMSNormForGemma2",
     "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4",
     "LigerRMSNormForGlm4",
     "LigerRMSNormForOlmo2",
     "LigerRMSNormForQwen3Next",
@@ -77,6 +78,23 @@ class LigerRMSNormForGemma3(LigerRMSNormForGemma):
 
     def __init__(self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma") -> None:
         super().__init__(dim, eps, offset, casting_mode)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """`LigerRMSNorm` with Gemma's casting and no offset; with_scale=False: without a weight."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):

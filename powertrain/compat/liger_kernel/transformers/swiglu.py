@@ -9,7 +9,13 @@ from powertrain.ops.activations import swiglu
 from powertrain.ops.gemm.linear_activation import linear_activation
 from powertrain.runtime import checks
 
-__all__ = ["LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerSwiGLUMLP"]
+__all__ = [
+    "LigerBlockSparseTop2MLP",
+    "LigerHunyuanV1SwiGLUMLP",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
+    "LigerSwiGLUMLP",
+]
 
 
 class LigerSwiGLUMLP(nn.Module):
@@ -32,6 +38,29 @@ class LigerSwiGLUMLP(nn.Module):
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
     """`LigerSwiGLUMLP`."""
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP`; is_shared_mlp changes nothing, as there."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """w2(silu(w1(x)) * w3(x)), an expert of Mixtral."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        checks.one_of("LigerBlockSparseTop2MLP", "config.hidden_act", config.hidden_act, ("silu", "swish"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(linear_activation(x, self.w1.weight, "swiglu", up_weight=self.w3.weight))
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):

@@ -7,8 +7,15 @@ from powertrain.compat.transformer_engine.pytorch.attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
+from powertrain.compat.transformer_engine.pytorch.cpu_offload import (
+    ManualOffloadSynchronizer,
+    get_cpu_offload_context,
+    mark_not_offload,
+)
 from powertrain.compat.transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from powertrain.compat.transformer_engine.pytorch.distributed import CudaRNGStatesTracker, checkpoint
+from powertrain.compat.transformer_engine.pytorch.glu import deinterleave_glu_tensor, interleave_glu_tensor
+from powertrain.compat.transformer_engine.pytorch.graph import make_graphed_callables
 from powertrain.compat.transformer_engine.pytorch.module import (
     Fp8Padding,
     Fp8Unpadding,
@@ -51,22 +58,28 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "autocast",
     "checkpoint",
+    "deinterleave_glu_tensor",
     "destroy_ub",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "initialize_ub",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
+    "mark_not_offload",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",

@@ -116,7 +116,7 @@ class autocast:
     ) -> None:
         if calibrating and not enabled:
             unsupported("autocast", "calibrating", True, "enabled=True, or powertrain.quant.watch")
-        self._enabled, self._next = enabled, None if not enabled else _quantizing(recipe, amax_reduction_group)
+        self._enabled, self._next = enabled, None if not enabled else quantizing_of(recipe, amax_reduction_group)
         self._before: list[Quantizing | None] = []
 
     def __enter__(self) -> "autocast":
@@ -135,7 +135,8 @@ class autocast:
         _State.open -= self._enabled
 
 
-def _quantizing(recipe: Recipe | None, group: Any) -> Quantizing:
+def quantizing_of(recipe: Recipe | None, group: Any) -> Quantizing:
+    """What an enabled autocast with this recipe and group asks for; raises as `autocast` does."""
     recipe = get_default_recipe() if recipe is None else recipe
     # read here, at construction: a recipe that this GPU cannot compute is refused before the model runs
     target = _target()

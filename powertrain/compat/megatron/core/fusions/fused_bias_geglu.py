@@ -5,6 +5,8 @@ from torch import Tensor
 
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations
+from powertrain.ops.conversion import unsupported
+from powertrain.runtime import checks
 
 __all__ = [
     "bias_geglu",
@@ -13,6 +15,7 @@ __all__ = [
     "quick_geglu",
     "quick_gelu",
     "weighted_bias_quick_geglu",
+    "weighted_bias_quick_geglu_impl",
     "weighted_quick_geglu",
 ]
 
@@ -56,6 +59,31 @@ def weighted_quick_geglu(y: Tensor, weights: Tensor, linear_offset: float = 0.0)
 def weighted_bias_quick_geglu(y: Tensor, bias: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
     """`weighted_quick_geglu` of y + bias."""
     return weighted_quick_geglu(torch.add(y, bias), weights, linear_offset)
+
+
+def weighted_bias_quick_geglu_impl(
+    input: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    fp8_input_store: bool = False,
+    linear_offset: float = 0.0,
+    clamp_value: float | None = None,
+) -> Tensor:
+    """`weighted_bias_quick_geglu` of two or three dims; weights [tokens, 1].
+
+    clamp_value: the gate is at most it, the other half within ±clamp_value, before the bias. fp8_input_store rounds
+    what is saved there, so it is refused.
+    """
+    op = "weighted_bias_quick_geglu_impl"
+    if fp8_input_store:
+        unsupported(op, "fp8_input_store", True, "fp8_input_store=False")
+    checks.require(input.dim() in (2, 3), op, "input", "have two or three dims", list(input.shape))
+    rows = input.reshape(-1, input.shape[-1])
+    if clamp_value is not None:
+        gate, up = rows.chunk(2, -1)
+        rows = torch.cat((gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)), -1)
+    rows = rows if bias is None else rows + bias
+    return weighted_quick_geglu(rows, weights, linear_offset).view(*input.shape[:-1], -1)
 
 
 __getattr__ = unknown(__name__)

@@ -19,11 +19,30 @@ from powertrain.ops.conversion import unsupported
 from powertrain.ops.softmax import FullyMasked, scaled_softmax
 from powertrain.runtime import checks
 
-__all__ = ["FusedScaleMaskSoftmax", "NeoXFusedScaleMaskSoftmax"]
+__all__ = ["FusedScaleMaskSoftmax", "NeoXFusedScaleMaskSoftmax", "SoftmaxOne"]
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 _MASKS = ("padding", "causal", "no_mask", "padding_causal", "arbitrary", "causal_bottom_right")
 _FUSIONS = ("upper_triang", "general", "none")
+
+
+class SoftmaxOne(nn.Module):
+    """exp(x) / (exp(offset) + sum of exp(x)) over the last dim of x [batch, heads, queries, keys], by PyTorch.
+
+    denominator_offset: the score of a key without value, of each head [heads] or one for all; dim is None or -1.
+    """
+
+    def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 1.0) -> None:
+        super().__init__()
+        checks.one_of("SoftmaxOne", "dim", dim, (None, -1))
+        self.dim, self.denominator_offset = dim, denominator_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        sink = torch.as_tensor(self.denominator_offset, dtype=x.dtype, device=x.device)
+        if sink.dim() > 0:
+            sink = sink.reshape(-1, 1, 1)
+        total = torch.logaddexp(torch.logsumexp(x, -1, keepdim=True), sink)
+        return (x - total).exp()
 
 
 class FusedScaleMaskSoftmax(nn.Module):

@@ -1,7 +1,5 @@
 """transformer_engine.pytorch.ops: operations as modules, and their sequence."""
 
-from torch import nn
-
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch.ops.basic import (
     GEGLU,
@@ -9,31 +7,39 @@ from powertrain.compat.transformer_engine.pytorch.ops.basic import (
     GLU,
     QGEGLU,
     QGELU,
+    AddExtraInput,
+    BasicLinear,
     Bias,
+    ClampedSwiGLU,
     ConstantScale,
     Dropout,
     Identity,
     L2Normalization,
     LayerNorm,
     Linear,
+    MakeExtraOutput,
     ReGLU,
     ReLU,
     Reshape,
     RMSNorm,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
     SiLU,
+    SiTUGLU,
     SReGLU,
     SReLU,
     SwiGLU,
 )
+from powertrain.compat.transformer_engine.pytorch.ops.sequential import Sequential
 
 __all__ = [
-    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Bias", "ConstantScale", "Dropout", "Identity", "L2Normalization",
-    "LayerNorm", "Linear", "RMSNorm", "ReGLU", "ReLU", "Reshape", "SReGLU", "SReLU", "Sequential", "SiLU", "SwiGLU",
+    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "AddExtraInput", "BasicLinear", "Bias", "ClampedSwiGLU",
+    "ConstantScale", "Dropout", "Identity", "L2Normalization", "LayerNorm", "Linear", "MakeExtraOutput", "RMSNorm",
+    "ReGLU", "ReLU", "Reshape", "SReGLU", "SReLU", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU",
+    "ScaledSwiGLU", "Sequential", "SiLU", "SiTUGLU", "SwiGLU",
 ]  # fmt: skip
-
-
-class Sequential(nn.Sequential):
-    """torch.nn.Sequential; each operation is one of our ops already."""
 
 
 __getattr__ = unknown(__name__)

@@ -1,8 +1,7 @@
-"""liger_kernel.chunked_loss: losses of preference fine-tuning from hidden states, without the logits.
+"""Losses of preference fine-tuning from hidden states.
 
 Log-probabilities are those of `linear_log_probs`, the losses those of `powertrain.losses`. Hidden states and targets of
 chosen completions are the first half of the batch, those of rejected ones the second; both are shifted already.
-`compiled` and `chunk_size` change nothing here.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,94 @@
+"""Megatron's routing maps, weighted activations and softmax with an offset against loops and plain PyTorch."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from powertrain.compat.megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
+from powertrain.compat.megatron.core.fusions.fused_indices_converter import fused_indices_to_multihot
+from powertrain.compat.megatron.core.fusions.fused_pad_routing_map import fused_pad_routing_map
+from powertrain.compat.megatron.core.fusions.fused_softmax import SoftmaxOne
+from powertrain.compat.megatron.core.fusions.fused_weighted_squared_relu import (
+    weighted_squared_relu_back,
+    weighted_squared_relu_impl,
+)
+from tests.compat.plain import same, tensors
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4)], ids=str)
+def test_weighted_squared_relu(shape: tuple[int, ...]) -> None:
+    x, w = tensors(shape, (torch.Size(shape[:-1]).numel(), 1))
+    same(weighted_squared_relu_impl, lambda x, w: F.relu(x) ** 2 * w.reshape(*shape[:-1], 1), [x, w])
+    rows, g = x.detach().reshape(-1, 4).requires_grad_(), torch.randn(len(w), 4).double()
+    expected = torch.autograd.grad(F.relu(rows) ** 2 * w, (rows, w), g)
+    torch.testing.assert_close(weighted_squared_relu_back(g, rows, w), expected)
+    with pytest.raises(ValueError, match="input must have two or three dims"):
+        weighted_squared_relu_impl(torch.ones(4), torch.ones(1))
+
+
+@pytest.mark.parametrize("clamp", [None, 0.5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weighted_quick_geglu(bias: bool, clamp: float | None) -> None:
+    x, w, b = tensors((2, 3, 8), (6, 1), (8,))
+
+    def plain(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        gate, up = (gate, up) if b is None else (gate + b[:4], up + b[4:])
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1) * w.reshape(2, 3, 1)
+
+    ours = lambda x, w, b: weighted_bias_quick_geglu_impl(x, b, w, False, 1.0, clamp)  # noqa: E731
+    same(ours, plain, [x, w, b if bias else None])
+    with pytest.raises(NotImplementedError, match="fp8_input_store"):
+        weighted_bias_quick_geglu_impl(x, None, w, True)
+
+
+def test_padded_routing_map() -> None:
+    # the last expert has no free token left for its third multiple
+    rows = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 0, 1], [0, 1, 1], [0, 0, 1]])
+    padded = fused_pad_routing_map(rows.bool(), 4)
+    expected = rows.clone().T
+    for expert in expected:
+        for token in range(5):
+            if expert.sum() % 4 and not expert[token]:
+                expert[token] = 1
+    assert padded.dtype is torch.int32 and torch.equal(padded, expected.T.int())
+    assert padded.sum(0).tolist() == [4, 4, 5]
+    assert fused_pad_routing_map(rows[:0], 4).shape == (0, 3)
+    with pytest.raises(ValueError, match="pad_multiple must be positive, got 0"):
+        fused_pad_routing_map(rows, 0)
+
+
+def test_indices_to_multihot() -> None:
+    indices = torch.tensor([[0, 2], [-1, 1], [-1, -1]])
+    (probs,) = tensors((3, 2))
+    seen, _ = fused_indices_to_multihot(indices, probs, 3)
+    assert seen.tolist() == [[True, False, True], [False, True, False], [False] * 3]
+
+    def plain(probs: Tensor) -> Tensor:
+        table = [[0.0] * 3 for _ in range(3)]
+        rows = [[probs.new_zeros(()) for _ in row] for row in table]
+        for token in range(3):
+            for slot in range(2):
+                if indices[token, slot] >= 0:
+                    rows[token][int(indices[token, slot])] = probs[token, slot]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    same(lambda p: fused_indices_to_multihot(indices, p, 3)[1], plain, [probs])
+    with pytest.raises(ValueError, match="probs_indices must have shape"):
+        fused_indices_to_multihot(indices, probs[:, :1], 3)
+
+
+def test_softmax_with_an_offset() -> None:
+    x, sink = tensors((2, 3, 4, 5), (3,))
+
+    def plain(x: Tensor, sink: Tensor) -> Tensor:
+        column = sink.reshape(1, -1, 1, 1).expand(2, -1, 4, 1)
+        return torch.softmax(torch.cat((x, column), -1), -1)[..., :-1]
+
+    same(lambda x, sink: SoftmaxOne(-1, sink)(x), plain, [x, sink])
+    same(SoftmaxOne(), lambda x: plain(x, torch.ones(3).double()), [x])
+    with pytest.raises(ValueError, match="dim must be"):
+        SoftmaxOne(1)
