@@ -2,6 +2,7 @@
 
 import torch
 
+from powertrain.ops.fp8.gated_mlp import FP8Weight, fp8_gated_mlp
 from powertrain.ops.fp8.gemm import fp8_gemm
 from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.fp8.quantize import fp8_quantize
@@ -11,7 +12,8 @@ META = torch.device("meta")
 
 
 def launch_fp8_kernels(dtype: torch.dtype) -> None:
-    """Every kind of launch: granularities, both formats, a given scale, amax, a folded one, all pairs of a product."""
+    """Every kind of launch: granularities, both formats, a given scale, amax, a folded one, all pairs of a product;
+    gated MLPs with delayed scales and with rows that are not whole 16 bytes."""
     x = torch.empty(512, 20000, dtype=dtype, device=META)  # rows too long for one block
     fold = torch.empty(20000, device=META)
     fp8_quantize(x, "row", fold=fold, measure=True)
@@ -35,4 +37,10 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
         rows = torch.empty(512, width, dtype=dtype, device=META, requires_grad=True)
         weights = torch.empty(4, 256, width, dtype=dtype, device=META, requires_grad=True)
         y = fp8_grouped_gemm(rows, weights, offsets, by=by)
+        y.backward(torch.empty_like(y))
+    for width, scale in ((512, torch.empty(3, device=META)), (500, None)):
+        shapes = ((width, 512), (width, 512), (512, width))
+        weights = (torch.empty(shape, dtype=dtype, device=META, requires_grad=True) for shape in shapes)
+        gate, up, down = (FP8Weight(weight, scale, scale) for weight in weights)
+        y = fp8_gated_mlp(torch.empty(512, 512, dtype=dtype, device=META, requires_grad=True), gate, up, down)
         y.backward(torch.empty_like(y))

@@ -17,12 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.activation_kernels import activate_gated
-from powertrain.ops.fp8.formulas import ALIGN, MAX, padded
+from powertrain.ops.fp8 import formulas
+from powertrain.ops.fp8.formulas import MAX
 from powertrain.ops.fp8.quantize_kernels import inverse, magnitude, raise_amax, scale_of_bits, store_rows
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
+
+ALIGN = tl.constexpr(formulas.ALIGN)
 
 
 @triton.jit
@@ -49,7 +52,7 @@ def _largest(found, like):
 
 
 # a given scale is one of three (x, weight, dy) of delayed scaling, mostly not at a multiple of 16 bytes
-@kernel(aligned=("C16",), unaligned=("given_ptr", "up_given_ptr"))
+@kernel(unaligned=("given_ptr", "up_given_ptr"))
 def _gated_amax_kernel(
     dy_ptr,
     gate_ptr,
@@ -59,15 +62,16 @@ def _gated_amax_kernel(
     amax_ptr,
     R,
     C,
-    C16,
+    units_c,  # of 16 elements: rows of FP8 are padded to whole ones
     stride_m,
     limit,
     alpha,
     KIND: tl.constexpr,
-    WHOLE: tl.constexpr,  # C is C16
+    WHOLE: tl.constexpr,  # C is a multiple of 16
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    C16 = units_c * ALIGN
     tiles_c = tl.cdiv(C, BLOCK_C)
     tiles = tl.cdiv(R, BLOCK_R) * tiles_c
     if given_ptr is not None:
@@ -121,7 +125,7 @@ def _write(
         store_rows(data_t_ptr + col * R16 + row, x.T, cols < C, rows < R16, R16, BLOCK_C, BLOCK_R)
 
 
-@kernel(aligned=("R16", "C16"), unaligned=("given_ptr", "up_given_ptr"))
+@kernel(unaligned=("given_ptr", "up_given_ptr"))
 def _gated_quantize_kernel(
     dy_ptr,
     gate_ptr,
@@ -138,18 +142,20 @@ def _gated_quantize_kernel(
     amax_ptr,
     R,
     C,
-    R16,
-    C16,
+    units_r,  # of 16 elements: rows of FP8 are padded to whole ones
+    units_c,
     stride_m,
     limit,
     alpha,
     KIND: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    WHOLE: tl.constexpr,  # C is C16
+    WHOLE: tl.constexpr,  # C is a multiple of 16
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    # multiples of 16 whatever the stride is, so stores are of 16 bytes
+    R16, C16 = units_r * ALIGN, units_c * ALIGN
     tiles_c = tl.cdiv(C, BLOCK_C)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     lanes_r, lanes_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
@@ -200,6 +206,10 @@ class Part(NamedTuple):
     scale_inv: Tensor | None = None  # [1]; None: nothing of this tensor is wanted
 
 
+def _units(size: int) -> int:
+    return cdiv(size, formulas.ALIGN)
+
+
 def launch_gated(
     dy: Tensor | None, gate: Tensor, up: Tensor, first: Part, second: Part, amax: Tensor | None, kind: str,
     limit: float, alpha: float, format: str, power_of_two: bool,
@@ -210,7 +220,7 @@ def launch_gated(
     """
     (R, C), target = gate.shape, Target.of(gate.device)
     own_amax = gate.new_zeros(2, dtype=torch.int32)
-    options = {"KIND": kind, "WHOLE": C % ALIGN == 0}
+    options = {"KIND": kind, "WHOLE": C % formulas.ALIGN == 0}
     # both scales are given or none is
     given = [part.given for part in (first, second) if part.scale_inv is not None]
     plan = _plan_amax(target)
@@ -218,13 +228,13 @@ def launch_gated(
     # scales that are known need few programs, to see that they are
     programs = tiles if given[0] is None else min(tiles, 2 * target.num_sms)
     _gated_amax_kernel[(programs,)](
-        dy, gate, up, given[0], given[-1] if len(given) > 1 else None, own_amax, R, C, padded(C), gate.stride(0),
+        dy, gate, up, given[0], given[-1] if len(given) > 1 else None, own_amax, R, C, _units(C), gate.stride(0),
         limit, alpha, **options, BLOCK_R=plan.block_r, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
     )  # fmt: skip
     plan = _plan_tile(dy is not None, target)
     _gated_quantize_kernel[(cdiv(R, plan.block_r) * cdiv(C, plan.block_c),)](
         dy, gate, up, first.given, second.given, own_amax, first.data, first.data_t, first.scale_inv, second.data,
-        second.data_t, second.scale_inv, amax, R, C, padded(R), padded(C), gate.stride(0), limit, alpha,
+        second.data_t, second.scale_inv, amax, R, C, _units(R), _units(C), gate.stride(0), limit, alpha,
         **options, MAX=MAX[format], POWER_OF_TWO=power_of_two,
         BLOCK_R=plan.block_r, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
     )  # fmt: skip
