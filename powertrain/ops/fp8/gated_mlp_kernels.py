@@ -185,13 +185,13 @@ class _Plan(NamedTuple):
     num_warps: int
 
 
-@tunable("never")
+@tunable("never measured")
 def _plan_tile(backward: bool, target: Target) -> _Plan:
     """Tiles of which both copies are written."""
     return _Plan(64, 64, 4)
 
 
-@tunable("never")
+@tunable("never measured")
 def _plan_amax(target: Target) -> _Plan:
     """Tiles that are only read: whole rows of memory, 16 elements a thread."""
     return _Plan(4, 512, 4)

@@ -19,7 +19,7 @@ from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
 from powertrain.ops.fp8.gated_mlp_kernels import Part, launch_gated
 from powertrain.ops.fp8.operands import Options, columns_outputs, grad_operands, input_operands
 from powertrain.ops.fp8.quantize import fp8_quantize, kernels_serve, same_bits, special_values
-from powertrain.ops.shapes import as_rows, cdiv
+from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks, self_test
 from powertrain.runtime.dispatch import Op
 
@@ -119,8 +119,8 @@ def _grads(
             for given, (data, inv, data_t, _, _) in zip((gate_given, up_given), (out[:5], out[5:]), strict=True)
         )
         launch_gated(
-            as_rows(dact), as_rows(gate), as_rows(up), first, second, amax, kind, limit, alpha, grad_format,
-            power_of_two,
+            dact.contiguous(), gate.contiguous(), up.contiguous(), first, second, amax, kind, limit, alpha,
+            grad_format, power_of_two,
         )  # fmt: skip
         if amax is None:
             return out
