@@ -87,7 +87,7 @@ def _linears() -> str:
 
 
 def _gated_mlp() -> str:
-    """The MLP of Llama 8B, 16384 tokens, forward and backward: one op, and its three layers apart, which a hook sees."""
+    """The MLP of Llama 8B, 16384 tokens, forward and backward: one op, and three layers that a hook sees."""
     x, dy = _randn(TOKENS, HIDDEN).requires_grad_(), _randn(TOKENS, HIDDEN)
 
     def step(mlp: nn.Module) -> None:

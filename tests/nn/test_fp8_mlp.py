@@ -11,8 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import powertrain.nn.mlp
 from powertrain.nn.mlp import GatedMLP
+from powertrain.ops.fp8.operands import GRANULARITIES
+from powertrain.ops.fp8.quantize import fp8_quantize
 from powertrain.quant import Block, Row, quantize_model, shared_weights, update_scales, watch
 from powertrain.quant import Tensor as TensorRecipe
+from powertrain.quant.gathered_weight import GatheredWeight
 
 RECIPES = [TensorRecipe(), TensorRecipe(scale="delayed", history=3), Row(), Block(), TensorRecipe(format="e4m3")]
 
@@ -87,6 +90,27 @@ def test_main_grad() -> None:
         p.main_grad = torch.ones_like(p, dtype=torch.float32)
     mlp(_input()).sum().backward()
     assert all(p.grad is None and not (p.main_grad == 1).all() for p in mlp.parameters())
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:4], ids=str)
+def test_weights_gathered_in_fp8(recipe: Any, calls: list[Any]) -> None:
+    """Whose copies are given without the transposed one, and magnitudes recorded: as the layers apart."""
+    mlp = _mlp(recipe)
+    for layer in (mlp.gate, mlp.up, mlp.down):
+        weight = layer._parameters.pop("weight").detach()
+        copies = fp8_quantize(weight, GRANULARITIES[recipe.by][1], columns=False, measure=True)
+        layer.weight = GatheredWeight(copies.rows, copies.amax, weight.shape, weight.dtype)
+    found = []
+    for hooks in (0, 1):
+        for _ in range(hooks):
+            mlp.up.register_forward_hook(lambda *_: None)
+        for buffer in mlp.buffers():
+            buffer.zero_()
+        x = _input()
+        y = mlp(x)
+        y.backward(torch.ones_like(y))
+        found.append([y.detach(), x.grad, *(buffer.clone() for buffer in mlp.buffers())])
+    assert _same(*found) and len(calls) == 1
 
 
 def _hook(mlp: GatedMLP) -> None:
