@@ -27,7 +27,7 @@ from torch import Tensor
 from powertrain.ops.activations import GATED, Gated, gated_activation_ref
 from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.fp8.formulas import DTYPES, Copies, Quantized, padded
-from powertrain.ops.fp8.gated_quantize import ACT_SCHEMA, OPTIONS_SCHEMA, Act, activated, gated_grads_op
+from powertrain.ops.fp8.gated_quantize import ACT_SCHEMA, OPTIONS_SCHEMA, Act, activated, gated_grads
 from powertrain.ops.fp8.linear import fp8_linear_ref
 from powertrain.ops.fp8.operands import (
     GRAD,
@@ -151,38 +151,26 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         if need[2]:
             grads[_WEIGHTS[2]] = wgrad(columns, Quantized(act_t, act_inv), down, options)
         if inner:
-            dact = dgrad(rows, down, w_scales[2], fold, options)
-            halves = _gated_grads(ctx, dact, gate, up, layers, w_scales, (need_x, need[0], need[1]))
-            dx = None
-            for i, (rows, columns, fold) in enumerate(halves):
+            folds = [dgrad_fold(layers[i], w_scales[i], options.by) for i in range(2)]
+            halves = gated_grads(
+                dgrad(rows, down, w_scales[2], fold, options), gate, up, [role(w.scales, GRAD) for w in layers[:2]],
+                folds, ctx.act, options, (need_x, need[0], need[1]), measure,
+            )  # fmt: skip
+            dx, i = None, 0
+            # enumerate would keep the last ones while the next are made
+            for rows, columns, amax in halves:
+                # the gradient of a layer that nobody wants is not measured: apart, its backward would not run
+                if measure and (need_x or need[i]):
+                    raise_op(layers[i].amaxes, amax, GRAD)
                 if need_x:
-                    part = dgrad(rows, layers[i], w_scales[i], fold, options)
+                    part = dgrad(rows, layers[i], w_scales[i], folds[i], options)
                     dx = part if dx is None else dx.add_(part)
                 if need[i]:
                     grads[_WEIGHTS[i]] = wgrad(columns, Quantized(x_t, x_inv), layers[i], options)
+                del rows, columns
+                i += 1
             grads[0] = None if dx is None else dx.view(*lead, dx.shape[1])
     return tuple(grads)
-
-
-def _gated_grads(
-    ctx: Any, dact: Tensor, gate: Tensor, up: Tensor, layers: list[Layer], w_scales: list[Tensor],
-    needs: tuple[bool, bool, bool],
-) -> list[tuple[Quantized, Quantized, Tensor | None]]:  # fmt: skip
-    """Of gate and up: gradients by rows and transposed, and what was folded into the rows."""
-    options, measure = ctx.options, layers[0].amaxes is not None
-    folds = [dgrad_fold(layer, scale, options.by) for layer, scale in zip(layers[:2], w_scales[:2], strict=True)]
-    given = [role(layer.scales, GRAD) for layer in layers[:2]]
-    out = gated_grads_op(dact, gate, up, *given, *folds, *ctx.act, *options, *needs, measure)
-    found = []
-    for i in range(2):
-        data, inv, data_t, inv_t, amax = out[5 * i : 5 * i + 5]
-        # the gradient of a layer that nobody wants is not measured: apart, its backward would not run
-        if measure and (needs[0] or needs[1 + i]):
-            raise_op(layers[i].amaxes, amax, GRAD)
-        # by tensor both copies have one scale
-        columns = Quantized(data_t, inv_t if options.by != "tensor" else inv)
-        found.append((Quantized(data, inv), columns, folds[i]))
-    return found
 
 
 def _flops(x: Shape, gate: Shape, down: Shape, **_: Any) -> int:

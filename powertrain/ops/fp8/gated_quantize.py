@@ -6,20 +6,25 @@ not pass their test. The bytes are the same.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from powertrain.ops.activation_kernels import activation_bwd, activation_fwd
-from powertrain.ops.activations import GATED, gated_activation_bwd_torch, gated_activation_torch
-from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
+from powertrain.ops.activations import (
+    GATED,
+    activation_bwd_op,
+    gated_activation_bwd_torch,
+    gated_activation_torch,
+)
+from powertrain.ops.fp8.formulas import DTYPES, Copies, Quantized, padded
 from powertrain.ops.fp8.gated_mlp_kernels import Part, launch_gated
 from powertrain.ops.fp8.operands import Options, columns_outputs, grad_operands, input_operands
 from powertrain.ops.fp8.quantize import fp8_quantize, kernels_serve, same_bits, special_values
-from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks, self_test
 from powertrain.runtime.dispatch import Op
 
@@ -76,24 +81,39 @@ def _gated_name(kind: str) -> str:
     return next(name for name, act in GATED.items() if act == kind)
 
 
+def gated_grads(
+    dact: Tensor, gate: Tensor, up: Tensor, given: list[Tensor | None], folds: list[Tensor | None], act: Act,
+    options: Options, needs: tuple[bool, bool, bool], measure: bool,
+) -> Iterator[tuple[Quantized, Quantized, Tensor]]:  # fmt: skip
+    """Gradients of gate, then of up, as `grad_operands` gives them; needs: whether dx, dWgate and dWup are wanted."""
+    if options.by == "tensor":
+        out = list(_grads_op(dact, gate, up, *given, *act, *options, *needs, measure))
+        del dact
+        for _ in range(2):
+            data, inv, data_t, amax = (out.pop(0) for _ in range(4))
+            yield Quantized(data, inv), Quantized(data_t, inv), amax
+        return
+    wanted = needs[0] or needs[1], needs[0] or needs[2]
+    halves = list(_act_grads(dact, gate, up, act, wanted, activation_bwd_op))
+    # its memory serves the copies; so does that of each half once it is quantized
+    del dact
+    for fold, need in zip(folds, needs[1:], strict=True):
+        yield grad_operands(halves.pop(0), None, fold, options, needs[0], need, False)
+
+
 def _grads_outputs(
-    dact: Tensor, gate: Tensor, up: Tensor, gate_given: Tensor | None, up_given: Tensor | None,
-    gate_fold: Tensor | None, up_fold: Tensor | None, kind: str, limit: float, alpha: float, act_kernel: bool, by: str,
-    grad_format: str, power_of_two: bool, fast: bool, kernel: bool, need_x: bool, need_gate: bool, need_up: bool,
-    measure: bool,
+    dact: Tensor, gate: Tensor, up: Tensor, gate_given: Tensor | None, up_given: Tensor | None, kind: str,
+    limit: float, alpha: float, act_kernel: bool, by: str, grad_format: str, power_of_two: bool, fast: bool,
+    kernel: bool, need_x: bool, need_gate: bool, need_up: bool, measure: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of gate, then of up: data and scale_inv by rows, data and scale_inv transposed (by tensor that one is empty),
-    amax."""
+    """Of gate, then of up, by tensor: data by rows, scale_inv, data transposed, amax."""
     (M, N), none, dtype = gate.shape, gate.new_empty(0, dtype=torch.float32), DTYPES[grad_format]
     out: list[Tensor] = []
     for need in (need_gate, need_up):
-        data, data_t = none.new_empty((M, padded(N)) if need_x else 0, dtype=dtype), none.new_empty(0, dtype=dtype)
-        if need:
-            data_t = none.new_empty((N, padded(M)), dtype=dtype)
-        inv = none.new_empty({"tensor": 1, "row": M}[by]) if by != "block" else none.new_empty((cdiv(N, GROUP), M)).T
-        inv_t = none.new_empty((cdiv(M, GROUP), N)).T if need and by != "tensor" else none
-        wanted = need_x or (need and by == "tensor")
-        out += [data, inv if wanted else none, data_t, inv_t, none.new_empty(1 if measure and (need_x or need) else 0)]
+        data = none.new_empty((M, padded(N)) if need_x else 0, dtype=dtype)
+        data_t = none.new_empty((N, padded(M)) if need else 0, dtype=dtype)
+        wanted = need_x or need
+        out += [data, none.new_empty(int(wanted)), data_t, none.new_empty(int(measure and wanted))]
     return tuple(out)
 
 
@@ -103,52 +123,48 @@ def _wanted(data: Tensor, data_t: Tensor, inv: Tensor) -> tuple[Tensor | None, T
 
 
 def _grads(
-    dact: Tensor, gate: Tensor, up: Tensor, gate_given: Tensor | None, up_given: Tensor | None,
-    gate_fold: Tensor | None, up_fold: Tensor | None, kind: str, limit: float, alpha: float, act_kernel: bool, by: str,
-    grad_format: str, power_of_two: bool, fast: bool, kernel: bool, need_x: bool, need_gate: bool, need_up: bool,
-    measure: bool,
+    dact: Tensor, gate: Tensor, up: Tensor, gate_given: Tensor | None, up_given: Tensor | None, kind: str,
+    limit: float, alpha: float, act_kernel: bool, by: str, grad_format: str, power_of_two: bool, fast: bool,
+    kernel: bool, need_x: bool, need_gate: bool, need_up: bool, measure: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     act, options = Act(kind, limit, alpha, act_kernel), Options(by, grad_format, power_of_two, fast, kernel)
-    args = (gate_given, up_given, gate_fold, up_fold, *act, *options, need_x, need_gate, need_up, measure)
+    needs, given = (need_gate, need_up), (gate_given, up_given)
     wanted = need_x or need_gate, need_x or need_up
     if _in_one(gate, options, act):
-        out = _grads_outputs(dact, gate, up, *args)
+        out = _grads_outputs(
+            dact, gate, up, gate_given, up_given, kind, limit, alpha, act_kernel, by, grad_format, power_of_two, fast,
+            kernel, need_x, need_gate, need_up, measure,
+        )  # fmt: skip
         amax = dact.new_zeros(2, dtype=torch.int32) if measure else None
-        first, second = (
-            Part(given, *_wanted(data, data_t, inv))
-            for given, (data, inv, data_t, _, _) in zip((gate_given, up_given), (out[:5], out[5:]), strict=True)
-        )
+        first, second = (Part(given[i], *_wanted(out[4 * i], out[4 * i + 2], out[4 * i + 1])) for i in range(2))
         launch_gated(
             dact.contiguous(), gate.contiguous(), up.contiguous(), first, second, amax, kind, limit, alpha,
             grad_format, power_of_two,
         )  # fmt: skip
-        if amax is None:
-            return out
-        found = amax.view(torch.float32)
-        # copies, since an op's results share no memory
-        amaxes = [found[i : i + 1].clone() if wanted[i] else found.new_empty(0) for i in range(2)]
-        return *out[:4], amaxes[0], *out[5:9], amaxes[1]
-    halves = _act_grads(dact, gate, up, act, wanted)
+        if amax is not None:
+            for i in range(2):
+                # into memory of its own, since an op's results share none
+                out[4 * i + 3].copy_(amax[i : i + int(wanted[i])].view(torch.float32))
+        return out
     results: list[Tensor] = []
-    for i, (half, given, fold) in enumerate(zip(halves, (gate_given, up_given), (gate_fold, up_fold), strict=True)):
-        none = dact.new_empty(0, dtype=torch.float32)
-        if not wanted[i]:
+    for half, scale, need, is_wanted in zip(_act_grads(dact, gate, up, act, wanted), given, needs, wanted, strict=True):
+        if is_wanted:
+            rows, columns, found = grad_operands(half, scale, None, options, need_x, need, measure)
+            results += [*rows, columns.data, found]
+        else:
+            none = dact.new_empty(0, dtype=torch.float32)
             empty = none.new_empty(0, dtype=DTYPES[grad_format])
-            results += [empty, none, empty, none, none]
-            continue
-        need = (need_gate, need_up)[i]
-        rows, columns, found = grad_operands(half, given, fold, options, need_x, need, measure)
-        results += [*rows, columns.data, none if by == "tensor" else columns.scale_inv, found]
-    # an op's results share no memory, and are not one tensor twice
+            results += [empty, none, empty, none]
+    # no tensor twice
     return tuple(t if t.numel() else torch.empty_like(t) for t in results)
 
 
-def _act_grads(dact: Tensor, gate: Tensor, up: Tensor, act: Act, wanted: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """dgate and dup in 16 bits."""
+def _act_grads(
+    dact: Tensor, gate: Tensor, up: Tensor, act: Act, wanted: tuple[bool, bool], by: Any = activation_bwd
+) -> tuple[Tensor, Tensor]:
+    """dgate and dup in 16 bits, by kernels launched by `activation_bwd`, or by the op of that name."""
     if act.kernel:
-        dgate, dup, _ = activation_bwd(
-            dact, gate, up, None, act.kind, "gate_first", True, act.limit, act.alpha, *wanted, False
-        )
+        dgate, dup, _ = by(dact, gate, up, None, act.kind, "gate_first", True, act.limit, act.alpha, *wanted, False)
         return dgate, dup
     return gated_activation_bwd_torch(dact, gate, up, _gated_name(act.kind), act.limit, act.alpha)
 
@@ -183,10 +199,10 @@ def _nothing_of(copies: Copies) -> Part:
     return Part(None, data, data_t, inv)
 
 
-gated_grads_op = Op(
-    "fp8_gated_grads(Tensor dact, Tensor gate, Tensor up, Tensor? gate_given, Tensor? up_given, Tensor? gate_fold, "
-    f"Tensor? up_fold, {ACT_SCHEMA}, {OPTIONS_SCHEMA}, bool need_x, bool need_gate, bool need_up, bool measure) -> "
-    f"({', '.join(['Tensor'] * 10)})",
+_grads_op = Op(
+    "fp8_gated_grads(Tensor dact, Tensor gate, Tensor up, Tensor? gate_given, Tensor? up_given, "
+    f"{ACT_SCHEMA}, {OPTIONS_SCHEMA}, bool need_x, bool need_gate, bool need_up, bool measure) -> "
+    f"({', '.join(['Tensor'] * 8)})",
     _grads,
     _grads_outputs,
     replays=False,
