@@ -22,6 +22,7 @@ MATMULS = (
     "grouped_gemm",
     "fp8_linear",
     "fp8_grouped_gemm",
+    "fp8_gated_mlp",
     "lora_linear",
 )  # cast under autocast
 
