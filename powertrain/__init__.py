@@ -29,7 +29,6 @@ _PUBLIC = {
     "bias_dropout_add": "powertrain.ops.bias_dropout_add",
     "cross_entropy": "powertrain.ops.cross_entropy",
     "linear_cross_entropy": "powertrain.ops.linear_cross_entropy",
-    "fp8_gated_mlp": "powertrain.ops.fp8.gated_mlp",
     "fp8_grouped_gemm": "powertrain.ops.fp8.grouped",
     "fp8_linear": "powertrain.ops.fp8.linear",
     "linear_log_probs": "powertrain.ops.linear_log_probs",

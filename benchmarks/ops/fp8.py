@@ -1,5 +1,4 @@
-"""FP8: quantization beside a copy, products of every form beside bf16, a Llama-8B layer and its
-gated MLP of every recipe beside bf16."""
+"""FP8: quantization beside a copy, products of every form beside bf16, a Llama-8B layer of every recipe beside bf16."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from powertrain.models import configure
 from powertrain.models.registry import architecture
 from powertrain.nn.attention import Context
-from powertrain.nn.mlp import GatedMLP
 from powertrain.ops.fp8.formulas import Quantized
 from powertrain.ops.fp8.gemm import fp8_gemm, why_not_torch
 from powertrain.ops.fp8.quantize import fp8_quantize
@@ -86,31 +84,6 @@ def _linears() -> str:
     return table("Llama-8B linears", measure(variants, seconds=0.5), flops=flops)
 
 
-def _gated_mlp() -> str:
-    """The MLP of Llama 8B, 16384 tokens, forward and backward: one op, and three layers that a hook sees."""
-    x, dy = _randn(TOKENS, HIDDEN).requires_grad_(), _randn(TOKENS, HIDDEN)
-
-    def step(mlp: nn.Module) -> None:
-        mlp(x).backward(dy)
-        mlp.zero_grad()
-        x.grad = None
-
-    variants: dict[str, Callable[[], Any]] = {}
-    for name, recipe in RECIPES.items():
-        for way in ("",) if recipe is None else (", one op", ", apart"):
-            with torch.device("cuda"):
-                mlp = GatedMLP(HIDDEN, INTERMEDIATE).bfloat16()
-            if recipe is not None:
-                quantize_model(mlp, recipe)
-            if way == ", apart":
-                mlp.down.register_forward_pre_hook(lambda *_: None)
-            step(mlp)
-            update_scales(mlp)
-            variants[name + way] = partial(step, mlp)
-    flops = 18.0 * TOKENS * HIDDEN * INTERMEDIATE
-    return table("Llama-8B gated MLP", measure(variants, seconds=0.5), flops=flops)
-
-
 def _layer() -> str:
     """One layer of Llama 8B, 2 sequences of 8192 tokens, forward and backward; every recipe has weights of its own."""
     config = configure(preset="llama-8b", num_layers=1, vocab_size=256)
@@ -158,6 +131,5 @@ def run() -> Iterator[str]:
         gc.collect()
         yield _products(*shape)
     yield _linears()
-    yield _gated_mlp()
     yield _layer()
     yield _host()

@@ -108,7 +108,7 @@ _KEPT = {
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in _KEPT or any(word in op.name() for word in ("attention", "gemm", "fp8_linear", "fp8_gated_mlp"))
+    kept = op in _KEPT or any(word in op.name() for word in ("attention", "gemm", "fp8_linear"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -1,7 +1,5 @@
 """The feed-forward half of a layer, with a gate or without."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -10,8 +8,6 @@ from powertrain.nn.attention import Context
 from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
-from powertrain.quant.gated_mlp import fits_one_op, fp8_mlp
-from powertrain.quant.linear import FP8Linear
 
 # the placeholder in a module that does more when called
 _SEEN_BY = (
@@ -19,12 +15,12 @@ _SEEN_BY = (
 )  # fmt: skip
 
 
-def _is_plain(*layers: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+def _is_plain(*layers: nn.Module) -> bool:
     """Calling these layers does nothing but multiply: no hook sees it, and nobody has replaced `forward`, as those do
     who keep weights elsewhere until they are needed."""
     if torch.compiler.is_compiling() or _has_any_global_hook():
         return False
-    return all(type(layer) is kind and not any(map(layer.__dict__.get, _SEEN_BY)) for layer in layers)
+    return all(type(layer) is nn.Linear and not any(map(layer.__dict__.get, _SEEN_BY)) for layer in layers)
 
 
 class MLP(nn.Module):
@@ -61,8 +57,5 @@ class GatedMLP(nn.Module):
             return self.down(
                 linear_activation(x, gate.weight, self.kind, bias=gate.bias, up_weight=up.weight, up_bias=up.bias)
             )
-        layers: tuple[Any, Any, Any] = self.gate, self.up, self.down
-        if _is_plain(*layers, kind=FP8Linear) and fits_one_op(x, *layers):
-            return fp8_mlp(x, *layers, kind=self.kind)
         halves = columns(x, self.gate, self.up, shape=context.shape)
         return self.down(gated_activation(halves[0], self.kind, up=halves[1]))

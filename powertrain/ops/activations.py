@@ -213,7 +213,7 @@ def gated_activation(
     width = x.shape[-1] if up is None else 2 * x.shape[-1]
     checks.shape(op, "bias", bias, (width,), "gate and up")
     if torch.compiler.is_compiling() or not use_kernel(op, x):
-        return rows_apart(lambda x, up: gated_activation_torch(x, kind, up, bias, order, limit, alpha), x, up)
+        return rows_apart(lambda x, up: _gated_torch(x, kind, up, bias, order, limit, alpha), x, up)
     bias = bias if bias is None else bias.contiguous()
     return _activation_op(x, up, bias, GATED[kind], order, True, float(limit), float(alpha))
 
@@ -275,7 +275,7 @@ def _activation_torch(x: Tensor, kind: str, bias: Tensor | None) -> Tensor:
         return _act_torch(z if bias is None else z + bias, kind).to(x.dtype)
 
 
-def gated_activation_torch(
+def _gated_torch(
     x: Tensor, kind: str, up: Tensor | None, bias: Tensor | None, order: Order, limit: float, alpha: float
 ) -> Tensor:
     with without_autocast(x.device):
@@ -287,33 +287,3 @@ def gated_activation_torch(
             gate_bias, up_bias = split_halves(bias, None, order)
             gate, other = gate + gate_bias, other + up_bias
         return (_act_torch(gate, GATED[kind]) * other).to(x.dtype)
-
-
-def gated_activation_bwd_torch(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: str, limit: float, alpha: float
-) -> tuple[Tensor, Tensor]:
-    """dgate and dup of `gated_activation_torch` with `up`, by the operations that autograd takes, to the bit."""
-    acc, aten = acc_dtype(gate.dtype), torch.ops.aten
-    d, z, u = dy.to(acc), gate.to(acc), up.to(acc)
-    if kind == "clamped_swiglu":
-        g = z.clamp(max=limit)
-        s = torch.sigmoid(alpha * g)
-        d_act = d * (u.clamp(-limit, limit) + 1)
-        dgate = d_act * s + aten.sigmoid_backward(d_act * g, s) * alpha
-        dgate = torch.where(z <= limit, dgate, 0.0)
-        dup = torch.where((u >= -limit) & (u <= limit), d * (g * s), 0.0)
-        return dgate.to(gate.dtype), dup.to(up.dtype)
-    act = GATED[kind]
-    d_act, dup = d * u, d * _act_torch(z, act)
-    if act in ("gelu", "gelu_tanh"):
-        dgate = aten.gelu_backward(d_act, z, approximate="tanh" if act == "gelu_tanh" else "none")
-    elif act == "silu":
-        dgate = aten.silu_backward(d_act, z)
-    elif act == "quick_gelu":
-        s = torch.sigmoid(1.702 * z)
-        dgate = d_act * s + aten.sigmoid_backward(d_act * z, s) * 1.702
-    else:
-        positive = torch.relu(z)
-        d_act = d_act if act == "relu" else d_act * (2 * positive)
-        dgate = aten.threshold_backward(d_act, positive, 0)
-    return dgate.to(gate.dtype), dup.to(up.dtype)

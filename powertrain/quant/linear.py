@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from powertrain.ops.fp8.formulas import Copies
-from powertrain.ops.fp8.gated_mlp import FP8Weight
 from powertrain.ops.fp8.linear import fp8_linear, quantized_weight
 from powertrain.quant.gathered_weight import GatheredWeight
 from powertrain.quant.recipe import Recipe, grad_format
@@ -55,23 +54,18 @@ class FP8State(nn.Module):
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
         """x Wᵀ + b by `fp8_linear` and the recipe."""
-        recipe, w = self.recipe, self.operand(x, weight, main_grad)
-        return fp8_linear(
-            x, w.weight, bias, by=recipe.by, grad_format=grad_format(recipe), power_of_two=recipe.power_of_two,
-            fast=recipe.fast, scales=w.scales, amaxes=w.amaxes, weight_copies=w.weight_copies, main_grad=main_grad,
-        )  # fmt: skip
-
-    def operand(self, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> FP8Weight:
-        """What the ops of FP8 products take of this layer, for a call with x."""
-        is_delayed = self.recipe.is_delayed
+        recipe, is_delayed = self.recipe, self.recipe.is_delayed
         if isinstance(weight, GatheredWeight):
             copies: Copies | None = self._gathered_copies(x, weight)
             weight = weight.stand_in()
         else:
             copies = self._shared_copies(x, weight)
-        scales = self.fp8_scale if is_delayed else None
-        amaxes = self.fp8_amax if is_delayed and self.training else None
-        return FP8Weight(weight, scales, amaxes, copies, main_grad)
+        return fp8_linear(
+            x, weight, bias, by=recipe.by, grad_format=grad_format(recipe),
+            power_of_two=recipe.power_of_two, fast=recipe.fast, scales=self.fp8_scale if is_delayed else None,
+            amaxes=self.fp8_amax if is_delayed and self.training else None,
+            weight_copies=copies, main_grad=main_grad,
+        )  # fmt: skip
 
     def _shared_copies(self, x: Tensor, weight: Tensor) -> Copies | None:
         if torch.compiler.is_compiling() or x.dtype is not weight.dtype:

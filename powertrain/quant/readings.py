@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from powertrain.ops.fp8.formulas import MAX, dequantized, spread
-from powertrain.ops.fp8.operands import GRANULARITIES
+from powertrain.ops.fp8.linear import GRANULARITIES
 from powertrain.ops.fp8.quantize import fp8_quantize
 from powertrain.ops.shapes import as_rows
 from powertrain.quant.gathered_weight import GatheredWeight

@@ -13,7 +13,7 @@ All are frozen, hashable and compare by value. Inputs and weights are e4m3 (3 ma
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from powertrain.ops.fp8.operands import By
+from powertrain.ops.fp8.linear import By
 from powertrain.runtime import checks
 
 Format = Literal["hybrid", "e4m3"]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, magnitude_bits, padded, scale_of
-from powertrain.ops.fp8.operands import GRANULARITIES
+from powertrain.ops.fp8.linear import GRANULARITIES
 from powertrain.ops.fp8.quantize import block_scales, fp8_quantize
 from powertrain.ops.shapes import cdiv
 from powertrain.quant.gathered_weight import GatheredWeight

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from powertrain.runtime import recording, tracing
+from powertrain.runtime import tracing
 from powertrain.runtime.dispatch import without_autocast
-from powertrain.runtime.errors import CompileError, LaunchError, WarmUpFirst
+from powertrain.runtime.errors import CompileError, LaunchError
 from powertrain.runtime.settings import settings
 
 
@@ -36,21 +36,3 @@ def failure(
     if reason:
         tracing.warn(f"{otherwise} {device} although the Hopper kernel is for it: {reason}")
     return reason
-
-
-def passes(
-    failures: dict[int | None, str | None],
-    device: torch.device,
-    test: Callable[[torch.device], str | None],
-    name: str,
-    otherwise: str = "plain PyTorch is used",
-) -> bool:
-    """Whether a Triton kernel may be used on `device`: after its test on CUDA, untested elsewhere and in recordings.
-
-    Raises WarmUpFirst where the test would have to run inside graph capture.
-    """
-    if device.type != "cuda" or recording.state.recording is not None:
-        return True
-    if device.index not in failures and torch.cuda.is_current_stream_capturing():
-        raise WarmUpFirst(f"{name} would have to be tested on {device} inside graph capture: run the call once before")
-    return failure(failures, device, test, f"{name}: {otherwise}") is None

@@ -2,8 +2,6 @@
 
 import torch
 
-from powertrain.ops.fp8.formulas import DTYPES
-from powertrain.ops.fp8.gated_mlp_kernels import Part, launch_gated
 from powertrain.ops.fp8.gemm import fp8_gemm
 from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.fp8.quantize import fp8_quantize
@@ -13,8 +11,7 @@ META = torch.device("meta")
 
 
 def launch_fp8_kernels(dtype: torch.dtype) -> None:
-    """Every kind of launch: granularities, both formats, a given scale, amax, a folded one, all pairs of a product,
-    gated activations."""
+    """Every kind of launch: granularities, both formats, a given scale, amax, a folded one, all pairs of a product."""
     x = torch.empty(512, 20000, dtype=dtype, device=META)  # rows too long for one block
     fold = torch.empty(20000, device=META)
     fp8_quantize(x, "row", fold=fold, measure=True)
@@ -39,16 +36,3 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
         weights = torch.empty(4, 256, width, dtype=dtype, device=META, requires_grad=True)
         y = fp8_grouped_gemm(rows, weights, offsets, by=by)
         y.backward(torch.empty_like(y))
-    if dtype is not torch.float32:
-        _launch_gated(dtype)
-
-
-def _launch_gated(dtype: torch.dtype) -> None:
-    """act, dgate and dup: with scales that are given and magnitudes; without, in rows that are not whole 16 bytes."""
-    for width, scale in ((512, torch.empty(1, device=META)), (500, None)):
-        x = torch.empty(512, width, dtype=dtype, device=META)
-        amax = None if scale is None else torch.empty(2, dtype=torch.int32, device=META)
-        for dy, format in ((None, "e4m3"), (x, "e5m2")):
-            data = torch.empty(512, 512, dtype=DTYPES[format], device=META)
-            part = Part(scale, data, data[:width], torch.empty(1, device=META))
-            launch_gated(dy, x, x, part, part if dy is not None else Part(), amax, "silu", 0.0, 0.0, format, True)

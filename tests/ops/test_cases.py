@@ -22,7 +22,6 @@ MATMULS = (
     "grouped_gemm",
     "fp8_linear",
     "fp8_grouped_gemm",
-    "fp8_gated_mlp",
     "lora_linear",
 )  # cast under autocast
 

@@ -21,7 +21,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     return {"x": x.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_(), "bias": bias}
 
 
-class RoundedLinear(torch.autograd.Function):
+class _Plain(torch.autograd.Function):
     """As one writes it in PyTorch: every operand of a product rounded to FP8 before it, by the formulas."""
 
     @staticmethod
@@ -50,7 +50,7 @@ def _rounded(x: Tensor, by: str, format: str = "e4m3") -> Tensor:
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor, by: str) -> Tensor:
-    product: Tensor = RoundedLinear.apply(x, weight, by)
+    product: Tensor = _Plain.apply(x, weight, by)
     return product + bias
 
 

@@ -22,40 +22,30 @@ Sources: TransformerEngine's recipes; DeepSeek-V3, arXiv:2412.19437, section 3.3
 """
 
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.ops.batch_invariance import refuse_invariant
-from powertrain.ops.fp8.formulas import DTYPES, Copies, Quantized, padded
-from powertrain.ops.fp8.operands import (
-    GRAD,
-    GRANULARITIES,
-    INPUT,
-    WEIGHT,
-    By,
-    Layer,
-    Options,
-    columns_outputs,
-    dgrad,
-    dgrad_fold,
-    grad_operands,
-    input_operands,
-    parts,
-    product,
-    raise_op,
-    role,
-    weight_operand,
-    weight_scale_outputs,
-    wgrad,
-)
-from powertrain.ops.fp8.quantize import fp8_quantize
-from powertrain.ops.shapes import acc_dtype, as_rows
+from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
+from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
+from powertrain.ops.fp8.quantize import block_scales, fp8_quantize, quantize_op
+from powertrain.ops.fp8.transpose import transpose_op
+from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
+
+By = Literal["tensor", "row", "block"]
+# by -> granularities of x, W, dy for dgrad, and of dyᵀ and xᵀ
+GRANULARITIES = {
+    "tensor": ("tensor", "tensor", "tensor", "tensor"),
+    "row": ("row", "row", "row", "group"),
+    "block": ("group", "block", "group", "group"),
+}
+_INPUT, _WEIGHT, _GRAD = range(3)  # roles: places in `scales` and `amaxes`
 
 
 def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -67,8 +57,25 @@ def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def quantized_weight(weight: Tensor, by: By, *, power_of_two: bool = True, scale: Tensor | None = None) -> Copies:
     """Both copies of a weight [N, K], which several calls of `fp8_linear` may share."""
     return fp8_quantize(
-        weight, GRANULARITIES[by][WEIGHT], power_of_two=power_of_two, scale=scale, measure=scale is not None
+        weight, GRANULARITIES[by][_WEIGHT], power_of_two=power_of_two, scale=scale, measure=scale is not None
     )
+
+
+def _quantized(x: Tensor, by: str, format: str, power_of_two: bool, kernel: bool, **options: Any) -> Copies:
+    scale, fold = options.get("scale"), options.get("fold")
+    rows, columns, measure = (options.get(name, False) for name in ("rows", "columns", "measure"))
+    return Copies(*quantize_op(x, scale, fold, None, by, format, power_of_two, rows, columns, measure, kernel))
+
+
+def _product(
+    a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, kernel: bool, bias: Tensor | None = None
+) -> Tensor:
+    product: Tensor = fp8_gemm_op(*a, *b, bias, dtype, fast, None, kernel)
+    return product
+
+
+def _role(scales: Tensor | None, role: int) -> Tensor | None:
+    return None if scales is None else scales[role : role + 1]
 
 
 def _outputs(
@@ -77,10 +84,15 @@ def _outputs(
     grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """keep: gradients are enabled; backward needs the transposed x and the scales of W."""
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    amax = x.new_empty(0 if amaxes is None else 2, dtype=torch.float32)
-    layer = Layer(weight, scales, w, w_inv, wt, wt_inv, main_grad, amaxes)
-    return y, amax, *columns_outputs(x, by, keep), weight_scale_outputs(layer, by, keep)
+    (*lead, K), N = x.shape, weight.shape[0]
+    M = prod(lead)
+    y = x.new_empty((*lead, N))
+    x_t = x.new_empty((K, padded(M)) if keep else 0, dtype=DTYPES["e4m3"])
+    none = x.new_empty(0, dtype=torch.float32)
+    groups = none.new_empty((cdiv(M, GROUP), K)).T
+    x_inv = (none.new_empty(1) if by == "tensor" else groups) if keep else none
+    w_scale = none.new_empty({"tensor": 1, "row": N}.get(by, 0) if keep and w is None else 0)
+    return y, none.new_empty(0 if amaxes is None else 2), x_t, x_inv, w_scale
 
 
 def _forward(
@@ -88,15 +100,27 @@ def _forward(
     wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, by: str,
     grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    layer = Layer(weight, scales, w, w_inv, wt, wt_inv, main_grad, amaxes)
-    options = Options(by, grad_format, power_of_two, fast, kernel)
+    in_x, in_w, _, in_wgrad = GRANULARITIES[by]
+    options = ("e4m3", power_of_two, kernel)
     lead, x = x.shape[:-1], as_rows(x)
-    rows, columns = input_operands(x, role(scales, INPUT), options, keep, amaxes is not None)
-    weights, w_scale, w_amax = weight_operand(layer, options, keep)
-    y = product(rows.rows, weights, x.dtype, fast, options, bias)
+    measure, none = amaxes is not None, x.new_empty(0, dtype=torch.float32)
+    # one pass over x for both copies, where their scales are the same
+    both = keep and in_x == in_wgrad
+    ours = _quantized(x, in_x, *options, scale=_role(scales, _INPUT), rows=True, columns=both, measure=measure)
+    transposed = ours if both or not keep else _quantized(x, in_wgrad, *options, columns=True)
+    if w is not None and w_inv is not None:
+        weights, w_scale, w_amax = Quantized(w, w_inv), none, none
+    else:
+        scale = _role(scales, _WEIGHT)
+        made = _quantized(weight, in_w, *options, scale=scale, rows=True, measure=measure)
+        weights, w_scale, w_amax = made.rows, made.scale if keep else none, made.amax
+    y = _product(ours.rows, weights, x.dtype, fast, kernel, bias)
     # no view to autograd, which would refuse to change it in place
     y = torch.ops.aten._unsafe_view(y, (*lead, weight.shape[0]))
-    amax = x.new_empty(0, dtype=torch.float32) if amaxes is None else torch.cat([rows.amax, w_amax])
+    columns = transposed.columns if keep else Quantized(x.new_empty(0, dtype=DTYPES["e4m3"]), none)
+    amax = x.new_empty(0, dtype=torch.float32)
+    if measure:
+        amax = torch.cat([ours.amax, w_amax if w_amax.numel() else none.new_zeros(1)])
     return y, amax, columns.data, columns.scale_inv, w_scale
 
 
@@ -116,30 +140,83 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     # once: recomputation unpacks them once
     weight, w, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors
-    layer = Layer(weight, ctx.scales, w, w_inv, wt, wt_inv, ctx.main_grad, ctx.amaxes)
-    by, grad_format, power_of_two, fast, _, kernel = ctx.options
-    options = Options(by, grad_format, power_of_two, fast, kernel)
-    lead, dy = dy.shape[:-1], as_rows(dy)
+    kernel, lead, dy = ctx.options[-1], dy.shape[:-1], as_rows(dy)
     dx = dw = db = None
     with without_autocast(dy.device):
-        fold, measure = dgrad_fold(layer, w_scale, options.by), layer.amaxes is not None
-        rows, columns, amax = grad_operands(dy, role(ctx.scales, GRAD), fold, options, need_dx, need_dw, measure)
-        if measure:
-            raise_op(layer.amaxes, amax, GRAD)
+        fold = None
+        if ctx.options[0] == "row":
+            # a row's scale of W is a column's of Wᵀ, along the sum of dgrad: no product takes it there, so dy takes it
+            fold = w_scale.reciprocal() if w_inv is None else w_inv
+        rows, columns = _grads(ctx, dy, need_dx, need_dw, fold)
         if need_dx:
-            dx = dgrad(rows, layer, w_scale, fold, options).view(*lead, weight.shape[1])
-        if need_dw:
-            dw = wgrad(columns, Quantized(x_t, x_inv), layer, options)
+            if wt is not None:
+                transposed = Quantized(wt, wt_inv)
+            elif w is not None:
+                transposed = _transposed_data(w, w_inv, weight.shape[1], kernel)
+            else:
+                transposed = _transposed(ctx, weight, w_scale)
+            if fold is not None:
+                # W's are in dy
+                transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))
+            dx = _product(rows, transposed, weight.dtype, False, kernel).view(*lead, weight.shape[1])
+        if need_dw and ctx.main_grad is None:
+            # never with fast accumulation: gradients keep float32 sums
+            dw = _product(columns, Quantized(x_t, x_inv), weight.dtype, False, kernel)
+        elif need_dw:
+            fp8_gemm_into_op(*columns, x_t, x_inv, None, ctx.main_grad, True, False, None, kernel)
         if need_db:
             # of dy as it is: quantizing would lose digits for nothing
             db = dy.sum(0, dtype=acc_dtype(dy.dtype)).to(dy.dtype)
     return dx, dw, db, *(None,) * 13
 
 
+def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool, fold: Tensor | None) -> tuple[Quantized, Quantized]:
+    """dy by rows for dgrad, and its transposed copy for wgrad."""
+    by, grad_format, power_of_two, *_, kernel = ctx.options
+    _, _, in_dgrad, in_wgrad = GRANULARITIES[by]
+    options = (grad_format, power_of_two, kernel)
+    if in_dgrad == in_wgrad:
+        scale, measure = _role(ctx.scales, _GRAD), ctx.amaxes is not None
+        both = _quantized(dy, in_dgrad, *options, scale=scale, rows=need_dx, columns=need_dw, measure=measure)
+        if measure:
+            _raise_op(ctx.amaxes, both.amax, _GRAD)
+        return both.rows, both.columns
+    none = dy.new_empty(0, dtype=torch.float32)
+    rows = columns = Quantized(none, none)
+    if need_dx:
+        rows = _quantized(dy, in_dgrad, *options, fold=fold, rows=True).rows
+    if need_dw:
+        columns = _quantized(dy, in_wgrad, *options, columns=True).columns
+    return rows, columns
+
+
+def _transposed(ctx: Any, weight: Tensor, w_scale: Tensor) -> Quantized:
+    """Wᵀ, by the scales of the forward."""
+    by, _, power_of_two, *_, kernel = ctx.options
+    # a block's scale is the same for both copies, and costs less to find again than to save
+    scale = None if by == "block" else w_scale
+    return _quantized(
+        weight, GRANULARITIES[by][_WEIGHT], "e4m3", power_of_two, kernel, scale=scale, columns=True
+    ).columns
+
+
+def _transposed_data(w: Tensor, w_inv: Tensor, columns: int, kernel: bool) -> Quantized:
+    """Wᵀ, of W that is quantized already: its bytes, and by block its scales, transposed."""
+    if w_inv.dim() == 2:
+        w_inv = block_scales(w, columns, w.shape[0]).copy_(w_inv.T)
+    return Quantized(transpose_op(w, columns, kernel), w_inv)
+
+
+def _raise(amaxes: Tensor, amax: Tensor, first: int) -> None:
+    part = amaxes[first : first + amax.shape[0]]
+    torch.maximum(part, amax, out=part)
+
+
 def _flops(x: Shape, weight: Shape, **_: Any) -> int:
     return 2 * prod(x) * weight[0]
 
 
+_raise_op = Op("fp8_raise(Tensor(a!) amaxes, Tensor amax, int first) -> ()", _raise, lambda amaxes, amax, first: None)
 _linear_op = Op(
     "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, Tensor? w, Tensor? w_inv, Tensor? wt, "
     "Tensor? wt_inv, Tensor? main_grad, Tensor? amaxes, str by, str grad_format, bool power_of_two, bool fast, "
@@ -223,7 +300,7 @@ def fp8_linear(
     # x frozen: what only the weight's gradient needs is kept too, in one kernel. Weight frozen, with copies: nothing is
     needs_scales = x.requires_grad and weight_copies is None
     keep = torch.is_grad_enabled() and (weight.requires_grad or needs_scales)
-    copies = parts(weight_copies)
+    copies = _parts(weight_copies)
     args = (
         x, weight, bias, scales, *copies, main_grad, amaxes, by, grad_format, power_of_two, fast, keep,
         served,
@@ -234,9 +311,16 @@ def fp8_linear(
         with without_autocast(x.device):
             y, amax, *_ = _Plain.apply(*args)
     if amaxes is not None:
-        raise_op(amaxes, amax.detach() if amax.requires_grad else amax, INPUT)
+        _raise_op(amaxes, amax.detach() if amax.requires_grad else amax, _INPUT)
     found: Tensor = y
     return found
+
+
+def _parts(copies: Copies | None) -> tuple[Tensor | None, ...]:
+    """(w, w_inv, wt, wt_inv); the transposed ones None where there is no such copy."""
+    if copies is None:
+        return (None,) * 4
+    return (*copies.rows, *copies.columns) if copies.data_t.dim() == 2 else (*copies.rows, None, None)
 
 
 def _check(

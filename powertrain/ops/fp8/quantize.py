@@ -22,8 +22,9 @@ from torch import Tensor
 from powertrain.ops.fp8.formulas import BY, DTYPES, GROUP, Copies, padded, quantize_ref
 from powertrain.ops.fp8.quantize_kernels import launch
 from powertrain.ops.shapes import as_rows, cdiv
-from powertrain.runtime import checks, self_test, tracing
+from powertrain.runtime import checks, recording, self_test, tracing
 from powertrain.runtime.dispatch import Op, use_kernel
+from powertrain.runtime.errors import WarmUpFirst
 from powertrain.runtime.target import Target
 
 
@@ -96,10 +97,16 @@ def kernels_serve(x: Tensor) -> bool:
             tracing.event("dispatch", f"fp8: emulated, because sm_{target.arch} has no FP8 products", op="fp8_linear")
         return False
     # operands that are FP8 already were quantized by a kernel that was tested
-    if x.element_size() == 1:
+    if x.device.type != "cuda" or x.element_size() == 1 or recording.state.recording is not None:
         return True
-    test, name = partial(_self_test, dtype=x.dtype), f"fp8_quantize of {checks.name(x.dtype)}"
-    return self_test.passes(_self_tests[x.dtype], x.device, test, name)
+    tested = _self_tests[x.dtype]
+    if x.device.index not in tested and torch.cuda.is_current_stream_capturing():
+        what = f"fp8_quantize of {checks.name(x.dtype)}"
+        raise WarmUpFirst(
+            f"{what} would have to be tested on {x.device} inside graph capture: run the call once before"
+        )
+    otherwise = f"fp8_quantize of {checks.name(x.dtype)}: plain PyTorch is used"
+    return self_test.failure(tested, x.device, partial(_self_test, dtype=x.dtype), otherwise) is None
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:

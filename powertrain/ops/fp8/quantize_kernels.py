@@ -18,7 +18,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def scale_of_bits(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _scale_of(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """The scale for the bits of a largest magnitude."""
     is_plain = (bits > 0) & (bits < _INF_BITS)
     if POWER_OF_TWO:
@@ -36,7 +36,7 @@ def scale_of_bits(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def inverse(scale, POWER_OF_TWO: tl.constexpr):
+def _inverse(scale, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
         power = 254 - (scale.to(tl.int32, bitcast=True) >> 23)
         # 2^-127 is a denormal
@@ -46,7 +46,7 @@ def inverse(scale, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def raise_amax(amax_ptr, bits):
+def _raise_amax(amax_ptr, bits):
     # integers order the bit patterns of absolute values as floats, NaN above all, and atomics take them. Most tiles are
     # below the maximum so far: 16384 atomics to one address double the time of a tensor of 16384x4096
     if bits > tl.load(amax_ptr):
@@ -54,7 +54,7 @@ def raise_amax(amax_ptr, bits):
 
 
 @triton.jit
-def magnitude(x):
+def _bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -83,7 +83,7 @@ def _amax_kernel(
         # in the width of x: half the registers and instructions for 16 bits, whose patterns have float32's order
         found = tl.maximum(found, x.to(found.dtype, bitcast=True) & ((1 << (BITS - 1)) - 1))
     most = tl.max(tl.max(found, 1), 0).to(found.dtype).to(x_ptr.dtype.element_ty, bitcast=True)
-    raise_amax(amax_ptr, magnitude(most.to(tl.float32)))
+    _raise_amax(amax_ptr, _bits(most.to(tl.float32)))
 
 
 # a given scale is one of three (x, weight, dy) of delayed scaling, mostly not at a multiple of 16 bytes
@@ -133,9 +133,9 @@ def _quantize_tile_kernel(
     x = tl.load(x_ptr + row * stride_xm + col + where, mask=mask, other=0.0).to(tl.float32)
     if fold_ptr is not None:
         x *= tl.load(fold_ptr + cols, mask=cols < C, other=0.0)[None, :]
-    bits = magnitude(x)  # [BLOCK_R, BLOCK_C]
+    bits = _bits(x)  # [BLOCK_R, BLOCK_C]
     if amax_ptr is not None:
-        raise_amax(amax_ptr, tl.max(tl.max(bits, 1), 0))
+        _raise_amax(amax_ptr, tl.max(tl.max(bits, 1), 0))
 
     # the cast saturates, as the formula does
     at_rows, at_cols = data_ptr, data_t_ptr
@@ -146,45 +146,45 @@ def _quantize_tile_kernel(
     if BY == "group":
         # a launch writes one of the copies
         if data_ptr is not None:
-            scale = scale_of_bits(tl.max(bits, 1), MAX, POWER_OF_TWO)  # [BLOCK_R]
+            scale = _scale_of(tl.max(bits, 1), MAX, POWER_OF_TWO)  # [BLOCK_R]
             start = scale_inv_ptr + row * step_r + tile_c.to(tl.int64) * step_c
-            tl.store(start + lanes_r * step_r, inverse(scale, POWER_OF_TWO), mask=rows < R)  # [BLOCK_R]
-            store_rows(at_rows, x * scale[:, None], rows < R, cols < C16, C16, BLOCK_R, BLOCK_C)
+            tl.store(start + lanes_r * step_r, _inverse(scale, POWER_OF_TWO), mask=rows < R)  # [BLOCK_R]
+            _store_rows(at_rows, x * scale[:, None], rows < R, cols < C16, C16, BLOCK_R, BLOCK_C)
         if data_t_ptr is not None:
-            scale = scale_of_bits(tl.max(magnitude(x), 0), MAX, POWER_OF_TWO)  # [BLOCK_C]
+            scale = _scale_of(tl.max(_bits(x), 0), MAX, POWER_OF_TWO)  # [BLOCK_C]
             start = scale_inv_t_ptr + col * step_tr + tile_r.to(tl.int64) * step_tc
-            tl.store(start + lanes_c * step_tr, inverse(scale, POWER_OF_TWO), mask=cols < C)  # [BLOCK_C]
-            store_rows(at_cols, (x * scale[None, :]).T, cols < C, rows < R16, R16, BLOCK_C, BLOCK_R)
+            tl.store(start + lanes_c * step_tr, _inverse(scale, POWER_OF_TWO), mask=cols < C)  # [BLOCK_C]
+            _store_rows(at_cols, (x * scale[None, :]).T, cols < C, rows < R16, R16, BLOCK_C, BLOCK_R)
     else:
         if BY == "tensor":
-            scale = scale_of_bits(tl.load(own_amax_ptr), MAX, POWER_OF_TWO)
+            scale = _scale_of(tl.load(own_amax_ptr), MAX, POWER_OF_TWO)
             if given_ptr is not None:
                 given = tl.load(given_ptr)
                 scale = tl.where(given == 0, scale, given)
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr, scale)
-                tl.store(scale_inv_ptr, inverse(scale, POWER_OF_TWO and given_ptr is None))
+                tl.store(scale_inv_ptr, _inverse(scale, POWER_OF_TWO and given_ptr is None))
             x *= scale
         elif BY == "row":
             x *= tl.load(given_ptr + rows, mask=rows < R, other=1.0)[:, None]
         else:
-            scale = scale_of_bits(tl.max(tl.max(bits, 1), 0), MAX, POWER_OF_TWO)
+            scale = _scale_of(tl.max(tl.max(bits, 1), 0), MAX, POWER_OF_TWO)
             if data_ptr is not None:
-                tl.store(scale_inv_ptr + tile_r.to(tl.int64) * step_r + tile_c * step_c, inverse(scale, POWER_OF_TWO))
+                tl.store(scale_inv_ptr + tile_r.to(tl.int64) * step_r + tile_c * step_c, _inverse(scale, POWER_OF_TWO))
             if data_t_ptr is not None:
                 tl.store(
                     scale_inv_t_ptr + tile_c.to(tl.int64) * step_tr + tile_r * step_tc,
-                    inverse(scale, POWER_OF_TWO),
+                    _inverse(scale, POWER_OF_TWO),
                 )
             x *= scale
         if data_ptr is not None:
-            store_rows(at_rows, x, rows < R, cols < C16, C16, BLOCK_R, BLOCK_C)
+            _store_rows(at_rows, x, rows < R, cols < C16, C16, BLOCK_R, BLOCK_C)
         if data_t_ptr is not None:
-            store_rows(at_cols, x.T, cols < C, rows < R16, R16, BLOCK_C, BLOCK_R)
+            _store_rows(at_cols, x.T, cols < C, rows < R16, R16, BLOCK_C, BLOCK_R)
 
 
 @triton.jit
-def store_rows(ptr, x, in_rows, in_cols, width, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _store_rows(ptr, x, in_rows, in_cols, width, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """A tile of FP8 in rows of `width`."""
     where = tl.arange(0, BLOCK_R)[:, None] * width + tl.arange(0, BLOCK_C)[None, :]
     tl.store(ptr + where, x.to(ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
@@ -221,16 +221,16 @@ def _quantize_row_kernel(
         if fold_ptr is not None:
             fold_ptr += tl.minimum(group, E - 1).to(tl.int64) * C
     x = _load_part(x_ptr + row * stride_xm, fold_ptr, cols, width)
-    found = magnitude(x)
+    found = _bits(x)
     if not WHOLE:
         for start in range(BLOCK_C, C, BLOCK_C):
-            found = tl.maximum(found, magnitude(_load_part(x_ptr + row * stride_xm, fold_ptr, start + cols, width)))
+            found = tl.maximum(found, _bits(_load_part(x_ptr + row * stride_xm, fold_ptr, start + cols, width)))
     most = tl.max(found, 0)
-    scale = scale_of_bits(most, MAX, POWER_OF_TWO)
+    scale = _scale_of(most, MAX, POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
-    tl.store(scale_inv_ptr + row, inverse(scale, POWER_OF_TWO))
+    tl.store(scale_inv_ptr + row, _inverse(scale, POWER_OF_TWO))
     if amax_ptr is not None:
-        raise_amax(amax_ptr, most)
+        _raise_amax(amax_ptr, most)
     if data_ptr is not None:
         data_ptr += row * C16
         tl.store(data_ptr + cols, (x * scale).to(data_ptr.dtype.element_ty), mask=cols < C16)  # [BLOCK_C]
