@@ -48,8 +48,8 @@ def lora_linear_ref(
     return (z if bias is None else z + bias.to(acc)).to(x.dtype)
 
 
-# tokens N K up to which PyTorch's autograd computes it, as the host decides there: 4096 tokens of 2048x2048 took 916 us a
-# step as one op and 754 so; 512 tokens 898 and 930, 4096 of 8192x2048 972 and 962 (one H200)
+# tokens N K up to which PyTorch's autograd computes it, as the host decides there: 4096 tokens of 2048x2048 took 916 us
+# a step as one op and 754 so; 512 tokens 898 and 930, 4096 of 8192x2048 972 and 962 (one H200)
 _FEW = 1 << 36
 
 
