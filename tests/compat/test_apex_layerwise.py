@@ -83,7 +83,9 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(v.to(dtype)) for v in values]
 
 
-@pytest.mark.parametrize(("name", "formula", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "formula", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_steps(name: str, formula: Any, options: dict[str, Any]) -> None:
     ours = parameters()
     expected, states, step = [p.detach().clone() for p in ours], [{} for _ in ours], formula(options)

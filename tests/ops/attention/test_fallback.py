@@ -45,7 +45,7 @@ def test_once_for_the_process(packed: bool, broken: pytest.MonkeyPatch, device: 
         out = call()
         out.sum().backward()
     assert out.grad_fn is not None and "powertrain" not in out.grad_fn.name()
-    said = [event.text for event in tracing.trace()[before:] if "takes plain PyTorch" in event.text]
+    said = [event.text for event in tracing.trace()[before:] if "is computed by plain PyTorch" in event.text]
     assert len(said) == 1 and ("varlen_attention" in said[0]) == packed
 
 
