@@ -37,10 +37,14 @@ def recorder() -> "Recorder | None":
 def observed_call(inputs: list[Tensor]) -> Iterator["Recorder"]:
     """Launches of this thread go the slow path, which shows them to the recorder."""
     _here.recorder = active = Recorder(inputs)
+    # a weight that autocast has cast before would come without the step that casts it
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
     try:
         with recording.state.observed(), active:
             yield active
     finally:
+        torch.set_autocast_cache_enabled(caches)
         _here.recorder = None
 
 
@@ -64,18 +68,18 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Step] = []  # their tensors are kept, so that no address comes twice
         self.runs: list[OpRun] = []
         self.failure: str | None = None  # why this call cannot be replayed
+        self._seen: list[Tensor] = []  # results of every op of PyTorch's
         self._depth = 0
         self._differentiates = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self._seen += tensors_in((result,))
         if func in _ALLOCATIONS:
             self.steps.append(Allocation(result))
             if result.device != self.inputs[0].device:
                 self.failure = f"it allocates on {result.device}"
-        elif any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-            self._viewed(args[0], result)
         else:
             self._called(func, args, kwargs, result)
         return result
@@ -88,22 +92,29 @@ class Recorder(TorchDispatchMode):
                 self.failure = "a view of one input begins where another input does"
 
     def _called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """A call of an op that computes."""
+        """A call of an op that computes, or makes views.
+
+        Storages decide which, not the schema: in inference mode ops such as aten.to come here whole, whose schema says
+        view and whose result may be a copy.
+        """
         many = isinstance(result, tuple | list)
         results = tuple(result) if many else () if result is None else (result,)
         given = (*args, *kwargs.values())
+        sources = {x.untyped_storage()._cdata: x for x in tensors_in(given)}
+        made = list(tensors_in(results))
+        views = [x for x in made if x.untyped_storage()._cdata in sources]
+        is_mutable = func._schema.is_mutable
+        if views and len(views) == len(made) and not is_mutable:
+            for view in views:
+                self._viewed(sources[view.untyped_storage()._cdata], view)
+            return
         reason = _why_not(func, given, results, self.inputs[0].device)
+        if reason is None and (len(views) != len(made) if is_mutable else views):
+            reason = f"it calls {func}, some of whose results are its arguments"
         if reason is not None:
             self.failure = reason
-            return
-        storages = {x.untyped_storage()._cdata: x for x in tensors_in(given)}
-        if func._schema.is_mutable:
-            self.steps.append(OpCall(func, args, kwargs, (), False))
-        elif not any(x is not None and x.untyped_storage()._cdata in storages for x in results):
-            self.steps.append(OpCall(func, args, kwargs, results, many))
-        else:  # aten._unsafe_view: a view that autograd does not know
-            for view in results:
-                self._viewed(storages[view.untyped_storage()._cdata], view)
+        else:
+            self.steps.append(OpCall(func, args, kwargs, () if is_mutable else results, many and not is_mutable))
 
     def launched(
         self, kernel: Any, loaded: Any, grid: tuple[int, ...], values: Iterable[Any], constants: dict[str, Any]
@@ -133,13 +144,24 @@ class Recorder(TorchDispatchMode):
 
     def tape_of(self, run: OpRun, stream: int) -> Tape:
         """Raises NotReplayable."""
-        hidden = [*self.inputs, *self._tensors(self.steps[: run.first]), *self._tensors(self.steps[run.end :])]
         steps = self.steps[run.first : run.end]
+        if not run.is_differentiated:
+            self._refuse_lost_gradients(steps, list(tensors_in(run.args)))
+        # what this op neither got nor made
+        hidden = [*self.inputs, *self._seen]
         return Tape(run.op.name, run.args, run.result, steps, hidden, stream, self._autocasts())
 
     def tape_of_all(self, result: Any, stream: int) -> Tape:
         """Of the whole call, as a function of its inputs. Raises NotReplayable."""
-        return Tape("call", self.inputs, result, self.steps, (), stream, self._autocasts())
+        self._refuse_lost_gradients(self.steps, self.inputs)
+        return Tape("call", self.inputs, result, self.steps, self._seen, stream, self._autocasts())
+
+    @staticmethod
+    def _refuse_lost_gradients(steps: Sequence[Step], inputs: Sequence[Tensor]) -> None:
+        """A replayed op of PyTorch's would differentiate what the call detached."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            if any(isinstance(step, OpCall) for step in steps):
+                raise NotReplayable("it computes without gradients from tensors that require them")
 
     def op_tape(self, _result: Any, stream: int) -> Tape | None:
         """Of a call of one op of ours."""
@@ -159,14 +181,6 @@ class Recorder(TorchDispatchMode):
 
     def _autocasts(self) -> bool:
         return torch.is_autocast_enabled(self.inputs[0].device.type)
-
-    @staticmethod
-    def _tensors(steps: Iterable[Step]) -> Iterator[Tensor]:
-        for step in steps:
-            if isinstance(step, Allocation):
-                yield step.tensor
-            elif isinstance(step, OpCall):
-                yield from tensors_in(step.results)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -111,7 +111,8 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
         stream = torch._C._cuda_getCurrentRawStream(device)
     on = "cuda" if device >= 0 else "cpu"
     key += (
-        device, stream, epoch, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms(),
+        device, stream, epoch, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        torch._C._get_deterministic_algorithms(), torch.get_default_dtype(),
         torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on), torch._C._get_float32_matmul_precision(),
         torch._C._get_cublas_allow_tf32(),
     )  # fmt: skip

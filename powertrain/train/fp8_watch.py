@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from powertrain.quant.linear import FP8Linear
+from powertrain.quant.linear import FP8Linear, HasFP8State
 from powertrain.quant.readings import Reading, watch
 from powertrain.quant.recipe import Recipe, grad_format
 from powertrain.train.config.schema import FP8Config
@@ -101,9 +101,12 @@ class FP8Watch:
 
     def _move(self, name: str, recipe: str) -> None:
         layer = self.model.get_submodule(name)
-        assert isinstance(layer, FP8Linear)
         made: Recipe | None = recipe_of(self._config_of(recipe))
-        if made is None:
+        if isinstance(layer, HasFP8State):  # with an adapter
+            layer.set_fp8(made)
+        elif not isinstance(layer, FP8Linear):
+            raise TypeError(f"{name} is no FP8 layer but a {type(layer).__name__}")
+        elif made is None:
             layer.revert()
         else:
             layer.set_recipe(made, layer.weight.device)
@@ -116,7 +119,7 @@ class FP8Watch:
     def restore(self, moved: dict[str, str] | None = None, bad: dict[str, int] | None = None) -> None:
         """Move the layers that a resumed run had moved, before tensors are loaded. Where the run's recipe is another
         now and as safe, they keep that one."""
-        layers = {name: m for name, m in self.model.named_modules() if isinstance(m, FP8Linear)}
+        layers = {name for name, m in self.model.named_modules() if isinstance(m, FP8Linear | HasFP8State)}
         for name, recipe in (moved or {}).items():
             if name in layers and _SAFETY.index(recipe) > _SAFETY.index(self.config.recipe):
                 self._move(name, recipe)

@@ -576,3 +576,43 @@ def _fp8_step(x: Tensor, dy: Tensor, by: Any, layer: dict[str, Any]) -> tuple[Te
     y.backward(dy)
     assert x.grad is not None
     return y.detach(), x.grad
+
+
+_strided_op = _op("strided", "(Tensor x) -> Tensor", lambda x: _copy(x.t().reshape(-1)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_fresh_values_in_inference_mode(autocast: bool, device: torch.device) -> None:
+    """PyTorch does not take its composite ops apart there: `to` and `reshape` may copy and say that they view."""
+    weight = torch.randn(16, 16, device=device)
+    for call in range(_CALLS):
+        x = torch.randn(16, 16, device=device)
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            normed = powertrain.rms_norm(x.t(), weight[0])
+            adapted = powertrain.lora_linear(x, weight, weight[:4], weight[:, :4].contiguous())
+            copied = _strided_op(x[:4, :4])
+        with torch.no_grad():
+            again = _strided_op(x[:4, :4])
+        exact = torch.nn.functional.rms_norm(x.t(), (16,), weight[0])
+        torch.testing.assert_close(normed.float(), exact, atol=0.1, rtol=0.1)
+        wide = x @ weight.T + x @ weight[:4].T @ weight[:, :4].T
+        assert (adapted.float() - wide).norm() < 0.05 * wide.norm(), call
+        assert torch.equal(copied, x[:4, :4].t().reshape(-1)) and torch.equal(again, copied)
+
+
+def test_autocast_keeps_no_weight_of_a_recording(device: torch.device) -> None:
+    weight = torch.nn.Parameter(torch.randn(8, 8, device=device))
+    product = falls_back("test_product")(lambda x, w: torch.nn.functional.linear(x, w))
+    for _ in range(_CALLS):
+        x = torch.randn(4, 8, device=device)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            product(x, weight)
+            found = product(x, weight)
+        assert torch.equal(found, x.bfloat16() @ weight.detach().bfloat16().T)
+        weight.data = weight.data.clone().normal_()
+
+
+def test_detached_results_stay_detached(device: torch.device) -> None:
+    double = falls_back("test_double")(lambda x: x.detach() * 2)
+    for _ in range(_CALLS):
+        assert not double(torch.randn(8, device=device, requires_grad=True)).requires_grad

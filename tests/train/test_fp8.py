@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from powertrain.quant import FP8Linear
+import powertrain
+from powertrain.quant import FP8Linear, quantize_model
 from powertrain.quant.recipe import Tensor
 from powertrain.runtime.target import Target
 from powertrain.train.config.reader import read_config
+from powertrain.train.config.schema import FP8Config
 from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.fp8 import recipe_of
+from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.lint import rehearse
 from tests.train.tiny_run import open_trainer, read
 
@@ -232,3 +235,23 @@ def test_recomputation_keeps_the_bits(recipe: str, tmp_path: Path) -> None:
         for mode in ("none", "selective", "full")
     ]
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_a_layer_with_an_adapter_is_moved_too() -> None:
+    def made() -> torch.nn.Module:
+        model = powertrain.lora(torch.nn.Sequential(torch.nn.Linear(32, 32)), rank=2)
+        assert quantize_model(model, Tensor()).quantized
+        return model
+
+    notes: list[str] = []
+    config = FP8Config(recipe="tensor", watch=1)
+    watched = FP8Watch(made(), config, notes.append)
+    x = torch.randn(8, 32)
+    x[0, 0] = 1e6
+    for step in range(1, 4):
+        with watched.step(step):
+            watched.model(x).square().mean().backward()
+    assert watched.moved == {"0": "row"} and str(watched.model[0].fp8.recipe) == "row"  # type: ignore[index]
+    resumed = FP8Watch(made(), config, notes.append)
+    resumed.restore(**watched.state())
+    assert str(resumed.model[0].fp8.recipe) == "row"  # type: ignore[index]
