@@ -29,7 +29,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_contents(wheel: Path) -> None:
-    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 5 << 18
+    # 0.7 of its 2 MB are the history of other libraries' names, which diagnose reads
+    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 5 << 19
     names = zipfile.ZipFile(wheel).namelist()
     suffixes = {Path(name).suffix for name in names if name.startswith("powertrain/")}
     assert suffixes <= {".py", ".typed", ".yml", ".j2", ".json"} and "powertrain/py.typed" in names
