@@ -84,7 +84,7 @@ def recorded(inputs: list[str], target: Target, dtype: Dtype, world_size: int = 
                 raise typer.BadParameter(f"no such file: {inputs[0]}", param_hint="WHAT")
             # the file's tensors then have shapes and no memory
             with torch.device("meta"):
-                # as a program, so that what stands under `if __name__ == "__main__"` runs too
+                # as a program, so that code under `if __name__ == "__main__"` runs too
                 runpy.run_path(inputs[0], run_name="__main__")
             return wanted.specs
         unknown = set(inputs) - {case.op for case in cases()}

@@ -54,7 +54,7 @@ def _demand(sentence: str) -> str | None:
 
 
 def statement_and_advice(line: str, below: list[str]) -> tuple[str, str] | None:
-    """What the message says is wrong, and what it says to do; None: it says nothing to do."""
+    """The problem and the remedy that a message states itself; None: it states no remedy."""
     words = re.sub(
         r"^.*?(?:(?:\w+\.)*\w*(?:Error|Exception)\b:|what\(\):|daemon:|fatal error:|error:)\s*", "", line, count=1
     )

@@ -64,7 +64,7 @@ def _remote(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
     return {} if remote_code(passage.above) else None
 
 
-# packages whose frames say nothing of who is at fault
+# a frame of these packages does not show which of two libraries is at fault
 _NEUTRAL = {"torch", "_pytest", "pluggy", "ray", "IPython", "gradio", "click", "typer", "hydra", "fire", "wandb"}
 
 

@@ -228,7 +228,7 @@ CAUSES = (
         r"arg is an empty sequence|expects a non-empty TensorList",
         "something that should have elements is empty: no file matched a pattern, no data was left "
         "after filtering, no parameter is trained",
-        "the line above the message; print the length of what it indexes; paths and patterns of "
+        "the line above the message; the length of the object it indexes; paths and patterns of "
         "the data",
         "本应有元素的对象为空：没有匹配的文件、过滤后没有数据，或没有可训练参数",
         "查看消息上一行；打印被索引对象的长度；检查数据路径与模式",

@@ -157,7 +157,7 @@ class _Message:
 
     def read(self, file: int) -> bool:
         """Take what is there, of which there must be something; whether the message is complete."""
-        # one read takes only what is there; Connection.recv would wait for the whole message
+        # one read returns the bytes that are available; Connection.recv would wait for the whole message
         read = os.readv(file, [memoryview(self._bytes)[self._filled :]])
         if not read:
             raise EOFError

@@ -6,7 +6,7 @@ from powertrain.runtime import checks
 
 
 def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
-    """Blocks of `interleave_size` along dim 0, a gate's and an up's in turn, as all gates, then all ups; a copy.
+    """A copy with all gates first, then all ups, of alternating gate and up blocks of `interleave_size` along dim 0.
 
     Raises ValueError if dim 0 is not a multiple of 2 * interleave_size.
     """

@@ -21,7 +21,7 @@ def ours(problem: AttentionProblem) -> str:
 class Limits:
     """The problems that a backend takes. The defaults are the fewest."""
 
-    # defaults are the narrowest: a backend states what it takes, so a forgotten field refuses
+    # the defaults are the narrowest: a backend lists the features it supports, so a forgotten field refuses
     name: str  # as reasons call it
     dtypes: tuple[torch.dtype, ...] = HALF
     archs: tuple[int, int] = (80, 120)  # first and last; (0, 0): the CPU

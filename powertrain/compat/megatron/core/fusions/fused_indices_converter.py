@@ -19,7 +19,7 @@ def fused_indices_to_multihot(
     op = "fused_indices_to_multihot"
     checks.require(indices.dim() == 2, op, "indices", "have shape [tokens, K]", list(indices.shape))
     checks.shape(op, "probs_indices", probs_indices, indices.shape, "shape of indices")
-    # one column more takes what is not of this rank
+    # indices of other ranks' experts are scattered into one extra column, which is dropped
     column = torch.where(indices < 0, num_of_local_experts, indices).long()
     shape = indices.shape[0], num_of_local_experts + 1
     multihot = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(1, column, True)
