@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from powertrain.ops.fp8.formulas import Quantized
+from powertrain.ops.fp8.hopper_gemm import Plan, hopper_fp8_gemm
 from powertrain.ops.gemm.gemm import gemm
 from powertrain.ops.gemm.hopper import Gathered, hopper_gemm
 from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue
@@ -50,3 +52,21 @@ def launch_epilogues(dtype: torch.dtype) -> None:
         Epilogue("", residual=result, amax=amax),
     ):
         hopper_epilogue(x, weight, result, epilogue)
+
+
+def launch_fp8_gemms() -> None:
+    """Every form and tile of the Hopper FP8 GEMM, on meta tensors."""
+    fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    by = {"ends": _scales(512), "block": _scales(4, 4), "group": _scales(4, 512).T}
+    for form, scale in by.items():
+        for dtype in fp8:
+            a = Quantized(_empty(512, 512, dtype=dtype), by["group"] if form == "block" else scale)
+            b = Quantized(_empty(512, 512, dtype=fp8[0]), scale)
+            for out_dtype, accumulate in ((torch.bfloat16, False), (torch.float16, False), (torch.float32, True)):
+                for plan in (Plan(), Plan(128, 4 if accumulate else 5)):
+                    out, bias = _empty(512, 512, dtype=out_dtype), _empty(512, dtype=torch.bfloat16)
+                    hopper_fp8_gemm(a, b, out, bias=None if accumulate else bias, accumulate=accumulate, plan=plan)
+
+
+def _scales(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.float32)

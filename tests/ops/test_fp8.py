@@ -283,7 +283,7 @@ _Q = Quantized(torch.zeros(4, 16, dtype=torch.float8_e4m3fn), torch.ones(1))
         (lambda: fp8_quantize(_X, "group", fold=torch.ones(8)), "by must be one of 'row', got 'group'"),
         (lambda: fp8_gemm(_Q, _Q._replace(data=_X)), "fp8_gemm: b must be FP8, got float32"),
         (lambda: fp8_gemm(_Q, _Q._replace(scale_inv=torch.ones(7))), "b's scale_inv must have a shape among"),
-        (lambda: fp8_gemm(_Q, _Q, backend="cublas"), "backend must be one of 'torch', 'triton', 'emulated'"),
+        (lambda: fp8_gemm(_Q, _Q, backend="cublas"), "backend must be one of 'hopper', 'torch', 'triton', 'emulated'"),
         (lambda: fp8_gemm(_Q, _Q, accumulate=True), "out must be given with accumulate, got None"),
         (lambda: fp8_gemm(_Q, _Q, out=torch.zeros(4, 5)), "out must have shape [4, 4]"),
     ],

@@ -33,7 +33,7 @@ from tests.ops.attention.attention_launches import (
 )
 from tests.ops.attention.decode_launches import launch_decode_kernels, launch_merge_kernels
 from tests.ops.fp8_launches import launch_fp8_kernels
-from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_gemms
+from tests.ops.gemm_launches import launch_epilogues, launch_fp8_gemms, launch_gathered, launch_gemms
 
 ARCHS = (75, 80, 86, 89, 90, 100, 103, 120)
 # one of each generation: with an empty store an arch takes 16 CPU seconds, with attention several times that
@@ -83,6 +83,8 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
         launch_hopper_attention(dtype)
     if Target.of(META).has_fp8:
         launch_fp8_kernels(dtype)
+        if Target.of(META).arch == 90 and dtype is torch.bfloat16:
+            launch_fp8_gemms()
     parts = torch.empty(4, 64, 128, dtype=dtype, device=META)
     sum_parts(parts)
     sum_parts(parts, torch.empty(128, dtype=dtype, device=META))

@@ -17,7 +17,7 @@ from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
-from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_gemms
+from tests.ops.gemm_launches import launch_epilogues, launch_fp8_gemms, launch_gathered, launch_gemms
 
 pytestmark = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 
@@ -79,6 +79,21 @@ def test_every_epilogue_compiles_without_spills() -> None:
         assert entry.manifest["launch"]["stack"] == 0, spec.constants
         assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 8, spec.constants
         assert _lines(ptx, r"st\.global\.v4"), spec.constants  # results, by whole 16 bytes
+
+
+def test_every_fp8_gemm_compiles_without_spills() -> None:
+    specs = _specs(launch_fp8_gemms)
+    assert len(specs) == 3 * 2 * 3 * 2
+    for spec in specs:
+        entry, _ = entry_for(spec)
+        ptx = zlib.decompress(entry.members["ptx"]).decode()
+        # a bias beside scales of rows: 12 registers, behind the loop over K
+        allowed = 48 if spec.constants["FORM"] == "ends" and spec.constants["BLOCK_N"] == 256 else 0
+        assert entry.manifest["launch"]["stack"] <= allowed, spec.constants
+        halves = spec.constants["BLOCK_N"] // 128
+        assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 4 * halves, spec.constants
+        asynchronous = bool(_lines(ptx, r"cp\.async\.mbarrier\.arrive\.noinc"))
+        assert asynchronous == (spec.constants["FORM"] != "ends"), spec.constants
 
 
 def test_a_gathered_chunk_is_acquired_then_fenced_then_loaded() -> None:

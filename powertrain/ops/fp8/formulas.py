@@ -66,6 +66,13 @@ class Copies(NamedTuple):
         return Quantized(self.data_t, self.scale_inv_t if self.scale_inv_t.numel() else self.scale_inv)
 
 
+def granularity(q: Quantized) -> str:
+    """Which elements share a scale: "tensor", "row", "group" or "block"."""
+    if q.scale_inv.dim() == 1:
+        return "tensor" if q.scale_inv.shape[0] == 1 else "row"
+    return "group" if q.scale_inv.shape[0] == q.data.shape[0] else "block"
+
+
 def padded(size: int) -> int:
     """A row's length in quantized data."""
     return cdiv(size, ALIGN) * ALIGN

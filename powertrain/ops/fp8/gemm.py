@@ -6,9 +6,10 @@
 With scales of tensors and rows they leave the sum over g. An FP8 product keeps about 14 bits of its sum on sm_90
 (DeepGEMM#37, CUTLASS#3149), so the sum of each group is added to a float32 one; `fast` leaves that out.
 
-Backends: `torch`, torch._scaled_mm (cuBLASLt, CUTLASS), where a small test product shows that this build and device
-support the kinds of scales; `triton`, our kernel, for the other kinds and sizes on GPUs with FP8; `emulated` elsewhere:
-the formula in PyTorch, as slow as float32.
+Backends: `hopper`, our kernel for sm_90 (ops/fp8/hopper_gemm.py), where it was measured faster than `torch`,
+torch._scaled_mm (cuBLASLt, CUTLASS), or serves a kind of scales or a size that torch does not: a small test product
+shows what this build and device support; `triton`, our kernel for the other GPUs with FP8; `emulated` elsewhere: the
+formula in PyTorch, as slow as float32.
 2 M N K operations; M K + N K bytes read, those of out written.
 """
 
@@ -18,7 +19,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, spread
+from powertrain.ops.fp8 import hopper_gemm
+from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, granularity, spread
 from powertrain.ops.fp8.quantize import kernels_serve
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks, recording, tracing
@@ -28,7 +30,7 @@ from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
-BACKENDS = ("torch", "triton", "emulated")
+BACKENDS = ("hopper", "torch", "triton", "emulated")
 
 
 def fp8_gemm_ref(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
@@ -147,13 +149,7 @@ def _plan(M: int, N: int, by_group: bool, target: Target) -> _Plan:
 
 
 def _form(a: Quantized, b: Quantized) -> tuple[str, str]:
-    return _granularity(a), _granularity(b)
-
-
-def _granularity(q: Quantized) -> str:
-    if q.scale_inv.dim() == 1:
-        return "tensor" if q.scale_inv.shape[0] == 1 else "row"
-    return "group" if q.scale_inv.shape[0] == q.data.shape[0] else "block"
+    return granularity(a), granularity(b)
 
 
 # form -> those that torch._scaled_mm takes; a product of the others is ours
@@ -279,28 +275,54 @@ def _into(
         total = torch.zeros_like(out) if bias is None else bias.expand_as(out)
         out.add_(total) if accumulate else out.copy_(total)
         return
-    backend = backend or _backend_for(x, y, out.dtype, fast, kernel)
+    backend = backend or _backend_for(x, y, out.dtype, fast, accumulate, kernel, out)
     with without_autocast(out.device):
         if backend == "torch":
             product = _torch(x, y, bias, out.dtype, fast)
             out.add_(product) if accumulate else out.copy_(product)
+        elif backend == "hopper":
+            hopper_gemm.hopper_fp8_gemm(x, y, out, bias=bias, accumulate=accumulate)
         elif backend == "triton":
             _triton(x, y, bias, out, accumulate)
         else:
             _emulated(x, y, bias, out, accumulate)
 
 
-def _backend_for(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool, kernel: bool) -> str:
+def _backend_for(
+    a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool, accumulate: bool, kernel: bool,
+    out: Tensor | None = None,
+) -> str:  # fmt: skip
     if not kernel or not kernels_serve(a.data):
         return "emulated"
-    reason = "the interpreter runs our kernels" if a.data.device.type == "cpu" else why_not_torch(a, b, out_dtype, fast)
-    backend = "triton" if reason else "torch"
     (M, K), N, form = a.data.shape, b.data.shape[0], _form(a, b)
+    backend, why_not = _choose(a, b, out_dtype, fast, accumulate, out)
     if tracing.first(("fp8_gemm", M, N, K, form, backend)):
-        why = f"; not torch: {reason}" if reason else ""
+        why = "".join(f"; not {name}: {reason}" for name, reason in why_not.items() if reason)
         sizes = f"M{M} N{N} K{K} by {form[0]} and {form[1]}"
         tracing.event("dispatch", f"fp8_gemm {sizes}: {backend}{why}", op="fp8_gemm", backend=backend)
     return backend
+
+
+def _choose(
+    a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool, accumulate: bool, out: Tensor | None
+) -> tuple[str, dict[str, str | None]]:
+    """The backend where our kernels run, and why not those before it."""
+    if a.data.device.type == "cpu":
+        return "triton", {"torch": "the interpreter runs our kernels"}
+    (M, _), N, form = a.data.shape, b.data.shape[0], _form(a, b)
+    ours = hopper_gemm.why_not(a, b, out_dtype, out)
+    if ours is None and recording.state.recording is None and not a.data.is_meta:
+        ours = hopper_gemm.fails_here(a.data.device)
+    slower = ours
+    if slower is None and fast and form[0] in ("tensor", "row"):
+        slower = "with fast accumulation torch is faster"
+    slower = slower or hopper_gemm.why_not_faster(M, N, form, accumulate, Target.of(a.data.device))
+    if slower is None:
+        return "hopper", {}
+    theirs = why_not_torch(a, b, out_dtype, fast)
+    if theirs is None:
+        return "torch", {"hopper": slower}
+    return ("triton", {"hopper": ours, "torch": theirs}) if ours else ("hopper", {"torch": theirs})
 
 
 def _outputs(
@@ -316,7 +338,7 @@ def _fwd(
 ) -> Tensor:  # fmt: skip
     x, y = Quantized(a, a_scale), Quantized(b, b_scale)
     if a.numel() and b.numel():
-        backend = backend or _backend_for(x, y, out_dtype, fast, kernel)
+        backend = backend or _backend_for(x, y, out_dtype, fast, False, kernel)
         if backend == "torch":
             with without_autocast(a.device):
                 return _torch(x, y, bias, out_dtype, fast)
@@ -362,7 +384,7 @@ def fp8_gemm(
         bias  [N]   not with accumulate
         out   [M, N], rows contiguous; with accumulate float32, Megatron's main_grad
         fast        accumulation within the tensor cores alone, about 14 bits on sm_90, where a backend has it
-        backend     "torch", "triton" or "emulated" instead of the chosen one
+        backend     "hopper", "torch", "triton" or "emulated" instead of the chosen one
     Returns out.
     Numerics: sums of 128 products are added in float32; rounded once to out's dtype, and once more after a bias by
         backend "torch", but by tensor (with accumulate its product and the sum are float32 each). Deterministic. On

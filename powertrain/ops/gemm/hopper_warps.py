@@ -92,6 +92,7 @@ class GemmConfig(NamedTuple):
     split: int  # parts in which a consumer hands over its half
     at_once: bool  # both halves of the columns are handed over together
     tile_n: int  # columns of the result in a tile
+    ring: int = 288  # threads at a stage's barrier: the consumers', the loader's, and those of a warp for scales
 
 
 @gluon.jit
@@ -124,7 +125,7 @@ def _behind(tile, tiles):
 
 
 @gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
+def advance(stage, phase, STAGES: gl.constexpr):
     stage += 1
     wraps = stage == STAGES
     return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
@@ -132,14 +133,14 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 # Barriers by number, since a consumer comes to them without waiting for its other warps, as it would in Triton 3.6 to
 # come to an mbarrier: one for each stage, at which its 8 warps and the loader meet, and one for each consumer's turn
-_EMPTY = gl.constexpr(8)
-_TURN = gl.constexpr(14)
+EMPTY = gl.constexpr(8)
+TURN = gl.constexpr(14)
 
 
 @gluon.jit
-def _give_back(stage, STAGES: gl.constexpr):
+def give_back(stage, CONFIG: gl.constexpr, STAGES: gl.constexpr):
     """The stage before `stage` may be filled again."""
-    named_barrier_arrive(_EMPTY + gl.where(stage == 0, STAGES, stage) - 1, 288)
+    named_barrier_arrive(EMPTY + gl.where(stage == 0, STAGES, stage) - 1, CONFIG.ring)
 
 
 @gluon.jit
@@ -211,7 +212,7 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
             for k in range(0, K, BLOCK_K):
                 # the first round finds all stages empty, and nobody has arrived for them
                 if filled >= STAGES:
-                    named_barrier_sync(_EMPTY + stage, 288)
+                    named_barrier_sync(EMPTY + stage, CONFIG.ring)
                 filled += 1
                 bar = full.index(stage)
                 # ahead of the loads: all bytes of a and b end one phase, also where TMA fills with zeros
@@ -238,7 +239,7 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
         chunk, start, end = next_chunk, next_start, next_end
     # every barrier ends as it began: each arrival is met
     for n in range(gl.minimum(filled, STAGES)):
-        named_barrier_sync(_EMPTY + (filled - 1 - n) % STAGES, 288)
+        named_barrier_sync(EMPTY + (filled - 1 - n) % STAGES, CONFIG.ring)
 
 
 @gluon.jit
@@ -251,7 +252,7 @@ def _plus_bias(x, bias_ptr, col, N):
 
 
 @gluon.jit
-def _hand_over(x, c_smem, c_full, c_empty, phase):
+def hand_over(x, c_smem, c_full, c_empty, phase):
     """A part of the result to the storer."""
     # the storer has read the part of the tile before
     mbarrier.wait(c_empty, phase)
@@ -298,7 +299,7 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
     c_phase = gl.to_tensor(1)
     if CONSUMER == 1:
         # the first turn is consumer 0's
-        named_barrier_arrive(_TURN, 256)
+        named_barrier_arrive(TURN, 256)
     _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
         # asked for now, used after this chunk's tiles
@@ -319,18 +320,18 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
                     b_block = b_block.permute((1, 0))
                 # in turns, so that one's products are computed beside the other's end of a tile
                 if CONSUMERS == 2:
-                    named_barrier_sync(_TURN + CONSUMER, 256)
+                    named_barrier_sync(TURN + CONSUMER, 256)
                 acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)  # [ROWS, BLOCK_N]
                 if CONSUMERS == 2:
-                    named_barrier_arrive(_TURN + 1 - CONSUMER, 256)
+                    named_barrier_arrive(TURN + 1 - CONSUMER, 256)
                 # the one before has finished, and its stage is free
                 acc = hopper.warpgroup_mma_wait(1, deps=[acc])
                 if k > 0:
-                    _give_back(stage, STAGES)
-                stage, phase = _advance(stage, phase, STAGES)
+                    give_back(stage, CONFIG, STAGES)
+                stage, phase = advance(stage, phase, STAGES)
             # the accumulators leave registers now, so nothing may be under way
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-            _give_back(stage, STAGES)
+            give_back(stage, CONFIG, STAGES)
             col = gl.to_tensor(0)
             if bias_ptr is not None:
                 _, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)
@@ -350,19 +351,19 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
                 c_phase ^= 1
             elif SPLIT == 1:
                 acc = _plus_bias(acc, bias_ptr, col, N)
-                c_phase = _hand_over(acc, c_part, c_full_bar, c_empty_bar, c_phase)
+                c_phase = hand_over(acc, c_part, c_full_bar, c_empty_bar, c_phase)
             else:
                 left, right = _halves(acc, part_layout)
                 left = _plus_bias(left, bias_ptr, col, N)
-                c_phase = _hand_over(left, c_part, c_full_bar, c_empty_bar, c_phase)
+                c_phase = hand_over(left, c_part, c_full_bar, c_empty_bar, c_phase)
                 right = _plus_bias(right, bias_ptr, col + BLOCK_N // SPLIT, N)
-                c_phase = _hand_over(right, c_part, c_full_bar, c_empty_bar, c_phase)
+                c_phase = hand_over(right, c_part, c_full_bar, c_empty_bar, c_phase)
         tile = _behind(tile, tiles)
         start, end = next_start, next_end
     if CONSUMERS == 2:
         # meets the last arrival of consumer 1: a named barrier must be as it was when the CTA ends
         if CONSUMER == 0:
-            named_barrier_sync(_TURN, 256)
+            named_barrier_sync(TURN, 256)
 
 
 @gluon.jit
