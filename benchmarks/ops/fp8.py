@@ -13,15 +13,16 @@ from powertrain.models.registry import architecture
 from powertrain.nn.attention import Context
 from powertrain.ops.fp8.formulas import Quantized
 from powertrain.ops.fp8.gemm import fp8_gemm, why_not_torch
+from powertrain.ops.fp8.hopper_gemm import why_not as why_not_hopper
 from powertrain.ops.fp8.quantize import fp8_quantize
 from powertrain.quant import Block, FP8Linear, Row, quantize_model, update_scales
 from powertrain.quant import Tensor as TensorRecipe
 from powertrain.testing.bench import host_us, measure, table
 
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
-# M, N, K: square; Llama 8B's products with 16384 tokens; the 1.2B model's
+# M, N, K: square; Llama 8B's products with 16384 tokens; the 1.2B model's; gradients of weights; few tiles
 SHAPES = ((8192, 8192, 8192), (16384, 6144, 4096), (16384, 4096, 4096), (16384, 14336, 4096), (16384, 4096, 14336),
-    (16384, 8192, 2048))  # fmt: skip
+    (16384, 8192, 2048), (14336, 4096, 16384), (4096, 4096, 16384), (2048, 4096, 4096), (3072, 3072, 8192))  # fmt: skip
 FORMS = (("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group"))
 RECIPES: dict[str, Any] = {"bf16": None, "tensor, delayed": TensorRecipe(scale="delayed", history=16),
     "tensor": TensorRecipe(), "row": Row(), "block": Block()}  # fmt: skip
@@ -52,6 +53,8 @@ def _products(M: int, N: int, K: int) -> str:
 
 def _backends(name: str, a: Quantized, b: Quantized) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {f"{name} triton": partial(fp8_gemm, a, b, backend="triton")}
+    if why_not_hopper(a, b, torch.bfloat16) is None:
+        found[f"{name} hopper"] = partial(fp8_gemm, a, b, backend="hopper")
     if why_not_torch(a, b, torch.bfloat16, False) is None:
         found[f"{name} torch"] = partial(fp8_gemm, a, b, backend="torch")
         if name in ("tensor-tensor", "row-row"):
