@@ -9,7 +9,7 @@ functorch.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from powertrain.runtime import sharding as dtensors
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
+
+if TYPE_CHECKING:
+    from powertrain.runtime.compile.service import Spec
 
 _PLAIN = (Tensor, Parameter)
 _library = torch.library.Library("powertrain", "FRAGMENT")
@@ -179,7 +182,11 @@ class Op:
         # a failure in backward would be too late: the forward has run with our kernel by then
         if settings().on_compile_failure == "reference":
             self._rehearse_backward(args)
-        return self.apply(*args, None)
+        compiled = recording.state.compiled
+        output = self.apply(*args, None)
+        if recording.state.compiled != compiled:
+            self._compile_backward_ahead(args)
+        return output
 
     def _refuse_forward_mode(self, args: tuple[Any, ...]) -> None:
         """torch.library drops tangents of tensors that want no gradient, without a word."""
@@ -230,19 +237,38 @@ class Op:
             return
         from powertrain.runtime.compile.service import entry_for
 
+        for spec in self._backward_specs(args):
+            entry_for(spec)
+        self._rehearsed.add(key)
+
+    def _compile_backward_ahead(self, args: tuple[Any, ...]) -> None:
+        """Compile the backward's kernels beside the rest of the forward: called where the forward had to compile."""
+        if not all(arg.is_cuda if isinstance(arg, Tensor) else not isinstance(arg, list | tuple) for arg in args):
+            return
+        from powertrain.runtime.compile.service import compile_ahead
+
+        try:
+            specs = self._backward_specs(args)
+        except Exception as error:
+            # without tensors in memory, some backward cannot say what it launches: that one compiles when it runs
+            tracing.event("kernel", f"{self.name}: its backward is not compiled ahead: {error}", op=self.name)
+        else:
+            compile_ahead(specs)
+
+    def _backward_specs(self, args: tuple[Any, ...]) -> "list[Spec]":
+        """The specializations that forward and backward launch for these arguments."""
         metas = [
             torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta").requires_grad_(a.requires_grad)
             if isinstance(a, Tensor)
             else a
             for a in args
         ]
-        with recording.record(Target.of(tensors[0].device)) as wanted:
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        with recording.record(Target.of(device)) as wanted:
             outputs = self.apply(*metas, None)
             outputs = [out for out in outputs if out is not None and out.requires_grad]
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
-        for spec in wanted.specs:
-            entry_for(spec)
-        self._rehearsed.add(key)
+        return wanted.specs
 
     def _refuse_vmap(self, info: Any, in_dims: Any, *args: Any) -> Any:
         raise NotImplementedError(_NO_VMAP.format(name=self.name))

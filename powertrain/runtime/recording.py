@@ -38,6 +38,7 @@ class _State:
     everything = False  # launches on real tensors are recorded too, and do not run
     redirected = False  # launches on real tensors are recorded or go to another target
     active = False  # launches on real tensors take the slow path: they are redirected or observed
+    compiled = 0  # kernels that launches had to compile in this process
     _observers = 0
     _counting = threading.Lock()
 

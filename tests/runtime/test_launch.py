@@ -243,3 +243,41 @@ def test_python_calls_of_one_eager_op() -> None:
         namespace["launch_kernel"] = driver.launcher
         norm_fwd_kernels._norm_fwd_kernel._tables.clear()
     assert calls <= 60, f"{calls} Python calls"
+
+
+@native
+def test_a_backward_is_compiled_beside_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that a differentiated call launches, found without memory and compiled in threads of their own."""
+    from powertrain.ops.norm import _norm_op
+
+    asked: list[tuple[torch.Tensor | object, ...]] = []
+    monkeypatch.setattr(_norm_op, "_compile_backward_ahead", lambda args: asked.append(args))
+    x, weight = torch.randn(4, 520, requires_grad=True), torch.ones(520, requires_grad=True)
+    powertrain.rms_norm(x, weight)
+    assert not asked  # nothing was compiled
+    with recording.record("sm_90"):
+        meta = powertrain.rms_norm(x.to("meta"), weight.to("meta"))
+    assert not asked
+    del meta
+    monkeypatch.undo()
+
+    arguments = _arguments_of(_norm_op, lambda: powertrain.rms_norm(x.detach().to("meta").requires_grad_(), None))
+    monkeypatch.setattr(Target, "of", staticmethod(lambda device: Target.parse("sm_90")))
+    specs = _norm_op._backward_specs(arguments)
+    names = {spec.kernel.name for spec in specs}
+    assert {"_norm_fwd_kernel", "_norm_bwd_kernel"} <= names
+    compile_service.compile_ahead(specs)
+    for spec in specs:
+        assert compile_service.entry_for(spec)[0].manifest["launch"]["registers"] > 0
+
+
+def _arguments_of(op: object, call: object) -> tuple[object, ...]:
+    """What a public function gives its op."""
+    found: list[tuple[object, ...]] = []
+    with recording.record("sm_90"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "apply", lambda *args: (found.append(args[:-1]), *(None,) * 4)[1:])
+        try:
+            call()
+        except (TypeError, AttributeError):
+            pass  # of a result that is None
+    return found[0]
