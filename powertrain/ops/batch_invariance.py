@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from powertrain.ops.gemm.row_invariant import RowInvariantLinear
 from powertrain.ops.shapes import as_rows
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import disable
+from powertrain.runtime.sharding import is_dtensor
 
 # products in which cuBLAS or a kernel for large sizes has a part; disabled, these ops call F.linear
 _FUSED = ("linear_activation", "lora_linear")
@@ -94,7 +94,7 @@ class _Products(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if isinstance(input, DTensor) or isinstance(weight, DTensor):
+    if is_dtensor(input) or is_dtensor(weight):
         refuse_invariant("linear layers of DTensors (tensor parallelism)", "use replicas or FSDP")
     kind = input.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
