@@ -25,7 +25,7 @@ def plain_logits(config: Any, p: Mapping[str, Tensor], tokens: Tensor) -> Tensor
         mine = {
             name.removeprefix(f"layers.{layer}."): t for name, t in p.items() if name.startswith(f"layers.{layer}.")
         }
-        if is_neox and config.layer_type(layer) != "attention":
+        if is_neox and config.layer_type(layer) in ("gmlp", "amlp"):
             x = _gmlp(config, mine, x)
             continue
         y = _norm(config, mine, "attention_norm", x)
@@ -58,9 +58,24 @@ def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def _mlp(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    if "mlp.router.weight" in p:
+        return _experts(config, p, x)
     act, up = _ACTIVATIONS[config.activation], _linear(p, "mlp.up", x)
     inside = act(_linear(p, "mlp.gate", x)) * up if "mlp.gate.weight" in p else act(up)
     return _linear(p, "mlp.down", inside)
+
+
+def _experts(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """GPT-NeoX's dropless experts in evaluation, or with topk: the best k scores, each expert on every token."""
+    act, k = _ACTIVATIONS[config.expert_activation or config.activation], config.experts_per_token
+    logits = x @ p["mlp.router.weight"].T
+    scores = logits.sigmoid() if config.router == "sinkhorn" and k == 1 else logits.softmax(-1)
+    weights, experts = scores.topk(k, -1)
+    every = torch.stack([act(x @ up.T) @ down.T for up, down in zip(p["mlp.experts.up"], p["mlp.experts.down"],
+                                                                    strict=True)], -2)  # fmt: skip
+    chosen = every.gather(-2, experts[..., None].expand(*experts.shape, x.shape[-1]))
+    y = (weights[..., None] * chosen).sum(-2)
+    return y + p["mlp.bias"] if "mlp.bias" in p else y
 
 
 def _gmlp(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:

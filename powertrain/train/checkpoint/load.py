@@ -33,6 +33,7 @@ _BYTES_AT_ONCE = 1 << 30
 _MAY_DIFFER = {
     "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling", "sliding_window", "hidden_dropout",
     "attention_dropout", "init_method", "output_init_method", "init_std", "balance_loss", "bias_update_rate",
+    "router_jitter",
 }  # fmt: skip
 
 
