@@ -11,9 +11,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from powertrain.models.mixture import MixtureLM
 from powertrain.models.config import ModelConfig, Positive
 from powertrain.models.hf_config import only, required
+from powertrain.models.mixture import MixtureLM
 from powertrain.models.rope_scaling import from_hf_rope, scheme, to_hf_rope
 from powertrain.nn.attention import Rotary
 from powertrain.nn.block import Block

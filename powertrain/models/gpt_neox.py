@@ -101,7 +101,8 @@ class Config(ModelConfig):
     def _check_experts(self) -> None:
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"model.experts_per_token must be at most num_experts ({self.num_experts}), got {self.experts_per_token}"
+                f"model.experts_per_token must be at most num_experts ({self.num_experts}), "
+                f"got {self.experts_per_token}"
             )
         if self.num_experts > 1 and self.expert_activation is None and self.activation in get_args(Gated):
             raise ValueError(

@@ -179,10 +179,8 @@ class SelfAttention(nn.Module):
             return context.across(q, k, v, **options)
         if self.sparsity is not None:
             options |= {"attn_bias": self.sparsity.mask(q.shape[1], q.device), "dropout_p": 0.0}
-            out = attention(q, k, v, document_ids=context.document_ids, **options)
-            return F.dropout(out, self.dropout, self.training)
         out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
-        return out
+        return out if self.sparsity is None else F.dropout(out, self.dropout, self.training)
 
     def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:
         q, k, v = self._split(qkv)
@@ -201,7 +199,7 @@ class SelfAttention(nn.Module):
         new, capacity = qkv.shape[1], keys.shape[1]
         positions = cache.lengths[:, None].long() + torch.arange(new, device=qkv.device)
         q, k, v = self._rotated(qkv, positions.clamp(max=capacity - 1))
-        # which new token each row of the cache takes, if any: nothing is written behind its end, nothing read by the host
+        # which new token each row of the cache takes, if any: the host reads nothing, nothing is written behind its end
         number = torch.arange(capacity, device=qkv.device) - cache.lengths[:, None]
         takes = ((number >= 0) & (number < new))[..., None, None]
         for rows, added in ((keys, k), (values, v)):

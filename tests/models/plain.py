@@ -29,7 +29,7 @@ def plain_logits(config: Any, p: Mapping[str, Tensor], tokens: Tensor) -> Tensor
             x = _gmlp(config, mine, x)
             continue
         y = _norm(config, mine, "attention_norm", x)
-        attended = _attention(config, mine, y)
+        attended = _attention(config, mine, y, layer)
         if not (is_neox and config.parallel_residual):
             x = x + attended
             x = x + _mlp(config, mine, _norm(config, mine, "mlp_norm", x))
@@ -94,7 +94,7 @@ def _gmlp(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
     return _linear(p, "down", mixed * value)
 
 
-def _attention(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _attention(config: Any, p: Mapping[str, Tensor], x: Tensor, layer: int) -> Tensor:
     kv_heads = config.num_kv_heads or config.num_heads
     group = config.num_heads // kv_heads
     packed = _linear(p, "attention.qkv", x).unflatten(-1, (kv_heads, group + 2, -1))
@@ -107,7 +107,10 @@ def _attention(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
         dim = int(q.shape[-1] * getattr(config, "rotary_pct", 1.0)) // 2 * 2
         q, k = (_turned(t, dim, config.rope_theta) for t in (q, k))
     q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    bias = _bias(config, x.shape[1], kind).to(q.dtype)
+    if isinstance(config, NeoXConfig) and config.layer_type(layer) == "sparse":
+        bias = _blocks_bias(config.sparsity, x.shape[1]).to(q.dtype)
+    else:
+        bias = _bias(config, x.shape[1], kind).to(q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return _linear(p, "attention.out", out.transpose(1, 2).flatten(-2))
 
@@ -119,6 +122,18 @@ def _turned(x: Tensor, dim: int, theta: float) -> Tensor:
     front, rest = x[..., :dim], x[..., dim:]
     a, b = front.chunk(2, -1)
     return torch.cat([front * cos + torch.cat([-b, a], -1) * sin, rest], -1)
+
+
+def _blocks_bias(rules: Any, length: int) -> Tensor:
+    """-inf where a position's block does not see another's: windows before, or in a row with their last blocks."""
+    r, c = torch.arange(length)[:, None] // rules.block, torch.arange(length) // rules.block
+    if rules.before is not None:
+        seen = r - c <= rules.before
+    else:
+        (size,) = rules.windows
+        seen = (r // size == c // size) | (c % size >= size - rules.last_of_window)
+    seen = seen & (torch.arange(length) <= torch.arange(length)[:, None])
+    return torch.where(seen, 0.0, -torch.inf)[None]
 
 
 def _bias(config: Any, length: int, kind: str) -> Tensor:
