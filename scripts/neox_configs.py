@@ -139,7 +139,8 @@ def _mlp(keys: Mapping[str, Any], h: int) -> int:
         )
     if _get(keys, "activation", "gelu") in GATED:
         multiple = _get(keys, "mlp_multiple_of", 1)
-        width = -(-int(2 * width / 3) // multiple) * multiple
+        # two thirds of the rows in two matrices
+        width = -(-(int(2 * width / 3) // 2) // multiple) * multiple
         return 3 * h * width + (2 * width + h if bias else 0)
     return 2 * h * width + (width + h if bias else 0)
 
