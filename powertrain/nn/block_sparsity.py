@@ -83,6 +83,12 @@ class BlockSparsity:
                 break
         return torch.tensor(numbers[:count], dtype=torch.int64)
 
+    def keys_seen(self, length: int) -> float:
+        """Keys that a query of a sequence sees on average, of its own block half."""
+        count = cdiv(length, self.block)
+        # the last block may be a partial one: of so long a sequence as its blocks have positions
+        return (self.sees_blocks(count).sum().item() / count - 0.5) * self.block
+
     def mask(self, length: int, device: torch.device) -> Tensor:
         """[1, 1, length, length] bool: what each position of a sequence sees. The last few are kept, length^2 bytes."""
         return _mask(self, length, device)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.models import configure
+from powertrain.models.flops import flops_per_token
 from powertrain.models.generate import Sampler, generate
 from powertrain.models.parallelize import check_context
 from powertrain.nn.attention import Context, SelfAttention
@@ -69,6 +70,18 @@ def test_masks(layout: str, length: int) -> None:
     some = torch.tensor([[length - 1, length + 5], [0, length // 2]])
     found = rules.mask_at(some, length)
     assert torch.equal(found[0, 0, 0], mask[0, 0, -1]) and torch.equal(found[1, 0, 1], mask[0, 0, length // 2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flops_count_the_keys(layout: str) -> None:
+    """Of 32 positions in blocks of 4; a query's own key counts half, as without sparsity."""
+    rules = BlockSparsity(4, **LAYOUTS[layout][0])
+    seen = rules.mask(32, torch.device("cpu")).sum().item() - 32 / 2
+    assert rules.keys_seen(32) == seen / 32
+    fields = {"layer_types": ("sparse",), "sparsity": {"block": 4, **LAYOUTS[layout][0]}}
+    sparse, full = (flops_per_token(make_model(**f), 32) for f in (fields, {}))
+    # two layers, 32 channels of queries and of values
+    assert full - sparse == pytest.approx(6 * 2 * 64 * (32 / 2 - rules.keys_seen(32)))
 
 
 @pytest.mark.parametrize("fields", [{}, {"position_embedding": "alibi", "sliding_window": 9}], ids=["rotary", "alibi"])
