@@ -109,7 +109,22 @@ def _parameters(keys: Mapping[str, Any]) -> int:
         # norm, 8 and 4 times h inside without biases, the gate's norm, spatial weights and biases
         length = keys["seq_length"]
         return outside + layers * (norm + 12 * h * h + 4 * norm + length * (length + 1))
-    return outside + layers * (attention + _mlp(keys, h) + norms * norm)
+    moe = _experts(keys, h)
+    with_experts = -(-layers // moe[0]) if moe else 0
+    mlps = (layers - with_experts) * _mlp(keys, h) + (with_experts * moe[1] if moe else 0)
+    return outside + layers * (attention + norms * norm) + mlps
+
+
+def _experts(keys: Mapping[str, Any], h: int) -> tuple[int, int] | None:
+    """(interval, parameters of a layer with experts), or None without any: router, two matrices each, no biases."""
+    count = _get(keys, "moe_num_experts", 1)
+    if count <= 1:
+        return None
+    if {"moe_type", "moe_token_dropping", "expert_interval", "moe_loss_coeff"} & keys.keys():
+        # MegaBlocks' default width, and its bias
+        return _get(keys, "expert_interval", 2), count * h + 2 * count * h * 4096 + h
+    width = _get(keys, "intermediate_size", -(-4 * h // 256) * 256)
+    return _get(keys, "moe_expert_interval", 1), count * h + 2 * count * h * width
 
 
 def _mlp(keys: Mapping[str, Any], h: int) -> int:
@@ -124,7 +139,8 @@ def _mlp(keys: Mapping[str, Any], h: int) -> int:
         )
     if _get(keys, "activation", "gelu") in GATED:
         multiple = _get(keys, "mlp_multiple_of", 1)
-        width = -(-int(2 * width / 3) // multiple) * multiple
+        # two thirds of the rows in two matrices
+        width = -(-(int(2 * width / 3) // 2) // multiple) * multiple
         return 3 * h * width + (2 * width + h if bias else 0)
     return 2 * h * width + (width + h if bias else 0)
 
@@ -172,6 +188,10 @@ def small(config: RunConfig, folder: Path) -> RunConfig:
         sizes["intermediate_size"] = 96
     if getattr(model, "sliding_window", None):
         sizes["sliding_window"] = 8
+    if getattr(model, "expert_intermediate_size", None):
+        sizes["expert_intermediate_size"] = 48
+    if sparsity := getattr(model, "sparsity", None):
+        sizes["sparsity"] = replace(sparsity, block=4)
     schedule = config.schedule.model_copy(update={"decay_steps": config.schedule.decay_steps or config.train.steps})
     values = config.model_dump()
     train = {

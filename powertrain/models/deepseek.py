@@ -11,9 +11,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from powertrain.models.causal_lm import CausalLM
 from powertrain.models.config import ModelConfig, Positive
 from powertrain.models.hf_config import only, required
+from powertrain.models.mixture import MixtureLM
 from powertrain.models.rope_scaling import from_hf_rope, scheme, to_hf_rope
 from powertrain.nn.attention import Rotary
 from powertrain.nn.block import Block
@@ -94,30 +94,16 @@ class Config(ModelConfig):
         return float(scale * (0.1 * all_dim * math.log(factor) + 1.0) ** 2)
 
 
-class Model(CausalLM):
+class Model(MixtureLM):
     def __init__(self, config: Config) -> None:
         layers = (_block(config, layer) for layer in range(config.num_layers))
         super().__init__(config, layers, RMSNorm(config.hidden_size, eps=config.norm_eps))
 
-    @property
-    def moe_layers(self) -> list[MoE]:
-        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """As CausalLM; while training the loss includes the load balancing loss of every layer of experts."""
-        # the load balancing loss is of training only: evaluation reports the language model's loss
-        loss = super().forward(tokens, labels, **options)
-        weight = self.config.balance_loss  # type: ignore[attr-defined]
-        if labels is None or not self.training or not weight:
-            return loss
-        return loss + weight * torch.stack([m.balance_loss for m in self.moe_layers]).sum()  # type: ignore[misc]
-
     def init_weights(self, seed: int) -> None:
         super().init_weights(seed)
         for moe in self.moe_layers:
-            # buffers, which the initialization of parameters leaves as the meta device made them
+            # a buffer, as `load`
             moe.router.correction_bias.zero_()
-            moe.load.zero_()
 
     def balance(self, group: Any = None) -> None:
         """After every optimizer step: move the routers' correction biases; `group` as in `MoE.balance`."""

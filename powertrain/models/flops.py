@@ -40,8 +40,10 @@ def _score_channels(module: Any, seq_length: int) -> float:
         return sum(module.head_dims) * seq_length / 2
     if not hasattr(module, "cache_shape"):
         return 0.0
+    sparsity = getattr(module, "sparsity", None)
+    keys = _keys_seen(seq_length, module.window[0]) if sparsity is None else sparsity.keys_seen(seq_length)
     # both products: scores over the query dim, the sum over the value dim
-    return module.num_heads * sum(module.head_dims) * _keys_seen(seq_length, module.window[0])
+    return module.num_heads * sum(module.head_dims) * keys
 
 
 def _keys_seen(seq_length: int, left: int) -> float:

@@ -1,4 +1,5 @@
-"""GPT-NeoX: everything a GPT-NeoX YAML can ask of a dense decoder: like GPT-2 and GPT-3, Pythia, and gMLP layers."""
+"""GPT-NeoX: decoders that a GPT-NeoX YAML can ask for: like GPT-2 and GPT-3, Pythia, gMLP layers, experts, attention to
+some blocks only."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -8,18 +9,21 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from powertrain.models import llama
-from powertrain.models.causal_lm import CausalLM
 from powertrain.models.config import Fraction, Init, ModelConfig, Positive, Probability, check_heads
 from powertrain.models.hf_config import chosen, required
+from powertrain.models.mixture import MixtureLM
 from powertrain.models.rope_scaling import from_hf_rope, to_hf_rope
 from powertrain.nn.attention import Rotary, SelfAttention
 from powertrain.nn.block import Block, Layer
+from powertrain.nn.block_sparsity import BlockSparsity
 from powertrain.nn.gmlp import GMLP
 from powertrain.nn.mlp import MLP, GatedMLP
+from powertrain.nn.moe import MoE
 from powertrain.nn.norm import LayerNorm, RMSNorm
+from powertrain.nn.token_choice import Routing, TokenChoiceRouter
 from powertrain.ops.activations import Activation, Gated
 
-LayerType = Literal["attention", "gmlp", "amlp"]
+LayerType = Literal["attention", "sparse", "gmlp", "amlp"]
 
 
 class Config(ModelConfig):
@@ -30,7 +34,14 @@ class Config(ModelConfig):
     parallel_residual          x + attention(norm(x)) + mlp(norm'(x)); with shared_norm both read the same norm
     attention_bias, mlp_bias, norm_bias   whether they have one
     layer_types                kinds of the layers, repeated over all of them; gmlp, amlp: without attention, or with a
-                               single head of gmlp_attention_dim channels (powertrain/nn/gmlp.py)
+                               single head of gmlp_attention_dim channels (powertrain/nn/gmlp.py); sparse: attention to
+                               the blocks that `sparsity` says, without ALiBi or a sliding window, dropout behind it
+    num_experts                1: no experts. Layers 0, expert_interval, 2 * expert_interval ... have them
+    experts_per_token, router, router_jitter   see TokenChoiceRouter
+    expert_intermediate_size   columns inside an expert; None: as of an MLP
+    expert_activation          without a gate; None: activation, if that has none
+    expert_bias                a bias behind the experts' sum; without it there is no hidden_dropout behind them either
+    balance_loss               weight of the load balancing loss, per sequence; 0: none, as in GPT-NeoX
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("GPTNeoXForCausalLM",)
@@ -56,6 +67,16 @@ class Config(ModelConfig):
     output_init_method: Init = "wang_init"
     layer_types: Annotated[tuple[LayerType, ...], Field(min_length=1)] = ("attention",)
     gmlp_attention_dim: Positive = 64
+    sparsity: BlockSparsity | None = None
+    num_experts: Positive = 1
+    experts_per_token: Positive = 1
+    expert_interval: Positive = 1
+    expert_intermediate_size: Positive | None = None
+    expert_activation: Activation | None = None
+    expert_bias: bool = False
+    router: Routing = "topk"
+    router_jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    balance_loss: Annotated[float, Field(ge=0)] = 0.0
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -71,7 +92,24 @@ class Config(ModelConfig):
         # a gMLP layer has a gate of its own
         if self.has_gmlp and self.activation in get_args(Gated):
             raise ValueError(f"model.activation must have no gate with gmlp layers, got {self.activation}")
+        if ("sparse" in self.layer_types) != (self.sparsity is not None):
+            there = "given with sparse layers (layer_types)" if self.sparsity is None else "null without sparse layers"
+            raise ValueError(f"model.sparsity must be {there}, got {self.sparsity}")
+        self._check_experts()
         return self
+
+    def _check_experts(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token must be at most num_experts ({self.num_experts}), "
+                f"got {self.experts_per_token}"
+            )
+        if self.num_experts > 1 and self.expert_activation is None and self.activation in get_args(Gated):
+            raise ValueError(
+                f"model.expert_activation must be given where activation ({self.activation}) has a gate, got None"
+            )
+        if self.num_experts == 1 and self.balance_loss:
+            raise ValueError(f"model.balance_loss must be 0 without experts (num_experts), got {self.balance_loss}")
 
     @property
     def ffn(self) -> int:
@@ -80,13 +118,20 @@ class Config(ModelConfig):
     @property
     def has_gmlp(self) -> bool:
         """Whether some layers mix positions without attention."""
-        return any(kind != "attention" for kind in self.layer_types)
+        return any(kind in ("gmlp", "amlp") for kind in self.layer_types)
 
     def layer_type(self, layer: int) -> LayerType:
         return self.layer_types[layer % len(self.layer_types)]
 
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 1 and layer % self.expert_interval == 0
 
-class Model(CausalLM):
+    @property
+    def expert_ffn(self) -> int:
+        return self.expert_intermediate_size or self.ffn
+
+
+class Model(MixtureLM):
     def __init__(self, config: Config) -> None:
         super().__init__(
             config,
@@ -99,15 +144,18 @@ class Model(CausalLM):
 
 def _layer(config: Config, layer: int) -> Layer:
     kind = config.layer_type(layer)
-    if kind != "attention":
+    if kind in ("gmlp", "amlp"):
         return _gmlp(config, layer, config.gmlp_attention_dim if kind == "amlp" else None)
+    has_experts = config.has_experts(layer)
     return Block(
         _attention(config, layer),
-        _mlp(config),
+        _experts(config) if has_experts else _mlp(config),
         _norm(config),
         None if config.shared_norm else _norm(config),
         parallel=config.parallel_residual,
         dropout=config.hidden_dropout,
+        # GPT-NeoX drops out with the addition of the bias, which experts have not
+        mlp_dropout=config.expert_bias or not has_experts,
     )
 
 
@@ -118,13 +166,16 @@ def _attention(config: Config, layer: int) -> SelfAttention:
     rotary = None
     if config.position_embedding == "rotary" and turned:
         rotary = Rotary(turned, config.max_position_embeddings, config.rope_theta)
+    sparsity = config.sparsity if config.layer_type(layer) == "sparse" else None
     return SelfAttention(
         config.hidden_size,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
         rotary=rotary,
-        alibi=config.position_embedding == "alibi",
-        sliding_window=config.sliding_window,
+        # DeepSpeed's sparse attention has neither
+        alibi=config.position_embedding == "alibi" and sparsity is None,
+        sliding_window=config.sliding_window if sparsity is None else None,
+        sparsity=sparsity,
         dropout=config.attention_dropout,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
@@ -137,6 +188,15 @@ def _mlp(config: Config) -> nn.Module:
     # the config names the activation, gated ones make another module
     mlp = GatedMLP if kind in get_args(Gated) else MLP
     return mlp(config.hidden_size, config.ffn, kind=kind, bias=config.mlp_bias)
+
+
+def _experts(config: Config) -> MoE:
+    router = TokenChoiceRouter(
+        config.hidden_size, config.num_experts, config.experts_per_token, routing=config.router,
+        jitter=config.router_jitter,
+    )  # fmt: skip
+    kind: Any = config.expert_activation or config.activation
+    return MoE(router, config.hidden_size, config.expert_ffn, kind=kind, bias=config.expert_bias)
 
 
 def _gmlp(config: Config, layer: int, attention_dim: int | None) -> GMLP:
@@ -167,12 +227,28 @@ TENSOR_PLAN = {
     "mlp.gate": "columns",
     "mlp.up": "columns",
     "mlp.down": "rows",
+    # experts are not sharded by tensor ranks: each rank computes the experts of its own tokens
+    "mlp.router": "data",
+    "mlp.experts": "data",
 }
 
 
 def divided_by_tensor(config: Config) -> dict[str, int]:
     """The sizes that the number of tensor-parallel ranks must divide, by key."""
+    check_whole_sequences(config, "parallel.tensor")
+    if config.expert_bias:
+        # a parameter of the layer that no rank's share of tokens or columns owns
+        raise ValueError("model.expert_bias must be false with parallel.tensor above 1, got true")
     return {"num_kv_heads": config.num_kv_heads or config.num_heads, "intermediate_size": config.ffn}
+
+
+def check_whole_sequences(config: Config, key: str) -> None:
+    """Raise ValueError if a layer must see all tokens of a micro batch, or of a sequence; `key` divides them."""
+    for name, value, wanted in (("router", config.num_experts > 1 and config.router, "topk"),
+                                ("balance_loss", config.balance_loss, 0)):  # fmt: skip
+        if value and value != wanted:
+            raise ValueError(f"model.{name} must be {wanted} with {key} above 1, whose ranks have some tokens each, "
+                             f"got {value}")  # fmt: skip
 
 
 def _gpt3(hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
@@ -273,14 +349,14 @@ def hf_equivalent(config: Config) -> Config | llama.Config:
     neox = _lacks(config, {
         "norm": ("layer_norm",), "norm_bias": (True,), "activation": tuple(_HF_ACTIVATIONS.values()),
         "position_embedding": ("rotary",), "num_kv_heads": (None, config.num_heads), "mlp_bias": (True,),
-        "sliding_window": (None,), "layer_types": (("attention",),),
+        "sliding_window": (None,), "layer_types": (("attention",),), "num_experts": (1,),
     })  # fmt: skip
     if neox is None:
         return config
     as_llama = _lacks(config, {
         "norm": ("rms_norm",), "norm_bias": (False,), "activation": get_args(Gated), "position_embedding": ("rotary",),
         "rotary_pct": (1.0,), "parallel_residual": (False,), "hidden_dropout": (0.0,), "attention_dropout": (0.0,),
-        "layer_types": (("attention",),),
+        "layer_types": (("attention",),), "num_experts": (1,),
     })  # fmt: skip
     if as_llama is not None:
         raise ValueError(

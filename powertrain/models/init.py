@@ -49,10 +49,7 @@ def _draw_uniform(p: Tensor, name: str, seed: int, fan_in: int) -> None:
     generator = torch.Generator(p.device).manual_seed(_seed_of(seed, name))
     full = torch.empty(p.shape, dtype=torch.float32, device=p.device)
     full.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
-    if isinstance(p, DTensor):
-        # each rank draws the whole tensor, so src_data_rank=None: nothing is broadcast
-        full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
-    p.copy_(full)
+    _store(p, full)
 
 
 def _draw(p: Tensor, name: str, config: ModelConfig, seed: int) -> None:
@@ -64,12 +61,24 @@ def _draw(p: Tensor, name: str, config: ModelConfig, seed: int) -> None:
     # the whole tensor on every rank, then its shard: values must not depend on the sharding
     shape = (2 * p.shape[0], p.shape[1]) if half else p.shape
     full = torch.empty(shape, dtype=torch.float32, device=p.device)
-    # a stack of experts' weights is as many matrices
+    # a stack of experts' weights is as many matrices; in GPT-NeoX one, [experts * inside, hidden]
+    if full.dim() > 2 and config.architecture == "gpt_neox":
+        is_down = name.endswith(".down")
+        matrix = full.new_empty(full.shape[0] * full.shape[2 if is_down else 1], full.shape[1 if is_down else 2])
+        _METHODS[method](matrix, config, generator)
+        rows = matrix.unflatten(0, (full.shape[0], -1))
+        full = rows.transpose(1, 2).contiguous() if is_down else rows
+        return _store(p, full)
     for matrix in full.flatten(0, -3) if full.dim() > 2 else (full,):
         _METHODS[method](matrix, config, generator)
     if half:
         full = full.chunk(2)[half == _GATE]
+    _store(p, full)
+
+
+def _store(p: Tensor, full: Tensor) -> None:
     if isinstance(p, DTensor):
+        # each rank draws the whole tensor, so src_data_rank=None: nothing is broadcast
         full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
     p.copy_(full)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from powertrain.models import gpt_neox
 from powertrain.models.causal_lm import CausalLM, Unsharded
 from powertrain.models.config import ModelConfig
 from powertrain.models.registry import architecture
@@ -145,6 +146,11 @@ def check_context(config: ModelConfig, size: int) -> None:
     if config.architecture not in ("gpt_neox", "llama"):
         # latent attention and experts have no form for parts of a sequence
         raise ValueError(f"parallel.context must be 1 for model.architecture {config.architecture}, got {size}")
+    if isinstance(config, gpt_neox.Config):
+        gpt_neox.check_whole_sequences(config, "parallel.context")
+        if config.sparsity is not None:
+            # attention over context ranks has windows, and no masks of blocks
+            raise ValueError(f"parallel.context must be 1 with sparse layers (model.layer_types), got {size}")
     # attention over context ranks has no dropout
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(f"parallel.context must be 1 with model.attention_dropout, got {size}")
@@ -155,12 +161,16 @@ def check_pipeline(config: ModelConfig) -> None:
     if config.architecture not in ("gpt_neox", "llama"):
         # embeddings and heads of other architectures have not been cut into stages
         raise NotImplementedError(f"parallel.pipeline must be 1 for model.architecture {config.architecture}")
+    if getattr(config, "balance_loss", 0.0):
+        # the loss is made in the last stage, from its own layers
+        raise NotImplementedError(f"parallel.pipeline must be 1 with model.balance_loss {config.balance_loss}")  # type: ignore[attr-defined]
 
 
 def check_expert(config: ModelConfig, size: int, shard: int, tensor: int) -> None:
     """Raise ValueError if experts cannot be sharded over `size` of the `shard` ranks (parallel.expert)."""
     count = getattr(config, "num_experts", None)
-    if count is None:
+    # experts without a gate have no form that is spread over ranks
+    if count is None or config.architecture != "deepseek":
         raise ValueError(f"parallel.expert must be 1 for model.architecture {config.architecture}, got {size}")
     for key, value in (("model.num_experts", count), ("the ranks of parallel.shard", shard)):
         if value % size:

@@ -1,4 +1,5 @@
-"""Self-attention with one packed projection: rotary, ALiBi or neither, grouped queries, windows, qk-norm, KV cache."""
+"""Self-attention with one packed projection: rotary, ALiBi or neither, grouped queries, windows, blocks, qk-norm, KV
+cache."""
 
 import functools
 import math
@@ -6,8 +7,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from powertrain.nn.block_sparsity import BlockSparsity
 from powertrain.nn.cache import KVCache
 from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns
@@ -68,6 +71,8 @@ class SelfAttention(nn.Module):
 
     The projection is packed by kv head, "grouped" as GPT-NeoX and Megatron do: for each its query heads, its key, its
     value. So it can be sharded by kv head. For one query head each that is GPT-NeoX's own layout.
+    sparsity: positions see some blocks of earlier ones only, by a mask of S * S bytes that all heads share; as in
+    GPT-NeoX, whose sparse attention is DeepSpeed's, dropout is then applied to the result.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class SelfAttention(nn.Module):
         rotary: Rotary | None = None,
         alibi: bool = False,
         sliding_window: int | None = None,
+        sparsity: BlockSparsity | None = None,
         qk_norm_eps: float | None = None,
         dropout: float = 0.0,
         qkv_bias: bool = False,
@@ -96,6 +102,10 @@ class SelfAttention(nn.Module):
         self.first_head = 0
         # the window counts the query's own position (Mistral, flash-attn): so many keys in all
         self.window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.sparsity = sparsity
+        if sparsity is not None and sparsity.left >= 0:
+            # keys outside of every block that is seen: a kernel need not visit them
+            self.window = (sparsity.left, 0)
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=qkv_bias)
         self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
         self.q_norm, self.k_norm = (
@@ -124,8 +134,10 @@ class SelfAttention(nn.Module):
             q, k, v = self._rotated(qkv, None)
             cache.fill(self.layer, k, v)
             attended = self._attend(q, k, v, Context())
-        else:
+        elif self.sparsity is None:
             attended = self._decode(qkv, cache)
+        else:
+            attended = self._decode_blocks(qkv, cache, self.sparsity)
         return self.out(attended.flatten(-2))
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,8 +177,10 @@ class SelfAttention(nn.Module):
         )  # fmt: skip
         if context.across is not None:
             return context.across(q, k, v, **options)
+        if self.sparsity is not None:
+            options |= {"attn_bias": self.sparsity.mask(q.shape[1], q.device), "dropout_p": 0.0}
         out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
-        return out
+        return out if self.sparsity is None else F.dropout(out, self.dropout, self.training)
 
     def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:
         q, k, v = self._split(qkv)
@@ -176,4 +190,20 @@ class SelfAttention(nn.Module):
             alibi_slopes=self._slopes(q),
         )  # fmt: skip
         assert isinstance(out, Tensor)
+        return out
+
+    def _decode_blocks(self, qkv: Tensor, cache: KVCache, sparsity: BlockSparsity) -> Tensor:
+        """New tokens over the cache, of which each position sees its own blocks."""
+        keys, values = cache.keys[self.layer], cache.values[self.layer]
+        assert values is not None
+        new, capacity = qkv.shape[1], keys.shape[1]
+        positions = cache.lengths[:, None].long() + torch.arange(new, device=qkv.device)
+        q, k, v = self._rotated(qkv, positions.clamp(max=capacity - 1))
+        # which new token each row of the cache takes, if any: the host reads nothing, nothing is written behind its end
+        number = torch.arange(capacity, device=qkv.device) - cache.lengths[:, None]
+        takes = ((number >= 0) & (number < new))[..., None, None]
+        for rows, added in ((keys, k), (values, v)):
+            index = number.clamp(0, new - 1)[..., None, None].expand(-1, -1, *rows.shape[2:])
+            rows.copy_(torch.where(takes, added.gather(1, index), rows))
+        out: Tensor = attention(q, keys, values, attn_bias=sparsity.mask_at(positions, capacity))
         return out

@@ -55,7 +55,7 @@ class Block(Layer):
     attention, mlp            modules that take (x, Context)
     attention_norm, mlp_norm  modules that take (x, residual); with mlp_norm None both halves read attention_norm
     parallel                  stream + attention(norm(stream)) + mlp(norm'(stream)) (GPT-J, GPT-NeoX)
-    dropout                   of each half's output
+    dropout                   of each half's output; of attention's alone with mlp_dropout false
     """
 
     def __init__(
@@ -67,8 +67,10 @@ class Block(Layer):
         *,
         parallel: bool = False,
         dropout: float = 0.0,
+        mlp_dropout: bool = True,
     ) -> None:
         super().__init__(dropout=dropout)
+        self.mlp_dropout = mlp_dropout
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.parallel = parallel
@@ -81,11 +83,14 @@ class Block(Layer):
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         return (self._parallel if self.parallel else self._sequential)(x, residual, context)
 
-    def _sequential(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+    def _sequential(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         y, stream = self.normed(self.attention_norm, x, residual)
         x = self.attention(y, context)
         assert self.mlp_norm is not None
         y, stream = self.normed(self.mlp_norm, x, stream)
+        if self.dropout and self.training and not self.mlp_dropout:
+            # added here: the next layer drops out of all that is apart from the stream
+            return self.mlp(y, context) + stream, None
         return self.mlp(y, context), stream
 
     def _parallel(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:

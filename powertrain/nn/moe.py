@@ -1,7 +1,7 @@
 """A mixture of experts in place of an MLP: router, routed experts by grouped GEMM, shared experts."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard
 from powertrain.nn.attention import Context
 from powertrain.nn.mlp import GatedMLP
 from powertrain.nn.tensor_parallel.linear import local, shard_parameter
-from powertrain.ops.activations import gated_activation
+from powertrain.nn.token_choice import TokenChoiceRouter
+from powertrain.ops.activations import Activation, activation, gated_activation
 from powertrain.ops.moe import (
     Score,
     moe_load_balancing_loss,
@@ -116,25 +117,57 @@ class Experts(GroupedProducts):
         return None if self.overlap is None else "experts spread over ranks compute in 16 bits"
 
 
+class PlainExperts(GroupedProducts):
+    """Rows sorted by expert -> the same, each expert an MLP without a gate: down[e](act(up[e](x)))."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, kind: Activation
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.expert_weights_per_token = top_k * 2 * intermediate_size * hidden_size
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        hidden = activation(self.grouped(rows, self.up, offsets), self.kind)
+        return self.grouped(hidden, self.down, offsets)
+
+    def grouped_weights(self) -> dict[str, tuple[int, int, int]]:
+        return {name: tuple(getattr(self, name).shape) for name in ("up", "down")}
+
+
 class MoE(nn.Module):
     """x [..., S, hidden_size] -> the same: the sum of each token's experts, weighted, and of the shared ones.
 
-        router             see Router
+        router             see Router and TokenChoiceRouter
         shared_size        columns of the shared experts, which are one MLP; 0: none
+        kind               swiglu: `Experts`; an activation without a gate: `PlainExperts`
+        bias               one more parameter [hidden_size], added to every token's result
     While training it counts `load` [E] int64, the assignments since `balance`, and keeps `balance_loss`, that of the
     last forward (`moe_load_balancing_loss` of each sequence), differentiable. Recomputed layers count twice, evenly.
     """
 
     load: Tensor
 
-    def __init__(self, router: Router, hidden_size: int, intermediate_size: int, *, shared_size: int = 0) -> None:
+    def __init__(
+        self,
+        router: Router | TokenChoiceRouter,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        shared_size: int = 0,
+        kind: Activation | Literal["swiglu"] = "swiglu",
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        num_experts, top_k = router.weight.shape[0], router.options["top_k"]
-        self.router = router
-        self.experts = Experts(hidden_size, intermediate_size, num_experts, top_k)
+        sizes = hidden_size, intermediate_size, router.weight.shape[0], router.options["top_k"]
+        self.router: Any = router
+        self.experts: Any = Experts(*sizes) if kind == "swiglu" else PlainExperts(*sizes, kind=kind)
+        self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
         self.shared = GatedMLP(hidden_size, shared_size) if shared_size else None
         # not in checkpoints: it is zero after each optimizer step, and only then is one written
-        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("load", torch.zeros(sizes[2], dtype=torch.int64), persistent=False)
         self.balance_loss: Tensor | None = None
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
@@ -145,6 +178,8 @@ class MoE(nn.Module):
             self.load += offsets.diff(prepend=offsets.new_zeros(1))
             per_sequence = experts.view(*x.shape[:-1], experts.shape[-1])
             self.balance_loss = moe_load_balancing_loss(logits, per_sequence, score=self.router.options["score"])
+        if self.bias is not None:
+            y = y + self.bias
         return y if self.shared is None else y + self.shared(x, context)
 
     @torch.no_grad()

@@ -355,11 +355,15 @@ def explain_run_attention(config: RunConfig, model: nn.Module, arch: str) -> Exp
     arguments: dict[str, Any] = {"is_causal": True}
     if getattr(module, "window", (-1, -1)) != (-1, -1):
         arguments["window_size"] = module.window
+    sparsity = getattr(module, "sparsity", None)
+    if sparsity is not None:
+        arguments["attn_bias"] = "bool"
     if getattr(module, "alibi", False):
         arguments["alibi_slopes"] = True
     if config.data.document_mask:
         arguments["document_ids"] = True
-    if getattr(module, "dropout", 0.0):
+    # sparse layers drop out of the result
+    if getattr(module, "dropout", 0.0) and sparsity is None:
         arguments["dropout_p"] = module.dropout
     return explain_attention(
         arch=arch, dtype=DTYPES[config.train.precision], head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,

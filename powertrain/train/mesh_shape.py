@@ -87,6 +87,8 @@ def _check_batch_invariant(config: RunConfig, context: int, tensor: int) -> None
         (f"fp8.recipe {config.fp8.recipe}", config.fp8.recipe != "none"),
         (f"model.architecture {model.architecture}", model.architecture not in ("gpt_neox", "llama")),
         (f"dropout {dropout:g} in the model", dropout > 0),
+        (f"model.num_experts {getattr(model, 'num_experts', 1)}", getattr(model, "num_experts", 1) > 1),
+        ("sparse layers (model.layer_types)", getattr(model, "sparsity", None) is not None),
     ):
         if is_there:
             raise NotImplementedError(f"train.batch_invariant must be false with {key}, got true")

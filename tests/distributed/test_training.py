@@ -19,6 +19,7 @@ TWO: dict[str, dict[str, Any]] = {
     "cp-gpt_neox": {"model": "gpt_neox", "parallel": {"context": 2}},
     "cp-llama": {"model": "llama", "parallel": {"context": 2}, "train": {"activation_checkpointing": "full"}},
     "pp-gpt_neox": {"model": "gpt_neox", "parallel": {"pipeline": 2}},
+    "tp-experts": {"model": "gpt_neox_experts", "parallel": {"tensor": 2}},
     "pp-interleaved": {
         "model": "llama", "parallel": {"pipeline": 2, "virtual_stages": 2}, "sizes": {"num_layers": 4},
         "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2},
@@ -26,6 +27,10 @@ TWO: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TWO_MORE: dict[str, dict[str, Any]] = {
     "fsdp-llama": {"model": "llama", "parallel": {"reshard_after_forward": False}},
+    "fsdp-experts": {"model": "gpt_neox_experts"},
+    "cp-experts": {"model": "gpt_neox_experts", "parallel": {"context": 2}},
+    "pp-experts": {"model": "gpt_neox_experts", "parallel": {"pipeline": 2}},
+    "tp-sparse": {"model": "gpt_neox_sparse", "parallel": {"tensor": 2}},
     "fsdp-deepseek": {"model": "deepseek", "train": {"activation_checkpointing": "full"}},
     "fsdp-fp16": {"model": "llama", "train": {"precision": "fp16", "loss_scale": {"initial_power": 10}}},
     "fsdp-fp16-overflow": {"model": "llama", "train": {"precision": "fp16", "loss_scale": {"initial_power": 22}}},

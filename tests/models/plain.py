@@ -25,11 +25,11 @@ def plain_logits(config: Any, p: Mapping[str, Tensor], tokens: Tensor) -> Tensor
         mine = {
             name.removeprefix(f"layers.{layer}."): t for name, t in p.items() if name.startswith(f"layers.{layer}.")
         }
-        if is_neox and config.layer_type(layer) != "attention":
+        if is_neox and config.layer_type(layer) in ("gmlp", "amlp"):
             x = _gmlp(config, mine, x)
             continue
         y = _norm(config, mine, "attention_norm", x)
-        attended = _attention(config, mine, y)
+        attended = _attention(config, mine, y, layer)
         if not (is_neox and config.parallel_residual):
             x = x + attended
             x = x + _mlp(config, mine, _norm(config, mine, "mlp_norm", x))
@@ -58,9 +58,24 @@ def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def _mlp(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    if "mlp.router.weight" in p:
+        return _experts(config, p, x)
     act, up = _ACTIVATIONS[config.activation], _linear(p, "mlp.up", x)
     inside = act(_linear(p, "mlp.gate", x)) * up if "mlp.gate.weight" in p else act(up)
     return _linear(p, "mlp.down", inside)
+
+
+def _experts(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """GPT-NeoX's dropless experts in evaluation, or with topk: the best k scores, each expert on every token."""
+    act, k = _ACTIVATIONS[config.expert_activation or config.activation], config.experts_per_token
+    logits = x @ p["mlp.router.weight"].T
+    scores = logits.sigmoid() if config.router == "sinkhorn" and k == 1 else logits.softmax(-1)
+    weights, experts = scores.topk(k, -1)
+    every = torch.stack([act(x @ up.T) @ down.T for up, down in zip(p["mlp.experts.up"], p["mlp.experts.down"],
+                                                                    strict=True)], -2)  # fmt: skip
+    chosen = every.gather(-2, experts[..., None].expand(*experts.shape, x.shape[-1]))
+    y = (weights[..., None] * chosen).sum(-2)
+    return y + p["mlp.bias"] if "mlp.bias" in p else y
 
 
 def _gmlp(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -79,7 +94,7 @@ def _gmlp(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
     return _linear(p, "down", mixed * value)
 
 
-def _attention(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _attention(config: Any, p: Mapping[str, Tensor], x: Tensor, layer: int) -> Tensor:
     kv_heads = config.num_kv_heads or config.num_heads
     group = config.num_heads // kv_heads
     packed = _linear(p, "attention.qkv", x).unflatten(-1, (kv_heads, group + 2, -1))
@@ -92,7 +107,10 @@ def _attention(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
         dim = int(q.shape[-1] * getattr(config, "rotary_pct", 1.0)) // 2 * 2
         q, k = (_turned(t, dim, config.rope_theta) for t in (q, k))
     q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    bias = _bias(config, x.shape[1], kind).to(q.dtype)
+    if isinstance(config, NeoXConfig) and config.layer_type(layer) == "sparse":
+        bias = _blocks_bias(config.sparsity, x.shape[1]).to(q.dtype)
+    else:
+        bias = _bias(config, x.shape[1], kind).to(q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return _linear(p, "attention.out", out.transpose(1, 2).flatten(-2))
 
@@ -104,6 +122,18 @@ def _turned(x: Tensor, dim: int, theta: float) -> Tensor:
     front, rest = x[..., :dim], x[..., dim:]
     a, b = front.chunk(2, -1)
     return torch.cat([front * cos + torch.cat([-b, a], -1) * sin, rest], -1)
+
+
+def _blocks_bias(rules: Any, length: int) -> Tensor:
+    """-inf where a position's block does not see another's: windows before, or in a row with their last blocks."""
+    r, c = torch.arange(length)[:, None] // rules.block, torch.arange(length) // rules.block
+    if rules.before is not None:
+        seen = r - c <= rules.before
+    else:
+        (size,) = rules.windows
+        seen = (r // size == c // size) | (c % size >= size - rules.last_of_window)
+    seen = seen & (torch.arange(length) <= torch.arange(length)[:, None])
+    return torch.where(seen, 0.0, -torch.inf)[None]
 
 
 def _bias(config: Any, length: int, kind: str) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 import powertrain
 from powertrain.ops.cases import Case, cases
 from powertrain.testing.numerics import check
-from tests.conftest import HAS_GPU, INTERPRET
+from tests.conftest import HAS_GPU
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -28,15 +28,21 @@ MATMULS = (
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
 
 
-def _first_of_each_op() -> list[Any]:
-    """Every case; without kernels the later ones of an op are slow, since the node in the graph is the same."""
-    seen: set[str] = set()
-    rows = []
-    for case in cases():
-        later = case.op in seen and not (INTERPRET or HAS_GPU)
-        rows.append(pytest.param(case, id=case.id, marks=pytest.mark.slow if later else ()))
-        seen.add(case.op)
-    return rows
+def _later_cases() -> set[str]:
+    """Cases of an op behind its first."""
+    first = {case.op: case.id for case in reversed(cases())}
+    return {case.id for case in cases()} - set(first.values())
+
+
+_LATER = _later_cases()
+
+
+# of what an op's node in the graph does, whatever options its kernels get: the later cases of an op are slow, but on a
+# GPU, where a call costs next to nothing
+every_op = pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.id, marks=pytest.mark.slow if c.id in _LATER and not HAS_GPU else ()) for c in cases()],
+)
 
 
 def _inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
@@ -55,8 +61,18 @@ def _scalar(result: Any) -> Tensor:
     return sum((out.float() * out.float()).sum() for out in _outputs(result))
 
 
-@every_case
-@pytest.mark.parametrize("dtype", DTYPES, ids=IDS.get)
+def _with_dtypes() -> list[Any]:
+    """Every case in three dtypes; of an op's later cases float16 is slow, whose code is bfloat16's."""
+    rows = []
+    for case in cases():
+        for dtype in DTYPES:
+            is_slow = dtype is torch.float16 and case.id in _LATER and not HAS_GPU
+            marks = pytest.mark.slow if is_slow else ()
+            rows.append(pytest.param(case, dtype, id=f"{IDS[dtype]}-{case.id}", marks=marks))
+    return rows
+
+
+@pytest.mark.parametrize("case, dtype", _with_dtypes())
 def test_values_and_gradients(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     _check(case, _inputs(case, device, dtype))
 
@@ -120,7 +136,7 @@ def test_no_grad_saves_nothing(case: Case, device: torch.device) -> None:
     assert not any(out.requires_grad for out in _outputs(result))
 
 
-@every_case
+@every_op
 def test_expanded_and_transposed_grad_output(case: Case, device: torch.device) -> None:
     tensors = _inputs(case, device)
     leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
@@ -152,7 +168,7 @@ def test_twice_gives_the_same_bits(case: Case, device: torch.device) -> None:
         assert a is b is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", _first_of_each_op())
+@every_op
 def test_compile_fullgraph(case: Case, device: torch.device) -> None:
     tensors = _inputs(case, device)
     torch._dynamo.reset()
@@ -167,7 +183,7 @@ def test_compile_fullgraph(case: Case, device: torch.device) -> None:
         torch.testing.assert_close(a, b)
 
 
-@every_case
+@every_op
 @pytest.mark.kernels
 def test_double_backward_says_so(case: Case, device: torch.device) -> None:
     tensors = _inputs(case, device)
@@ -177,7 +193,7 @@ def test_double_backward_says_so(case: Case, device: torch.device) -> None:
         torch.autograd.grad(sum(g.sum() for g in grads if g is not None), leaves, allow_unused=True)
 
 
-@every_case
+@every_op
 @pytest.mark.kernels
 def test_vmap_says_so(case: Case, device: torch.device) -> None:
     tensors = {n: t.detach() if t is not None else None for n, t in _inputs(case, device).items()}
@@ -190,7 +206,7 @@ def test_vmap_says_so(case: Case, device: torch.device) -> None:
         torch.vmap(call)(*(torch.stack([tensors[n], tensors[n]]) for n in floats))
 
 
-@every_case
+@every_op
 def test_fake_tensors_have_the_real_shapes(case: Case, device: torch.device) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -227,7 +243,7 @@ def test_cuda_graph_and_side_stream(case: Case, device: torch.device) -> None:
         assert torch.equal(a, b)
 
 
-@every_case
+@every_op
 def test_lazy_minus(case: Case, device: torch.device) -> None:
     """Of the imaginary part of a conjugate the sign is a bit of the tensor, not in memory."""
 

@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from powertrain.train.checkpoint.neox import to_neox_config
+from powertrain.train.checkpoint.neox_config import to_neox_config
 
 COLUMNS = ("word_embeddings", "final_linear", "attention.query_key_value", "mlp.linear1")
 ROWS = ("attention.dense", "mlp.linear2")
@@ -27,6 +27,11 @@ LAYER = {
     "input_layernorm": "attention_norm", "attention.query_key_value": "attention.qkv",
     "attention.dense": "attention.out", "post_attention_layernorm": "mlp_norm",
     "mlp.linear1": "mlp.up", "mlp.linear2": "mlp.down",
+}  # fmt: skip
+# tensors of a layer with experts: of all of a rank's experts, one behind the other
+EXPERTS = {
+    "mlp.router.layer.weight": "mlp.router.weight", "mlp.experts.mlp.w1": "mlp.experts.up",
+    "mlp.experts.mlp.w2": "mlp.experts.down",
 }  # fmt: skip
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -57,7 +62,7 @@ class Parameter:
     @property
     def decays(self) -> bool:
         module, _, kind = self.name.rpartition(".")
-        return kind == "weight" and module not in NORMS
+        return kind in ("weight", "w1", "w2") and module not in NORMS
 
 
 _CLASSES = {
@@ -141,26 +146,29 @@ def _layers(config: Any, tensors: Mapping[str, Tensor], rank: int, engine: Engin
         modules[n + 4] = {"final_linear": "head"}
     layers: dict[int, list[Parameter]] = {}
     for index, of_layer in sorted(modules.items()):
+        names = {f"{t}.{kind}": f"{o}.{kind}" for t, o in of_layer.items() for kind in ("weight", "bias")}
+        names |= {theirs: f"layers.{index - 2}.{ours}" for theirs, ours in EXPERTS.items()}
         layers[index] = []
-        for theirs, ours in of_layer.items():
-            for kind in ("weight", "bias"):
-                if f"model.{ours}.{kind}" not in tensors:
-                    continue
-                values = {
-                    name: _part(theirs, kind, tensors[f"{ours_kind}.{ours}.{kind}"], rank, engine.tp, config, name)
-                    for name, ours_kind in (("master", "model"), ("exp_avg",) * 2, ("exp_avg_sq",) * 2)
-                    if f"{ours_kind}.{ours}.{kind}" in tensors
-                }
-                name = f"{theirs}.{kind}"
-                full = f"{index}.{name}" if engine.pipe else f"sequential.{index}.{name}"
-                if engine.pipe and index == 0 and config.tie_embeddings:
-                    full = f"tied_modules.embed.{name}"
-                layers[index].append(Parameter(full, index, name, values))
+        for name, ours in names.items():
+            if f"model.{ours}" not in tensors:
+                continue
+            values = {
+                state: _part(name, tensors[f"{kind}.{ours}"], rank, engine.tp, config, state)
+                for state, kind in (("master", "model"), ("exp_avg",) * 2, ("exp_avg_sq",) * 2)
+                if f"{kind}.{ours}" in tensors
+            }
+            full = f"{index}.{name}" if engine.pipe else f"sequential.{index}.{name}"
+            if engine.pipe and index == 0 and config.tie_embeddings:
+                full = f"tied_modules.embed.{name}"
+            layers[index].append(Parameter(full, index, name, values))
     return layers
 
 
-def _part(theirs: str, kind: str, tensor: Tensor, rank: int, tp: int, config: Any, state: str) -> Tensor:
+def _part(name: str, tensor: Tensor, rank: int, tp: int, config: Any, state: str) -> Tensor:
     tensor = tensor.detach().clone()
+    theirs, _, kind = name.rpartition(".")
+    if kind in ("w1", "w2"):
+        return (tensor if kind == "w1" else tensor.mT).flatten(0, 1).chunk(tp)[rank].clone()
     if theirs in COLUMNS:
         return tensor.chunk(tp)[rank].clone()
     if theirs in ROWS and kind == "weight":

@@ -19,7 +19,8 @@ from powertrain.models import configure
 from powertrain.models.huggingface import shapes
 from powertrain.models.pickles import load_pickle
 from powertrain.train.checkpoint.load import build_from, open_weights
-from powertrain.train.checkpoint.neox import NeoXCheckpoint, find, to_neox_config, write
+from powertrain.train.checkpoint.neox import NeoXCheckpoint, find, write
+from powertrain.train.checkpoint.neox_config import to_neox_config
 from powertrain.train.config.neox import model_fields
 from powertrain.train.config.yaml_source import Source
 

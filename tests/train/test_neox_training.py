@@ -37,6 +37,7 @@ ENGINES: dict[str, tuple[Engine, tuple[str, ...]]] = {
     "bf16": (Engine("bf16", "bf16", dp=2, tp=2, pipe=1), PARALLEL),
     "bf16-stages": (Engine("bf16", "bf16", dp=3, pipe=2), TIED),
     "bf16-zero": (Engine("zero", "bf16", dp=2), ()),
+    "bf16-experts": (Engine("bf16", "bf16", dp=2, tp=2, pipe=2), ("model.num_experts=4", "model.expert_interval=2")),
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def _write(folder: Path, trainer: Trainer, tensors: dict[str, Tensor], engine: E
 
 
 # the others have less than these
-OFTEN = ("fp32-stages", "fp16-fused-stages", "fp16-zero-stages", "fp16-stage1", "bf16-stages")
+OFTEN = ("fp32-stages", "fp16-fused-stages", "fp16-zero-stages", "fp16-stage1", "bf16-stages", "bf16-experts")
 
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in ENGINES])

@@ -17,6 +17,7 @@ from powertrain.nn.lora import merged
 from powertrain.runtime.reading import read_json, reading
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
+from powertrain.train.checkpoint.neox_config import as_gpt_neox
 from powertrain.train.checkpoint.neox_training import NeoXTraining
 from powertrain.train.config.objectives import LoRAConfig
 from powertrain.train.config.schema import DataConfig, RunConfig
@@ -33,6 +34,7 @@ _BYTES_AT_ONCE = 1 << 30
 _MAY_DIFFER = {
     "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling", "sliding_window", "hidden_dropout",
     "attention_dropout", "init_method", "output_init_method", "init_std", "balance_loss", "bias_update_rate",
+    "router_jitter",
 }  # fmt: skip
 
 
@@ -317,7 +319,7 @@ def fitted(weights: Weights, config: ModelConfig) -> Weights:
     """
     # a Llama can be written as either, with the same tensors
     if config.architecture == "gpt_neox":
-        weights = replace(weights, config=neox_checkpoint.as_gpt_neox(weights.config))
+        weights = replace(weights, config=as_gpt_neox(weights.config))
     elif config.architecture == "llama":
         weights = replace(weights, config=huggingface.hf_equivalent(weights.config))
     refuse_another(weights.config, config, weights.path)
@@ -341,6 +343,8 @@ def _plain(config: ModelConfig, name: str, value: object) -> object:
     """A field, with None replaced by its default."""
     if value is None:
         defaults = {"num_kv_heads": config.num_heads, "head_dim": config.hidden_size // config.num_heads,
-                    "intermediate_size": 4 * config.hidden_size}  # fmt: skip
+                    "intermediate_size": 4 * config.hidden_size,
+                    "expert_intermediate_size": getattr(config, "expert_ffn", None),
+                    "expert_activation": getattr(config, "activation", None)}  # fmt: skip
         return defaults.get(name)
     return value

@@ -11,11 +11,10 @@ tools/ckpts. Where its versions differ (names of the MLP, of a norm's weight) ea
 """
 
 import copy
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import yaml
@@ -28,19 +27,23 @@ from powertrain.models.llama import join_qkv, split_qkv
 from powertrain.models.pickles import load_pickle
 from powertrain.ops.activations import Gated
 from powertrain.runtime.reading import reading
+from powertrain.train.checkpoint.neox_config import as_gpt_neox, to_neox_config
 from powertrain.train.checkpoint.neox_names import (
     APART,
     COLUMNS,
+    EXPERTS,
     KINDS,
     NAMES,
     ROWS,
     SLOPES,
     UNUSED_BIASES,
     allowed,
+    from_experts,
     has_groups,
     heads_of_rank,
     own_slopes,
     place,
+    to_experts,
 )
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -178,6 +181,8 @@ class NeoXCheckpoint:
     def _tensor(self, name: str) -> Tensor:
         index, module, kind = place(name, self.config)
         parts = [self._part(shard, module, kind) for shard in self._layer(index)]
+        if module == EXPERTS:
+            return from_experts(torch.cat(parts), kind, self.config.num_experts)
         if module in COLUMNS:
             return torch.cat(parts)
         if module in ROWS and kind == "weight":
@@ -320,7 +325,8 @@ def _check_ranks(config: Config, ranks: int) -> None:
     if config.has_gmlp and ranks != 1:
         raise ValueError(f"model_parallel_size must be 1 with gmlp layers, got {ranks}")
     for key, size in (("num_kv_heads", config.num_kv_heads or config.num_heads), ("num_heads", config.num_heads),
-                      ("intermediate_size", config.ffn), ("vocab_size", config.vocab_size)):  # fmt: skip
+                      ("intermediate_size", config.ffn), ("vocab_size", config.vocab_size),
+                      *((("num_experts", config.num_experts),) if config.num_experts > 1 else ())):  # fmt: skip
         if ranks < 1 or size % ranks:
             raise ValueError(f"model_parallel_size must divide model.{key} ({size}), got {ranks}")
 
@@ -361,6 +367,8 @@ def _shard(config: Config, ours: dict[tuple[str, str], Tensor], rank: int, ranks
 
 
 def _share(config: Config, module: str, kind: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    if module == EXPERTS:
+        return to_experts(tensor, kind).chunk(ranks)[rank]
     if module in COLUMNS:
         part = tensor.chunk(ranks)[rank]
         if module == "attention.qkv" and has_groups(config):
@@ -370,92 +378,3 @@ def _share(config: Config, module: str, kind: str, tensor: Tensor, rank: int, ra
         return tensor.chunk(ranks, 1)[rank]
     # every rank adds it once; the sum must be ours
     return tensor / ranks if module in ROWS and config.parallel_residual else tensor
-
-
-def as_gpt_neox(config: ModelConfig) -> Config:
-    """The same model as a gpt_neox config, tensors alike; raises ValueError naming features it lacks."""
-    if isinstance(config, Config):
-        return config
-    values: dict[str, Any] = config.model_dump()
-    if config.architecture != "llama":
-        raise ValueError(f"model.architecture must be gpt_neox or llama for GPT-NeoX, got {config.architecture}")
-    needs = {
-        "rope_scaling": None, "qk_norm": False, "out_bias": values["qkv_bias"],
-        "head_dim": values["head_dim"] and values["hidden_size"] // values["num_heads"],
-    }  # fmt: skip
-    for name, must in needs.items():
-        if values[name] != must:
-            raise ValueError(f"model.{name} must be {must} for GPT-NeoX, got {values[name]}")
-    kept = values.keys() & Config.model_fields.keys() - {"architecture"}
-    return Config(
-        **{name: values[name] for name in kept}, norm="rms_norm", norm_bias=False, attention_bias=values["qkv_bias"]
-    )
-
-
-def _attention_config(config: Config) -> list[Any]:
-    """The kinds of layers. Raises ValueError for gMLP layers of another width than GPT-NeoX's."""
-    if config.has_gmlp and config.ffn != 4 * config.hidden_size:
-        wanted = 4 * config.hidden_size
-        raise ValueError(f"model.intermediate_size must be {wanted} with gmlp layers for GPT-NeoX, got {config.ffn}")
-    kinds = ["flash" if kind == "attention" else kind for kind in config.layer_types]
-    return [[kinds, config.num_layers // len(kinds)]]
-
-
-_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu", "relu": "relu", "silu": "silu", "swiglu": "swiglu",
-                "geglu": "geglu", "reglu": "reglu"}  # fmt: skip
-
-
-def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_size: int = 1) -> dict[str, Any]:
-    """The model's keys of a GPT-NeoX YAML. Raises ValueError naming features that GPT-NeoX lacks."""
-    if config.activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"model.activation must be one of {known} for GPT-NeoX, got {config.activation}")
-    if config.norm == "rms_norm" and config.norm_bias:
-        raise ValueError("model.norm_bias must be false with rms_norm for GPT-NeoX, got true")
-    if config.norm == "layer_norm" and not config.norm_bias:
-        raise ValueError(
-            "model.norm_bias must be true with layer_norm for GPT-NeoX, whose layer norms have one, got false"
-        )
-    gated = config.activation in get_args(Gated)
-    values = {
-        "pipe_parallel_size": pipe_parallel_size,
-        "model_parallel_size": model_parallel_size,
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "seq_length": config.max_position_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "padded_vocab_size": config.vocab_size,
-        "make_vocab_size_divisible_by": math.gcd(config.vocab_size // model_parallel_size, 128),
-        "norm": "layernorm" if config.norm == "layer_norm" else "rmsnorm",
-        "layernorm_epsilon" if config.norm == "layer_norm" else "rms_norm_epsilon": config.norm_eps,
-        "use_bias_in_norms": config.norm_bias,
-        "use_bias_in_attn_linear": config.attention_bias,
-        "use_bias_in_mlp": config.mlp_bias,
-        "pos_emb": config.position_embedding,
-        "rotary_pct": config.rotary_pct,
-        # an integer, as its converter to Hugging Face wants it
-        "rotary_emb_base": int(config.rope_theta) if config.rope_theta == int(config.rope_theta) else config.rope_theta,
-        "no_weight_tying": not config.tie_embeddings,
-        "gpt_j_residual": config.parallel_residual,
-        "gpt_j_tied": config.shared_norm,
-        "activation": _ACTIVATIONS[config.activation],
-        "bias_gelu_fusion": config.activation == "gelu_tanh",
-        "intermediate_size": config.ffn,
-        "hidden_dropout": config.hidden_dropout,
-        "attention_dropout": config.attention_dropout,
-        "init_method": config.init_method,
-        "output_layer_init_method": config.output_init_method,
-        "init_method_std": config.init_std,
-        "attention_config": _attention_config(config),
-    }
-    if gated:
-        # both of its roundings then give ffn, which its converter to Hugging Face reads as the width
-        values["mlp_multiple_of"] = config.ffn
-    if config.has_gmlp:
-        values["gmlp_attn_dim"] = config.gmlp_attention_dim
-    if config.num_kv_heads is not None:
-        values["num_kv_heads"] = config.num_kv_heads
-    if config.sliding_window is not None:
-        values["sliding_window_width"] = config.sliding_window - 1
-    return values

@@ -26,11 +26,14 @@ _GMLP = {
     "tiny_attention.out": "sgu.attn.proj_ffn", "down": "output_linear",
 }  # fmt: skip
 NAMES |= {ours: (theirs,) for ours, theirs in _GMLP.items()}
+# of a layer with experts, whose tensors are all ranks' experts one behind the other: [experts * inside, hidden]
+NAMES |= {"mlp.router": ("mlp.router.layer",), "mlp.experts": ("mlp.experts.mlp",)}
+EXPERTS = "mlp.experts"
 # biases that GPT-NeoX makes and never adds
 UNUSED_BIASES = {"up": "input_linear.bias", "down": "output_linear.bias"}
 # a gated MLP whose matrices are apart (mlp_type: llama)
 APART = {"mlp.gate": "mlp.w1", "mlp.up": "mlp.w3"}
-KINDS = {"weight": ("weight", "scale"), "bias": ("bias", "offset")}
+KINDS = {"weight": ("weight", "scale"), "bias": ("bias", "offset"), "up": ("w1",), "down": ("w2",)}
 COLUMNS = ("embed", "head", "attention.qkv", "mlp.up", "mlp.gate")
 ROWS = ("attention.out", "mlp.down")
 SLOPES = "attention.alibi_embed.slopes"  # of ALiBi, a rank's own heads
@@ -57,8 +60,25 @@ def allowed(config: Config, index: int) -> set[str]:
         # is there but not used where gpt_j_tied is true
         modules.add("mlp_norm")
     unused = {name for module, name in UNUSED_BIASES.items() if module in modules}
-    names = [n for module in modules for n in (*NAMES.get(module, ()), APART.get(module, ""))]
-    return {f"{name}.{kind}" for name in names for kinds in KINDS.values() for kind in kinds} | set(_BUFFERS) | unused
+    names = [
+        f"{name}.{kind}"
+        for module in modules
+        for name in (*NAMES.get(module, ()), APART.get(module, ""))
+        for ours in (("up", "down") if module == EXPERTS else ("weight", "bias"))
+        for kind in KINDS[ours]
+    ]
+    return {*names, *_BUFFERS, *unused}
+
+
+def from_experts(tensor: Tensor, kind: str, experts: int) -> Tensor:
+    """Their [experts * inside, hidden] of all ranks as our up [experts, inside, hidden], or down, transposed."""
+    rows = tensor.unflatten(0, (experts, -1))
+    return rows.transpose(1, 2).contiguous() if kind == "down" else rows
+
+
+def to_experts(tensor: Tensor, kind: str) -> Tensor:
+    """`from_experts` backwards."""
+    return (tensor.transpose(1, 2) if kind == "down" else tensor).flatten(0, 1)
 
 
 def own_slopes(config: Config) -> Tensor:

@@ -370,7 +370,7 @@ _CHOSEN = """
     eval_tasks                      list        evaluation.tasks, by lm_eval (pip install 'powertrain[evaluate]')
     use_bnb_optimizer               bool        optimizer.kind: adamw8bit, by torchao
     num_unique_layers               int         every layer has its own parameters
-    moe_num_experts                 int         1: no experts
+    moe_num_experts                 int         model.num_experts; 1: no experts
     train_impl                      str         train.objective; reinforce: policy, with rewards of files
     kl_impl                         str         train.policy.kl: mse is k2, kl is k1; full is not there
     kl_div_beta                     float       train.policy.kl_weight

@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+from powertrain.train.config import neox_sparsity
 from powertrain.train.config.neox_data import tokenizer
+from powertrain.train.config.neox_experts import experts
 from powertrain.train.config.neox_source import NeoXKeys, is_kind
 from powertrain.train.data.tokenizer import load_tokenizer, padded_vocab_size
 
@@ -30,9 +32,7 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         if keys.get(name) is None:
             keys.wrong((name,), "must be given")
-    layer_types = _layer_types(keys)
-    # experts are another architecture here, with other keys
-    _only_one(keys, "moe_num_experts", "use model.architecture deepseek (ours), or 1")
+    layer_types, sparse = _layer_types(keys)
     # GPT-NeoX can share one layer's weights among several; ours never do
     unique = keys.get("num_unique_layers")
     if unique is not None and unique != keys.get("num_layers"):
@@ -64,7 +64,10 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
         "norm_bias": is_layer_norm,
         "attention_bias": keys.get("use_bias_in_attn_linear", True),
         **mlp,
+        "layer_types": layer_types,
+        **sparse,
         **_gmlp(keys, layer_types, mlp["intermediate_size"]),
+        **experts(keys, mlp["activation"]),
         **_positions(keys),
         "parallel_residual": keys.get("gpt_j_residual", False),
         "shared_norm": keys.get("gpt_j_residual", False) and keys.get("gpt_j_tied", False),
@@ -76,12 +79,6 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
         "output_init_method": keys.choice("output_layer_init_method", "scaled_normal", _INITS, _NO_SCALED_ORTHOGONAL),
         "init_std": keys.get("init_method_std", 0.02),
     }
-
-
-def _only_one(keys: NeoXKeys, key: str, todo: str) -> None:
-    # more than one expert, or group, is a feature; one is the dense model
-    if keys.get(key, 1) > 1:
-        keys.unsupported(key, keys.get(key), todo)
 
 
 def _positions(keys: NeoXKeys) -> dict[str, Any]:
@@ -178,26 +175,19 @@ def _mlp_width(keys: NeoXKeys, width: int, gated: bool) -> int:
     return int(columns)
 
 
-_OTHER_ATTENTION = (
-    "local",
-    "sparse_fixed",
-    "sparse_variable",
-    "bigbird",
-    "bslongformer",
-    "rwkv",
-    "mamba",
-)
-
-
+_OTHER_ATTENTION = ("rwkv", "mamba")
 # flash and global compute the same; which kernel runs is the selector's choice
-_LAYER_TYPES = {"global": "attention", "flash": "attention", "gmlp": "gmlp", "amlp": "amlp"}
+_LAYER_TYPES = {
+    "global": "attention", "flash": "attention", "gmlp": "gmlp", "amlp": "amlp",
+    **dict.fromkeys(neox_sparsity.KINDS, "sparse"),
+}  # fmt: skip
 
 
-def _layer_types(keys: NeoXKeys) -> tuple[str, ...]:
-    """model.layer_types: the kinds of the layers, up to where they repeat."""
+def _layer_types(keys: NeoXKeys) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """model.layer_types: the kinds of the layers, up to where they repeat; and the field sparsity, if one needs it."""
     config = keys.get("attention_config")
     layers = keys.get("num_layers")
-    all_attention = ("attention",)
+    all_attention = ("attention",), dict[str, Any]()
     # num_layers is missing or wrong, which another error says
     if config is None or not isinstance(layers, int):
         return all_attention
@@ -217,7 +207,7 @@ def _layer_types(keys: NeoXKeys) -> tuple[str, ...]:
     elif len(kinds) != layers:
         keys.wrong(("attention_config",), f"must have {layers} layers (num_layers), got {len(kinds)}")
     else:
-        return _shortest_period([_LAYER_TYPES[kind] for kind in kinds])
+        return _shortest_period([_LAYER_TYPES[kind] for kind in kinds]), neox_sparsity.sparsity(keys, kinds)
     return all_attention
 
 
@@ -230,7 +220,7 @@ def _shortest_period(kinds: list[str]) -> tuple[str, ...]:
 
 def _gmlp(keys: NeoXKeys, layer_types: tuple[str, ...], mlp_width: int) -> dict[str, Any]:
     """Fields of gMLP layers, whose width is 4 * hidden_size and whose gates are as long as a sample in GPT-NeoX."""
-    if set(layer_types) == {"attention"}:
+    if not {"gmlp", "amlp"} & set(layer_types):
         keys.add_row("gmlp_attn_dim", "ignored", "of gmlp layers, which there are none of (attention_config)")
         return {}
     # GPT-NeoX's gMLP under tensor parallelism normalizes a rank's channels by themselves
@@ -241,10 +231,11 @@ def _gmlp(keys: NeoXKeys, layer_types: tuple[str, ...], mlp_width: int) -> dict[
     if str(keys.get("activation", "gelu")).lower() in _GATED or keys.get("mlp_type") == "llama":
         keys.wrong(("activation",), f"must have no gate with gmlp layers, got {keys.get('activation')}")
     width = 4 * (keys.get("hidden_size") or 1)
-    if "attention" in layer_types and mlp_width != width:
+    has_others = not set(layer_types) <= {"gmlp", "amlp"}
+    if has_others and mlp_width != width:
         todo = f"gmlp layers have {width} (4 * hidden_size) in GPT-NeoX, the others must have as many here"
         keys.unsupported("intermediate_size", mlp_width, todo)
-    if "attention" not in layer_types:
+    if not has_others:
         for key in ("intermediate_size", "expansion_factor", "mlp_multiple_of", "use_bias_in_mlp"):
             keys.add_row(key, "ignored", f"gmlp layers have {width} channels (4 * hidden_size) and no biases")
     length, positions = keys.get("seq_length"), keys.get("max_position_embeddings")
@@ -257,7 +248,6 @@ def _gmlp(keys: NeoXKeys, layer_types: tuple[str, ...], mlp_width: int) -> dict[
     words = "model.layer_types: no residual connection, no biases but the gate's, as there"
     keys.add_row("attention_config", "mapped", f"{words}; the gate spans the sequence (docs/coming-from-gpt-neox.md)")
     return {
-        "layer_types": layer_types,
         "gmlp_attention_dim": keys.number("gmlp_attn_dim", 64, above=0),
         # None: 4 * hidden_size, which GPT-NeoX's gMLP has whatever the key says
         "intermediate_size": None,

@@ -4,6 +4,7 @@ Facts from GPT-NeoX (Apache-2.0; no code): megatron/training.py (get_optimizer),
 megatron/model/word_embeddings.py (use_bnb_optimizer).
 """
 
+import re
 from typing import Any
 
 from powertrain.train.config.neox_source import NeoXKeys, is_kind
@@ -35,7 +36,7 @@ def optimizer(keys: NeoXKeys) -> dict[str, Any]:
     values: dict[str, Any] = {"lr": 0.001, "eps": 1e-8} if kind.startswith("adam") else {"lr": 0.001}
     values |= {"betas": _BETAS[kind]} if kind in _BETAS else {"momentum": 0.0}
     known = tuple(values)
-    values |= {key: value for key, value in params.items() if key in known}
+    values |= {key: _number(keys, key, value) for key, value in params.items() if key in known}
     for key, value in params.items():
         _param(keys, key, value, kind, known)
     for key in ("lr", "eps"):
@@ -48,6 +49,16 @@ def optimizer(keys: NeoXKeys) -> dict[str, Any]:
     decay = keys.number("weight_decay", 0.1, least=0)
     # GPT-NeoX decays neither norms nor biases, torch all
     return {"kind": kind, **values, "weight_decay": decay, "decay_norms_and_biases": False}
+
+
+def _number(keys: NeoXKeys, key: str, value: Any) -> Any:
+    """1.0e_8, of GPT-NeoX's gmlp_small.yml, as 1.0e-8; any other value as it is."""
+    # NeoXArgs checks that optimizer is a section and no more: the text reaches Adam, which cannot compute with it
+    if not (isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?e_\d+", value)):
+        return value
+    words = f"{value} is text to YAML, with which GPT-NeoX's optimizer fails; read as {value.replace('_', '-')}"
+    keys.add_inner_row(("optimizer", "params", key), value, "changes numerics", words)
+    return float(value.replace("_", "-"))
 
 
 def _are_betas(values: Any) -> bool:

@@ -20,6 +20,7 @@ from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
+from tests.conftest import SLOW_IN_INTERPRETER
 from tests.ops.attention.decode_launches import launch_decode_kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -472,7 +473,14 @@ def test_splits_follow_from_what_a_window_reads() -> None:
     assert kernels(255) == {"_decode_kernel"}
 
 
-@pytest.mark.parametrize("seed", range(12))
+# one to three seconds each in the interpreter; the others have pages of both sizes and none, few and many sequences,
+# long and short and empty ones, windows, sinks and left padding
+_LIKE_OTHERS = (0, 1, 6, 8, 10, 11)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=SLOW_IN_INTERPRETER if n in _LIKE_OTHERS else ()) for n in range(12)]
+)
 def test_lengths_far_apart(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are cut into parts by their lengths: one long among short, equal ones, empty ones, few and many."""
     draws = random.Random(seed)

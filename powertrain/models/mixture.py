@@ -1,0 +1,32 @@
+"""The frame of decoders with layers of experts: the load balancing loss beside the language model's."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powertrain.models.causal_lm import CausalLM
+from powertrain.nn.moe import MoE
+
+
+class MixtureLM(CausalLM):
+    """A CausalLM some of whose layers have experts; its config has `balance_loss`, the weight of that loss."""
+
+    @property
+    def moe_layers(self) -> list[MoE]:
+        return [layer.mlp for layer in self.layers if isinstance(getattr(layer, "mlp", None), MoE)]
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        """As CausalLM; while training the loss includes the load balancing loss of every layer of experts."""
+        # the load balancing loss is of training only: evaluation reports the language model's loss
+        loss = super().forward(tokens, labels, **options)
+        weight = self.config.balance_loss  # type: ignore[attr-defined]
+        if labels is None or not self.training or not weight:
+            return loss
+        return loss + weight * torch.stack([m.balance_loss for m in self.moe_layers]).sum()  # type: ignore[misc]
+
+    def init_weights(self, seed: int) -> None:
+        super().init_weights(seed)
+        for moe in self.moe_layers:
+            # a buffer, which the initialization of parameters leaves as the meta device made it
+            moe.load.zero_()

@@ -1,0 +1,112 @@
+"""Causal attention to some blocks of earlier positions: windows of blocks, and blocks that all later ones see."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.shapes import cdiv
+
+
+# hashable: masks are kept by it
+@dataclass(frozen=True)
+class BlockSparsity:
+    """Query i sees key j <= i if i's block r = i // block sees j's block c = j // block by one of these rules.
+
+        block            positions of a block
+        before           c >= r - before: so many blocks before its own, and its own; None: no such rule
+        windows          r and c are in one of consecutive windows of so many blocks; the last size repeats
+        last_of_window   c is among so many last blocks of its window (all windows being as large as the first)
+        global_blocks    c is in one of these half-open ranges of blocks
+        global_rows      r is in one of these ranges
+    One of before and windows must be given, so that every position sees itself.
+    Raises ValueError naming the field.
+    """
+
+    block: int = 16
+    before: int | None = None
+    windows: tuple[int, ...] = ()
+    last_of_window: int = 0
+    global_blocks: tuple[tuple[int, int], ...] = ()
+    global_rows: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = None
+        if self.block < 1:
+            wrong = f"block must be at least 1, got {self.block}"
+        elif (self.before is None) == (not self.windows):
+            wrong = f"before or windows must be given, not both, got {self.before} and {self.windows}"
+        elif self.before is not None and self.before < 0:
+            wrong = f"before must be at least 0, got {self.before}"
+        elif any(size < 1 for size in self.windows):
+            wrong = f"windows must have sizes of at least 1, got {self.windows}"
+        elif self.last_of_window and (len(self.windows) != 1 or not 0 < self.last_of_window <= self.windows[0]):
+            wrong = f"last_of_window must be 0, or at most the one size of windows {self.windows}"
+            wrong += f", got {self.last_of_window}"
+        elif any(not 0 <= first < end for first, end in self.global_blocks):
+            wrong = f"global_blocks must be ranges (first, end) with first < end, got {self.global_blocks}"
+        if wrong:
+            raise ValueError(f"model.sparsity.{wrong}")
+
+    @property
+    def left(self) -> int:
+        """Keys before its own position that a query may see at most; -1: all."""
+        if self.last_of_window or self.global_blocks:
+            return -1
+        blocks = max(self.windows) - 1 if self.before is None else self.before
+        return (blocks + 1) * self.block - 1
+
+    def sees_blocks(self, count: int) -> Tensor:
+        """[count, count] bool on the CPU: whether block r sees block c, no later one."""
+        r, c = torch.arange(count)[:, None], torch.arange(count)[None, :]
+        if self.before is not None:
+            visible = c >= r - self.before
+        else:
+            window = self._window_of_blocks(count)
+            visible = window[:, None] == window[None, :]
+        if self.last_of_window:
+            size = self.windows[0]
+            visible = visible | (c % size >= size - self.last_of_window)
+        for first, end in self.global_blocks:
+            visible = visible | ((c >= first) & (c < end))
+            if self.global_rows:
+                visible = visible | ((r >= first) & (r < end))
+        return visible & (c <= r)
+
+    def _window_of_blocks(self, count: int) -> Tensor:
+        numbers: list[int] = []
+        for number in range(count):
+            size = self.windows[min(number, len(self.windows) - 1)]
+            numbers += [number] * size
+            if len(numbers) >= count:
+                break
+        return torch.tensor(numbers[:count], dtype=torch.int64)
+
+    def keys_seen(self, length: int) -> float:
+        """Keys that a query of a sequence sees on average, of its own block half."""
+        count = cdiv(length, self.block)
+        # the last block may be a partial one: of so long a sequence as its blocks have positions
+        return (self.sees_blocks(count).sum().item() / count - 0.5) * self.block
+
+    def mask(self, length: int, device: torch.device) -> Tensor:
+        """[1, 1, length, length] bool: what each position of a sequence sees. The last few are kept, length^2 bytes."""
+        return _mask(self, length, device)
+
+    def mask_at(self, positions: Tensor, num_keys: int) -> Tensor:
+        """[B, 1, S, num_keys] bool: what queries at positions [B, S] see of the first num_keys; a copy, not kept."""
+        table = _table(self, cdiv(num_keys, self.block), positions.device)
+        j = torch.arange(num_keys, device=positions.device)
+        # behind the last block there is nothing to see either; such rows are padding
+        rows = table[(positions // self.block).clamp(max=len(table) - 1)]
+        return (rows[..., j // self.block] & (j <= positions[..., None]))[:, None]
+
+
+@functools.lru_cache(maxsize=64)
+def _table(sparsity: BlockSparsity, count: int, device: torch.device) -> Tensor:
+    return sparsity.sees_blocks(count).to(device)
+
+
+@functools.lru_cache(maxsize=4)
+def _mask(sparsity: BlockSparsity, length: int, device: torch.device) -> Tensor:
+    return sparsity.mask_at(torch.arange(length, device=device)[None], length)
