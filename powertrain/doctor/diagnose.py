@@ -104,7 +104,7 @@ def _search(cause: Cause, log: Log) -> Diagnosis | None:
 
 # a line that derive() refuses is seldom followed by hundreds of others
 _MOST_DERIVED = 40
-_ABOVE, _BELOW = 12, 4
+_ABOVE, _BELOW = 12, 30
 
 
 def _search_derived(cause: Cause, derive: Derive, log: Log) -> Diagnosis | None:

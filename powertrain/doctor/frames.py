@@ -9,6 +9,10 @@ _FRAME = re.compile(
     r"[│|] ?(?P<rich>[\w./\\:-]{1,400}\.py):\d"
 )
 _PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<package>\w[\w-]{0,80})")
+# frames of code that only hands a call on: nn.Module's __call__ and __getattr__
+_FORWARDING = re.compile(
+    r"torch[/\\]nn[/\\]modules[/\\]module\.py|torch[/\\]utils[/\\]_contextlib\.py|accelerate[/\\]hooks\.py"
+)
 _LIBRARY = re.compile(r"[/\\]python3?\.?\d*[/\\](?P<module>\w+)")
 
 
@@ -20,6 +24,8 @@ def caller(above: list[str]) -> str:
     for line in reversed(above):
         if match := _FRAME.search(line):
             path = match["python"] or match["ipython"] or match["rich"]
+            if _FORWARDING.search(path):
+                continue
             if package := _PACKAGE.search(path):
                 return package["package"].removesuffix(".py")
             if _LIBRARY.search(path) or path.startswith("<"):
@@ -74,3 +80,17 @@ def own_module(root: str, above: list[str]) -> bool:
                 return False
             return root in _OWN or root in re.split(r"[/\\]", path)[:-1]
     return root in _OWN
+
+
+_CODE = re.compile(r"[=(.]|^(?:return|assert|raise) ")
+
+
+def code_line(above: list[str]) -> str:
+    """The line of the program that the last frame shows, at most 100 characters; "" where none is shown."""
+    for line in reversed(above[-4:]):
+        code = re.sub(r"^(?:\[\w+\d*\]:|\(\w+ pid=\d+\))?[\s>│❱|-]*\d*\s*", "", line).strip(" │")
+        if _FRAME.search(line):
+            return ""
+        if _CODE.search(code) and not re.fullmatch(r"[\s^~]*", code) and not code.startswith("raise "):
+            return code if len(code) <= 100 else code[:97] + "..."
+    return ""

@@ -13,6 +13,7 @@ ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("torch", "torch.export.dynamic_dim", "-", "2.5", "torch.export.Dim"),
     ("torch", "torch.onnx._internal.exporter.DiagnosticOptions", "-", "2.6", ""),
     ("torch", "torch.inference_mode", "+", "1.9", ""),
+    ("torch", "torch.dtype.itemsize", "+", "2.1", ""),
     ("torch", "torch.concat", "+", "1.10", ""),
     ("torch", "torch.nn.functional.scaled_dot_product_attention", "+", "2.0", ""),
     ("torch", "torch._C._nn.scaled_dot_product_attention", "+", "2.0", ""),

@@ -28,6 +28,8 @@ _DEMANDS = (
     (r"(?:[Cc]annot|[Cc]an't|can not) (?:be )?(?:use[d]?|enable[d]?|run|"
     r"combine[d]?) (?P<this>.{3,80}?) without (?P<that>.{3,80})",
      "switch {that} on (or give it), or leave {this} out"),
+    (r"(?:When using (?P<that>.{3,80}?), )(?P<this>.{3,80}?) (?:must|should|has to) be (?:used|enabled|set)",
+     "switch {this} on (or go without {that})"),
     (r"(?P<this>.{3,80}?) (?:should|must|has to|needs to) be (?:a multiple of|divisible by) (?P<that>[^,.;]{1,80})",
      "choose {this} as a multiple of {that} (pad it, or change {that})"),
     (r"(?P<this>.{3,100}?) (?:is|are) (?:currently |still )?(?:not|un)[ -]?(?:yet )?(?:supported|"
@@ -38,7 +40,7 @@ _DEMANDS = (
      "go without {that}, or without {this}; a newer release may have both"),
     (r"(?P<this>.{3,80}?) only (?:supports?|works? (?:with|on|for)|accepts?|allows?) (?P<that>.{2,100})",
      "give it {that}, or use another than {this}"),
-    (r"(?P<this>.{3,80}?) requires? (?P<that>.{2,100})", "give it {that}: install, set or choose that"),
+    (r"(?P<this>.{3,80}?) requires (?P<that>.{2,100})", "give it {that}: install, set or choose that"),
     (r"(?P<this>.{2,80}?) (?:must|should|has to|needs to) (?:be|have|match|equal|contain) (?P<that>.{2,100})",
      "make {this} so: {that}"),
     (r"[Ee]xpected (?P<that>.{2,80}?),? (?:but )?(?:got|found|received) (?P<this>.{1,80})",

@@ -52,6 +52,9 @@ def lacking_name(module: str, name: str) -> Change | None:
         return None
     if module == package and (found := _in_history(package, f"export {name}", name)):
         return found
+    if name.startswith("_") and module.count(".") > package.count(".") + 1:
+        # the table knows the package's internal names, not which of its modules import them
+        return None
     return _in_history(package, name, name) or _in_history(package, f"module {module}.{name}", f"{module}.{name}")
 
 

@@ -128,8 +128,6 @@ def test_checkpoint(budget: int | None, capsys: pytest.CaptureFixture[str]) -> N
         lambda x, *_: xformers.checkpoint(module[:3], x, policy_fn=[torch.ops.aten.addmm.default]),
         lambda x, *_: module[:3](x), [x, *module[:3].parameters()],
     )  # fmt: skip
-    assert "aten.addmm.default" in xformers.list_operators(module, x)
-    with pytest.raises(NotImplementedError, match="memory_budget"):
-        xformers.selective_checkpoint_wrapper(module, 0.5)
+    assert torch.ops.aten.addmm.default in xformers.list_operators(module, x)
     print_info()
     assert "memory_efficient_attention" in capsys.readouterr().out

@@ -630,7 +630,7 @@ MESSAGES = [
         "AttributeError: module 'frobnicate' has no attribute 'spin'",
     ),
     (
-        "shape-mismatch",
+        "sizes-differ",
         "RuntimeError: The size of tensor a (512) must match the size of tensor b (768) at non-singleton dimension 1",
     ),
     (

@@ -10,15 +10,18 @@ from typer.testing import CliRunner
 
 from powertrain.cli import app
 from powertrain.doctor.causes import CAUSES
+from powertrain.doctor.causes.covers import COVERS
 from powertrain.doctor.diagnose import attention_call, diagnose, first_error
+from tests.doctor.library_messages import LIBRARY_MESSAGES
 from tests.doctor.messages import MESSAGES as MORE_MESSAGES
 from tests.doctor.texts import MESSAGES, TE_LOG, TEXTS
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases.jsonl").read_text().splitlines()]
+FRESH = [json.loads(line) for line in (Path(__file__).parent / "fresh_cases.jsonl").read_text().splitlines()]
 NOISE = "INFO step 17 loss 2.31\nDownloading torch-2.9.0.whl (899 MB)\n"
 
 
-ALL_TEXTS = TEXTS + MESSAGES + MORE_MESSAGES
+ALL_TEXTS = TEXTS + MESSAGES + MORE_MESSAGES + LIBRARY_MESSAGES
 
 
 @pytest.mark.parametrize("name, text", ALL_TEXTS, ids=[f"{index}-{name}" for index, (name, _) in enumerate(ALL_TEXTS)])
@@ -40,8 +43,14 @@ def _groups(pattern: str) -> list[str]:
 
 def test_there_are_forty_and_every_cause_has_one() -> None:
     assert len(TEXTS) >= 40
-    shown = {name for name, _ in ALL_TEXTS} | {case["cause"] for case in CASES} - {"unknown"}
+    shown = {name for name, _ in ALL_TEXTS} | {case["cause"] for case in CASES + FRESH} - {"unknown"}
     assert {cause.name for cause in CAUSES} == shown
+
+
+def test_causes_that_cover_others_exist_and_no_two_cover_each_other() -> None:
+    names = {cause.name for cause in CAUSES}
+    assert {*COVERS, *set().union(*COVERS.values())} <= names
+    assert not [(name, other) for name, others in COVERS.items() for other in others if name in COVERS.get(other, ())]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])

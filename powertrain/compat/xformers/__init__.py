@@ -4,10 +4,15 @@ from powertrain.compat.xformers import ops as xops
 """
 
 from powertrain.compat.missing import unknown
-from powertrain.compat.xformers.checkpoint import checkpoint, list_operators, selective_checkpoint_wrapper
+from powertrain.compat.xformers.checkpoint import (
+    checkpoint,
+    get_optimal_checkpoint_policy,
+    list_operators,
+    selective_checkpoint_wrapper,
+)
 
 __version__ = "0.0.35"
 
-__all__ = ["checkpoint", "list_operators", "selective_checkpoint_wrapper"]
+__all__ = ["checkpoint", "get_optimal_checkpoint_policy", "list_operators", "selective_checkpoint_wrapper"]
 
 __getattr__ = unknown(__name__)

@@ -23,8 +23,7 @@ CAUSES = (
         r"cusolver|curand|cufft|nvToolsExt)\b|target \"CUDA::nvToolsExt\" which may not exist|"
         r"target CUDA::nvToolsExt",
         "a library of the CUDA toolkit is missing: only a part of it is installed, or (nvToolsExt) it is newer than "
-        "this "
-        "torch's CMake files know",
+        "this torch's CMake files know",
         "install the whole toolkit of torch's CUDA version and set CUDA_HOME to it",
         "缺少 CUDA 工具包中的库：只安装了一部分，或（nvToolsExt）工具包比该 torch 的 CMake 文件新",
         "安装与 torch 相同版本的完整工具包并设置 CUDA_HOME",
@@ -250,6 +249,19 @@ CAUSES = (
         "或缺少 #include",
         "所有头文件路径中只用同一个 CUDA 工具包（不要混入发行版的 /usr/include/cub）；使用项目指定的版本；更新源码",
         "https://github.com/muelea/shapy/issues/36",
-        confidence="possible",
+        confidence="likely",
+    ),
+    Cause(
+        "source-does-not-compile",
+        r"\.(?:cu|cuh|h|hpp|hxx|cpp|cc|inl)(?:\(\d+\)|:\d+:\d+): (?:fatal )?error ?:? (?P<what>.{3,160})",
+        "the source does not compile with the compiler and headers that are used here: {what}",
+        "the CUDA toolkit and compiler that the project names; submodules of the commit (git submodule update --init "
+        "--recursive); a newer release of the source, or an older one for an older torch or CUDA",
+        "源码无法用当前的编译器与头文件编译：{what}",
+        "使用项目要求的 CUDA 工具包与编译器；子模块与提交一致（git submodule update --init --recursive）；升级源码，"
+        "或为旧 torch、CUDA 使用旧版本",
+        "https://github.com/punica-ai/punica/issues/46",
+        confidence="likely",
+        fallback=True,
     ),
 )  # fmt: skip

@@ -1,6 +1,5 @@
-"""Of two causes that one text can show, which says less."""
+"""Of two causes that one text can show, which says less: a cause is left out where one of its set is found."""
 
-# of two causes that one text can show, the second says less
 _INTERFACES = {"library-older", "library-newer", "python-lacks", "python-dropped"}
 
 COVERS = {
@@ -87,6 +86,8 @@ COVERS |= {
     "index-range": {"label-range"},
     "checkpoint-shape": {"zero-empty-shape"},
     "dtype-mismatch": {"scatter-dtype"},
+    "flash-attention-old-gpu": {"flash-attention-backward-gpu"},
+    "model-unknown": {"model-type-unknown"},
     "port-taken": {"launch-port"},
     "triton-launcher": {"triton-python"},
     "batch-not-padded": {"pad-token"},
@@ -97,13 +98,81 @@ COVERS |= {
     "text-encoding": {"checkpoint-broken"},
     "trainer-columns": {"no-labels"},
 }
+COVERS |= {
+    "undefined-in-library": {"alias-not-imported", "flash-attention-one", "names-imported"},
+    "cuda-error-number": {
+        "forward-compatibility",
+        "driver-combination",
+        "driver-old",
+        "driver-insufficient",
+        "no-kernel-image",
+        "device-assert",
+        "fabric-manager",
+        "gpu-memory-full",
+        "fork-cuda",
+        "illegal-memory-access",
+        "no-gpu-visible",
+        "device-ordinal",
+        "invalid-argument",
+        "label-range",
+        "gpu-busy",
+    },
+    "cuda-start": {"cuda-error-number", *COVERS["cuda-start"]},
+    "segmentation-fault": {"cuda-error-number"},
+    "no-driver": {"container-driver-state", *COVERS.get("no-driver", set())},
+    "bare-assertion": {"vllm-weight-shape", "compiled-layout"},
+    "row-without-column": {"data-column-missing", "model-type-unknown", "checkpoint-of-another-layout"},
+    "device-assert": {"packed-out-of-bounds", *COVERS["device-assert"]},
+    "sizes-differ": {"optimizer-state-sizes", "matrix-sizes", "loss-targets", "parameter-not-gathered", "channels"},
+    "shape-mismatch": {"sizes-differ", "optimizer-state-sizes", *COVERS["shape-mismatch"]},
+    "names-imported": {"alias-not-imported", "flash-attention-one"},
+    "nccl-argument": {"duplicate-gpu", "nccl-shared-memory"},
+    "dataloader-worker": {"worker-crashed"},
+    "dynamo-shapes": {"matrix-sizes", "sizes-differ"},
+    "attention-lengths": {"parallel-sizes"},
+    "te-parts-differ": {"te-core-not-loaded", "te-extension-missing"},
+    "undefined-symbol-other": {"te-parts-differ"},
+    "internal-name": {"pydantic-version", "backward-past-engine", "cache-form"},
+    "config-field": {"remote-code-other-release"},
+    "value-of-another-kind": {
+        "remote-code-other-release",
+        "cache-form",
+        "tensor-to-numpy",
+        "numpy-names",
+        "triton-older-than-kernel",
+        "no-labels",
+    },
+    "checkpoint-of-another-layout": {"megatron-checkpoint-keys"},
+    "result-dtype": {"dtype-mismatch", "scatter-dtype"},
+    "devices-differ": {"mps-missing", "mixed-devices", "input-on-cpu"},
+    "chat-roles": {"chat-template"},
+    "weights-of-another-size": {"zero-empty-shape", "parameter-not-gathered"},
+    "object-attribute": {"pydantic-version", "backward-past-engine", "triton-older-than-kernel", "internal-name"},
+    "bitsandbytes-kernels": {"quantize-empty"},
+    "launch-configuration": {"quantize-empty"},
+    "call-signature": {"triton-newer-than-kernel", *COVERS["call-signature"]},
+    "triton-version": {"triton-newer-than-kernel"},
+    "command-missing": {
+        "windows-program",
+        "conda-shell",
+        "git-missing",
+        "cl-not-found",
+        "nvcc-missing",
+        "ninja-missing",
+    },
+    "torch-attribute": {"internal-name", *COVERS["torch-attribute"]},
+    "import-name": {"internal-name", *COVERS["import-name"]},
+    "module-attribute": {"internal-name", *COVERS["module-attribute"]},
+}
+for _name in ("internal-name", "config-field", "value-of-another-kind", "cache-form"):
+    COVERS[_name] = COVERS.get(_name, set()) | _INTERFACES
 COVERS["missing-key"] = {"weights-of-another-class", "remote-code-other-release"}
-COVERS["object-attribute"] = {"remote-code-other-release", "remote-code-newer-transformers"}
+COVERS["object-attribute"] |= {"remote-code-other-release", "remote-code-newer-transformers"}
 COVERS["module-missing"] |= {"vllm-extension", "own-module-path", "submodule-missing"}
 COVERS["submodule-missing"] = (COVERS["module-missing"] - {"submodule-missing"}) | {"distutils-gone"}
 COVERS["library-package"] = COVERS["shared-library"] | {"bitsandbytes-override"}
 COVERS["shared-library"] |= {"library-package"}
-COVERS["undefined-symbol-other"] = {"symbol-library"}
+COVERS["undefined-symbol-other"] |= {"symbol-library"}
 COVERS["bitsandbytes-library"] = {"bitsandbytes-override"}
 COVERS["checkpoint-broken"] = COVERS.get("checkpoint-broken", set()) | {"pickle-spawn"}
 COVERS["weights-only"] = {"checkpoint-broken"}

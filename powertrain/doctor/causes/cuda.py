@@ -1,6 +1,14 @@
 """Errors of CUDA's runtime and of its libraries."""
 
-from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.cuda_errors import MEANINGS
+
+
+def _number(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    number = int(groups.get("runtime") or groups.get("start") or groups.get("count") or 0)
+    meaning = MEANINGS.get(number)
+    return None if meaning is None else {"number": str(number), "meaning": meaning[0], "advice": meaning[1]}
+
 
 CAUSES = (
     Cause(
@@ -152,6 +160,31 @@ CAUSES = (
         "其他 GPU 使用 FlashAttention 2、PyTorch 注意力或 powertrain.attention（vLLM：VLLM_FLASH_ATTN_VERSION=2）；"
         "或按该架构编译",
         "https://github.com/Dao-AILab/flash-attention/issues/1763",
+        confidence="likely",
+    ),
+    Cause(
+        "cuda-error-number",
+        r"[Cc]uda runtime error \((?P<runtime>\d{1,3})\)|CUDA initialization failure with error:? (?P<start>\d{1,3})|"
+        r"cudaGetDeviceCount\(\).{0,160}Error (?P<count>\d{1,3}):",
+        "CUDA's error {number}: {meaning}",
+        "{advice}",
+        "CUDA 错误 {number}（含义见 CUDA Runtime API 的 cudaError）",
+        "用 nvidia-smi 检查驱动与 GPU；驱动与 CUDA 版本配套；子进程用 spawn；CUDA_LAUNCH_BLOCKING=1 找到出错的调用",
+        "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html",
+        confidence="likely",
+        derive=_number,
+        derives=("number", "meaning", "advice"),
+    ),
+    Cause(
+        "container-driver-state",
+        r"nvidia-container-cli: initialization error: cuda error|initialization error: driver rpc error|"
+        r"initialization error: (?:nvml error: )?(?:driver/library version mismatch|unknown error)",
+        "the host's driver is in a bad state (after an update, a suspend or an error of the GPU), so that no "
+        "container can use it",
+        "nvidia-smi on the host; reboot, or reload the driver's modules; a newer nvidia-container-toolkit",
+        "宿主机驱动状态异常（更新、挂起或 GPU 错误之后），容器无法使用",
+        "在宿主机运行 nvidia-smi；重启或重新加载驱动模块；升级 nvidia-container-toolkit",
+        "https://github.com/NVIDIA/libnvidia-container/issues/103",
         confidence="likely",
     ),
 )  # fmt: skip

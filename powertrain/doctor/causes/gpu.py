@@ -1,6 +1,7 @@
 """The GPU, its driver, and the libraries on it."""
 
 from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.refusals import refusals
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
@@ -41,19 +42,15 @@ CAUSES = (
         r"FATAL: (?:kernel `(?P<kernel>\w+)`|this function) is for (?P<range>sm\d+(?:-sm\d+)?), but was built for "
         r"(?P<built>sm\d+)",
         "a kernel for {range} was launched from code compiled for {built}: the library chose it for another GPU "
-        "than the "
-        "one it runs on, or was built for the wrong archs",
+        "than the one it runs on, or was built for the wrong archs",
         "build it for every GPU of this host, TORCH_CUDA_ARCH_LIST=\"7.5 8.6\" pip install --no-build-isolation "
-        "--no-binary "
-        "xformers --force-reinstall --no-deps xformers (the archs: powertrain doctor --only mixed, code); without a "
-        "build: each "
-        "GPU model alone with CUDA_VISIBLE_DEVICES, or powertrain.compat.xformers, which chooses by the tensors' GPU",
+        "--no-binary xformers --force-reinstall --no-deps xformers (the archs: powertrain doctor --only mixed, code); "
+        "without a build: each GPU model alone with CUDA_VISIBLE_DEVICES, or powertrain.compat.xformers, which "
+        "chooses by the tensors' GPU",
         "为 {range} 选择的核函数运行了为 {built} 编译的代码：库按另一块 GPU 做了选择，或编译的架构不对",
         "为本机所有 GPU 重新编译：TORCH_CUDA_ARCH_LIST=\"7.5 8.6\" pip install --no-build-isolation --no-binary "
-        "xformers "
-        "--force-reinstall --no-deps xformers（架构见 powertrain doctor --only mixed, code）；不编译：用 "
-        "CUDA_VISIBLE_DEVICES "
-        "分开运行不同型号，或使用 powertrain.compat.xformers",
+        "xformers --force-reinstall --no-deps xformers（架构见 powertrain doctor --only mixed, code）；不编译：用 "
+        "CUDA_VISIBLE_DEVICES 分开运行不同型号，或使用 powertrain.compat.xformers",
         "https://github.com/dmMaze/BallonsTranslator/issues/1148",
     ),
     Cause(
@@ -82,12 +79,16 @@ CAUSES = (
         "xformers-no-operator",
         r"No operator found for `(?P<function>memory_efficient_attention_\w+)`|"
         r"but your GPU has capability \((?P<arch>\d+, \d+)\) \((?P<age>too \w+)\)",
-        "none of xFormers' attention kernels takes these shapes, types and this GPU; its reasons stand below",
-        "powertrain.compat.xformers has a kernel for every one; powertrain explain attention --as xformers says why",
-        "xFormers 没有支持这些形状、类型和 GPU 的核函数；原因列在下方",
-        "powertrain.compat.xformers 总有可用的核函数；powertrain explain attention --as xformers 说明原因",
+        "none of xFormers' attention kernels takes these shapes, types and this GPU{reasons}",
+        "{advice}; powertrain.compat.xformers has a kernel for every one; powertrain explain attention --as xformers "
+        "says why",
+        "xFormers 没有支持这些形状、类型和 GPU 的核函数{reasons}",
+        "按原因修改（CPU 张量移到 GPU、float32 改为半精度、换用匹配的安装包）；powertrain.compat.xformers "
+        "总有可用的核函数；powertrain explain attention --as xformers 说明原因",
         "https://github.com/facebookresearch/xformers/issues/1263",
         confidence="likely",
+        derive=refusals,
+        derives=("reasons", "advice"),
     ),
     Cause(
         "no-attention-backend",
@@ -114,7 +115,7 @@ CAUSES = (
     Cause(
         "cudnn-execution",
         r"cuDNN Error: |\[cudnn_frontend\] Error|No valid (?:execution plans|engine configs)|"
-        r"CUDNN_STATUS_(?:EXECUTION_FAILED|NOT_SUPPORTED|INTERNAL_ERROR)",
+        r"CUDNN_STATUS_(?:EXECUTION_FAILED|NOT_SUPPORTED|INTERNAL_ERROR|MAPPING_ERROR)",
         "cuDNN refuses or fails on this call; often another cuDNN is loaded than TransformerEngine was built with",
         "powertrain doctor --only twice, versions; NVTE_FUSED_ATTN=0 takes another backend meanwhile",
         "cuDNN 拒绝或执行失败；常因加载的 cuDNN 与 TransformerEngine 编译时的不同",
@@ -154,11 +155,12 @@ CAUSES = (
     ),
     Cause(
         "cuda-out-of-memory",
-        r"CUDA out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)",
-        "the GPU's memory is full: {size} more were asked for",
+        r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)|CUDA driver error: (?P<driver>out "
+        r"of memory)",
+        "the GPU's memory is full: {size}{driver} (more was asked for)",
         "a smaller micro-batch with more accumulation, activation checkpointing, FSDP; "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if much is reserved but unallocated",
-        "GPU 显存已满：还需要 {size}",
+        "GPU 显存已满：还需要 {size}{driver}",
         "减小 micro-batch 并增加累积步数，使用激活重算、FSDP；若大量保留但未分配："
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "https://pytorch.org/docs/stable/notes/cuda.html#memory-management",
@@ -196,8 +198,7 @@ CAUSES = (
         r"Failed to initialize NVML: Unknown Error",
         "in a container: systemd reloaded the cgroups of the host, and the container lost its GPUs",
         "restart the container; for good: cgroup driver cgroupfs in Docker, or --device=/dev/nvidia0 "
-        "--device=/dev/nvidiactl "
-        "--device=/dev/nvidia-uvm",
+        "--device=/dev/nvidiactl --device=/dev/nvidia-uvm",
         "容器中：主机的 systemd 重新加载了 cgroup，容器失去了 GPU",
         "重启容器；长期解决：Docker 使用 cgroupfs，或加上 --device=/dev/nvidia0 --device=/dev/nvidiactl "
         "--device=/dev/nvidia-uvm",
@@ -219,8 +220,7 @@ CAUSES = (
         r"PyTorch was installed without CUDA|torch version: [\d.]+\+cpu",
         "the installed torch is a build without CUDA",
         "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cuXXX, with the CUDA of "
-        "your driver; "
-        "python -c 'import torch; print(torch.version.cuda)'",
+        "your driver; python -c 'import torch; print(torch.version.cuda)'",
         "安装的 torch 是不带 CUDA 的版本",
         "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cuXXX（按驱动的 CUDA）；"
         "python -c 'import torch; print(torch.version.cuda)'",
@@ -306,8 +306,7 @@ CAUSES = (
         r"thread: \[\d+,\d+,\d+\] Assertion|device-side assert triggered",
         "a kernel's own check failed: most often an index (token id, position, label) is beyond its table",
         "compare the largest id with the vocabulary and the embedding (added tokens: resize_token_embeddings), "
-        "positions with "
-        "the longest, labels with the classes; CUDA_LAUNCH_BLOCKING=1 or the CPU names the call",
+        "positions with the longest, labels with the classes; CUDA_LAUNCH_BLOCKING=1 or the CPU names the call",
         "核函数的检查失败：通常是下标（token id、位置、标签）超出了表的大小",
         "比较最大的 id 与词表和 embedding（新增 token：resize_token_embeddings）、位置与最大长度、标签与类别数；"
         "CUDA_LAUNCH_BLOCKING=1 或在 CPU 上运行可找到调用",
@@ -362,11 +361,9 @@ CAUSES = (
         r"allocated; "
         r"(?P<free>[\d.]+ \wi?B) free",
         "{size} were refused though {free} of the GPU are free: the limit is another, such as WSL's memory, host "
-        "memory that is "
-        "pinned, or a fraction set for the process",
+        "memory that is pinned, or a fraction set for the process",
         ".wslconfig memory= (WSL), ulimit -v and the cgroup; no set_per_process_memory_fraction; a defect driver: "
-        "nvidia-smi, "
-        "reboot",
+        "nvidia-smi, reboot",
         "GPU 还有 {free} 空闲却拒绝了 {size}：限制在别处，例如 WSL 的内存、锁页内存，或进程的显存比例",
         "WSL 的 .wslconfig memory=，ulimit -v 和 cgroup；检查 set_per_process_memory_fraction；nvidia-smi，重启",
         "https://github.com/liucongg/ChatGLM-Finetuning/issues/28",
@@ -412,6 +409,7 @@ CAUSES = (
         "运算的张量位于不同设备：输入、buffer 或模型的一部分没有移动",
         "model.to(device) 和 batch.to(device)；device_map=\"auto\" 时输入放在第一层所在设备",
         "https://github.com/asahi417/lmppl/pull/12",
+        confidence="likely",
     ),
     Cause(
         "launch-resources",
@@ -426,8 +424,7 @@ CAUSES = (
         "kernel-image-invalid",
         r"device kernel image is invalid",
         "the driver cannot load the compiled kernel: it is for another arch, made by a newer CUDA or Triton than the "
-        "driver knows, or "
-        "damaged in a cache",
+        "driver knows, or damaged in a cache",
         "rm -r ~/.triton/cache /tmp/torchinductor_$USER; the Triton that torch requires; a newer driver",
         "驱动无法加载编译好的核函数：架构不同、由比驱动新的 CUDA 或 Triton 生成，或缓存损坏",
         "rm -r ~/.triton/cache /tmp/torchinductor_$USER；使用 torch 要求的 Triton；升级驱动",
@@ -438,8 +435,7 @@ CAUSES = (
         "launch-configuration",
         r"CUDA error: invalid configuration argument",
         "a kernel was launched with a grid or block that the GPU does not have: most often batch times heads is past "
-        "65535, or a "
-        "size is 0",
+        "65535, or a size is 0",
         "a smaller batch or fewer heads a call (slice it); powertrain.compat.xformers has no such bound",
         "核函数的 grid 或 block 超出 GPU 的限制：通常是 batch × heads 超过 65535，或大小为 0",
         "每次调用减小 batch 或 heads（切片）；powertrain.compat.xformers 没有该限制",
@@ -463,8 +459,7 @@ CAUSES = (
         r"Unable to find suitable cuBLAS GEMM algorithm|CUBLAS_STATUS_(?P<status>EXECUTION_FAILED|INVALID_VALUE|"
         r"NOT_SUPPORTED|INTERNAL_ERROR|ARCH_MISMATCH)",
         "cuBLAS refused or failed: another cuBLAS than torch's is loaded, the GPU lacks the dtype, or an "
-        "earlier kernel "
-        "failed",
+        "earlier kernel failed",
         "unset LD_LIBRARY_PATH; powertrain doctor --only twice; CUDA_LAUNCH_BLOCKING=1",
         "cuBLAS 拒绝或失败：加载的不是 torch 的 cuBLAS，GPU 不支持该类型，或更早的核函数出错",
         "unset LD_LIBRARY_PATH；powertrain doctor --only twice；CUDA_LAUNCH_BLOCKING=1",

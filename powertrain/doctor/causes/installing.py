@@ -95,8 +95,8 @@ CAUSES = (
         "leave the source folder; pip install --force-reinstall vllm in a new environment with the "
         "torch that it pins; VLLM_TARGET_DEVICE for other devices",
         "vLLM 的编译部分无法加载：从源码目录导入、面向另一 torch、CUDA 或设备，或在 Windows 上",
-        "离开源码目录；新环境中 pip install --force-reinstall vllm，使用其固定的 "
-        "torch；其他设备设置 VLLM_TARGET_DEVICE",
+        "离开源码目录；新环境中 pip install --force-reinstall vllm，使用其固定的 torch；其他设备设置 "
+        "VLLM_TARGET_DEVICE",
         "https://docs.vllm.ai/en/latest/getting_started/installation/",
     ),
     Cause(
@@ -108,6 +108,19 @@ CAUSES = (
         "目录中没有 vLLM 可加载的权重（*.safetensors、*.bin、*.pt）：adapter、GGUF 或下载不完整",
         "检查目录；重新 hf download；adapter：--enable-lora 加基础模型；GGUF：给出文件路径",
         "https://docs.vllm.ai/en/latest/",
+    ),
+    Cause(
+        "quantize-empty",
+        r"invalid configuration argument at line \d+ in file",
+        "bitsandbytes was given an empty tensor: the weights are in parts (ZeRO-3, FSDP) or on the meta device where "
+        "they are quantized",
+        "ZeRO-2, or FSDP with bnb_4bit_quant_storage equal to the model's dtype; pip install --upgrade bitsandbytes "
+        "transformers accelerate; no quantization with ZeRO-3",
+        "bitsandbytes 得到空张量：量化时权重是分片的（ZeRO-3、FSDP）或在 meta 设备上",
+        "使用 ZeRO-2，或 FSDP 并令 bnb_4bit_quant_storage 与模型 dtype 相同；升级 bitsandbytes、transformers、"
+        "accelerate",
+        "https://github.com/axolotl-ai-cloud/axolotl/issues/1527",
+        confidence="likely",
     ),
     Cause(
         "bitsandbytes-kernels",

@@ -3,6 +3,7 @@
 from functools import partial
 
 from powertrain.doctor import releases
+from powertrain.doctor.assertions import failed_check
 from powertrain.doctor.causes.cause import Cause, Passage
 from powertrain.doctor.frames import called, caller, packages, remote_code
 from powertrain.doctor.known_names import RENAMED
@@ -12,7 +13,7 @@ _PATTERN = (
     r"module '(?P<of>\w[\w.]{0,80})' has no attribute '(?P<attribute>\w+)'|"
     r"No module named '?(?P<gone>[\w.]{1,80})|"
     r"(?<![\w.])(?P<function>[\w.]{1,100})\(\) got an unexpected keyword argument '(?P<argument>\w+)'|"
-    r"(?:type object )?'(?P<class>\w{1,80})' (?:object )?has no attribute '(?P<field>\w+)'"
+    r"(?:type object )?'(?P<class>[\w.]{1,80})' (?:object )?has no attribute '(?P<field>\w+)'"
 )
 
 
@@ -37,13 +38,16 @@ def _lacks(side: str, python: bool, groups: dict[str, str], passage: Passage) ->
     if found is None or found.side != side or (found.package == "Python") != python:
         return None
     instead = found.instead or RENAMED.get(found.name, "")
+    asks = caller(passage.above)
+    # a library that asks itself has files of two releases
+    asks = f"{asks}'s other files (two releases are mixed)" if asks == found.package else asks
     return {
         "package": found.package,
         "name": found.name,
         "when": found.when,
         "when_zh": found.when_zh,
         "spec": found.spec,
-        "caller": caller(passage.above),
+        "caller": asks,
         "instead": f" (now {instead})" if instead else "",
         "instead_zh": f"（现为 {instead}）" if instead else "",
     }
@@ -51,7 +55,28 @@ def _lacks(side: str, python: bool, groups: dict[str, str], passage: Passage) ->
 
 def _both(groups: dict[str, str], passage: Passage) -> dict[str, str]:
     module = groups.get("module") or groups.get("of") or ""
-    return {"package": releases.package_of(module), "caller": caller(passage.above)}
+    asks = caller(passage.above)
+    return {"package": releases.package_of(module), "caller": asks, **_likely_side(asks, passage)}
+
+
+def _likely_side(asks: str, passage: Passage) -> dict[str, str]:
+    """A library that asks is newer than what it asks; a program of one's own, or a model's code, is older."""
+    own = asks.endswith(".py") or remote_code(passage.above)
+    if own:
+        return {
+            "likely": "newer",
+            "unlikely": "older",
+            "likely_zh": "新",
+            "remedy": "of that library the release that the program's requirements (or its date) name, an older, or "
+            "a newer revision of the program; if it is older: pip install --upgrade",
+        }
+    return {
+        "likely": "older",
+        "unlikely": "newer",
+        "likely_zh": "旧",
+        "remedy": f"pip install --upgrade that library; if it is the newest: upgrade {asks}, or the release that it "
+        "asks for",
+    }
 
 
 def _class_package(groups: dict[str, str], passage: Passage) -> dict[str, str]:
@@ -129,11 +154,10 @@ CAUSES = (
         "remote-code-other-release",
         r"^\W{0,9}(?:\[rank\d+\]: )?(?P<error>KeyError|AttributeError|TypeError|NameError|ImportError|IndexError)\b",
         "the code that the model brings along (trust_remote_code) fails in itself: it is of "
-        "another time than the installed "
-        "transformers",
+        "another time than the installed transformers",
         "the transformers of the model's page or config.json (transformers_version); a newer "
-        "revision of the model's files (delete "
-        "~/.cache/huggingface/modules); transformers' own class without trust_remote_code",
+        "revision of the model's files (delete ~/.cache/huggingface/modules); transformers' own class without "
+        "trust_remote_code",
         "模型自带的代码（trust_remote_code）自身出错：与所装 transformers 年代不同",
         "安装模型页面或 config.json（transformers_version）所示的 transformers；更新模型文件的 revision（删除 "
         "~/.cache/huggingface/modules）；或不用 trust_remote_code 的内置类",
@@ -162,31 +186,28 @@ GENERAL = (
     Cause(
         "import-name",
         r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'",
-        "{module} has no {name}: most often {package} is older than {caller} expects; sometimes "
-        "so new that it dropped it",
-        "pip install --upgrade {package}; if it is the newest: the release that {caller} asks for in its requirements",
-        "{module} 中没有 {name}：多为 {package} 比 {caller} 所需的旧；有时是太新而已删除",
-        "pip install --upgrade {package}；若已最新：安装 {caller} 的 requirements 所要求的版本",
+        "{module} has no {name}: {package} is most often {likely} than {caller} was written for, sometimes {unlikely}",
+        "{remedy} (pip show {package})",
+        "{module} 中没有 {name}：{package} 多为比 {caller} 所适配的版本{likely_zh}",
+        "安装 {caller} 的 requirements 所要求的 {package} 版本；或升级两者",
         "https://github.com/kylesargent/ZeroNVS/issues/35",
         confidence="likely",
         derive=_both,
-        derives=("package", "caller"),
+        derives=("package", "caller", "likely", "unlikely", "likely_zh", "remedy"),
     ),
     Cause(
         "module-attribute",
         r"module '(?P<module>\w[\w.]{0,80})' has no attribute '(?P<name>\w+)'",
-        "{module} has no {name}: most often {package} is older than {caller} expects, or newer, "
-        "or a file of your own has "
-        "its name",
-        "pip install --upgrade {package}; if it is the newest: the release that {caller} asks for; python -c 'import "
-        "{module}; print({module}.__file__)' shows which file it is",
-        "{module} 中没有 {name}：多为 {package} 比 {caller} 所需的旧，也可能更新，或您有同名文件",
-        "pip install --upgrade {package}；若已最新：安装 {caller} 所要求的版本；python -c 'import {module}; "
-        "print({module}.__file__)' 显示是哪个文件",
+        "{module} has no {name}: {package} is most often {likely} than {caller} was written for, sometimes "
+        "{unlikely}, or a file of your own has its name",
+        "{remedy}; python -c 'import {module}; print({module}.__file__)' shows which file it is",
+        "{module} 中没有 {name}：{package} 多为比 {caller} 所适配的版本{likely_zh}，或您有同名文件",
+        "安装 {caller} 所要求的 {package} 版本，或升级两者；python -c 'import {module}; print({module}.__file__)' "
+        "显示是哪个文件",
         "https://github.com/kylesargent/ZeroNVS/issues/35",
         confidence="likely",
         derive=_both,
-        derives=("package", "caller"),
+        derives=("package", "caller", "likely", "unlikely", "likely_zh", "remedy"),
     ),
     Cause(
         "call-signature",
@@ -195,18 +216,17 @@ GENERAL = (
         r"(?P<function>[\w.]{1,100})\(\) takes (?:from )?\d+ (?:to \d+ )?positional arguments? but|"
         r"(?P<missing>[\w.]{1,100})\(\) missing \d+ required (?:positional|keyword-only) argument|"
         r"(?P<callee>[\w.]{1,100})\(\): incompatible function arguments",
-        "{caller} calls {call}{function}{missing}{callee} with arguments that it does not have "
-        "in the installed release: "
-        "most often the library called is the older one, or an extension is older than its Python part",
-        "pip install --upgrade the library that has {call}{function}{missing}{callee}; if it is the newest: upgrade "
-        "{caller}, or the release it asks for; an extension: build it again",
-        "{caller} 调用 {call}{function}{missing}{callee} 时的参数在所装版本中不存在：多为被调用的库较旧，或扩展比其 "
-        "Python 部分旧",
-        "升级含有 {call}{function}{missing}{callee} 的库；若已最新：升级 {caller}，或使用其要求的版本；扩展需重新编译",
+        "{caller} calls {call}{function}{missing}{callee} with other arguments than it takes "
+        "in the installed release: the library called is most often {likely} than {caller} was written for, sometimes "
+        "{unlikely} (an extension: older than its Python part)",
+        "{remedy}; an extension: build it again",
+        "{caller} 调用 {call}{function}{missing}{callee} 时的参数与所装版本不符：被调用的库多为比 {caller} "
+        "所适配的版本{likely_zh}（扩展：比其 Python 部分旧）",
+        "安装 {caller} 所要求的该库版本，或升级两者；扩展需重新编译",
         "https://huggingface.co/docs/transformers/troubleshooting",
         confidence="likely",
         derive=_both,
-        derives=("package", "caller"),
+        derives=("package", "caller", "likely", "unlikely", "likely_zh", "remedy"),
     ),
     Cause(
         "object-attribute",
@@ -230,11 +250,23 @@ GENERAL = (
 # where nothing else is known
 LAST = (
     Cause(
+        "bare-assertion",
+        r"AssertionError\b",
+        "the program's own check `{check}` failed: {meaning}",
+        "{advice}",
+        "程序自己的检查 `{check}` 未通过",
+        "打印该条件中的各个值；若涉及文件则检查路径与文件名；若涉及大小则与配置比较",
+        "https://docs.python.org/3/reference/simple_stmts.html#the-assert-statement",
+        confidence="likely",
+        derive=failed_check,
+        derives=("check", "meaning", "advice"),
+        fallback=True,
+    ),
+    Cause(
         "error-inside-library",
         r"^\W{0,9}(?:\[rank\d+\]: )?(?P<error>KeyError|AttributeError|TypeError|NameError|StopIteration|IndexError)\b",
         "the {error} arises inside {inner}, called by {outer}: most often the two are of "
-        "different times, or {inner} is given what "
-        "its release does not take",
+        "different times, or {inner} is given what its release does not take",
         "pip install --upgrade {outer} {inner} together, or the releases that {outer} names in its requirements",
         "{error} 发生在 {inner} 内部，由 {outer} 调用：多为两者年代不同，或传入了该版本 {inner} 不接受的内容",
         "一起升级 {outer} 与 {inner}，或安装 {outer} 的 requirements 所要求的版本",

@@ -21,14 +21,16 @@ CAUSES = (
     Cause(
         "undefined-symbol",
         r"(?<![\w.+-])(?=[\w.+-]*\.so)(?P<library>[\w.+-]+): undefined symbol: "
-        r"(?P<symbol>_Z(?=\w*(?:3c10|2at\d|2at_|N2at|5torch|6caffe2))\w+)",
-        "{library} was compiled for another torch than the one installed: its C++ names changed",
+        r"(?P<symbol>_Z(?=\w*(?:3c10|2at\d|2at_|N2at|5torch|6caffe2))\w+|THP\w+|THC\w+)",
+        "{library} was compiled for another torch than the one installed, whose C++ names differ (release or C++ "
+        "ABI), or was loaded before torch",
         "install a build of it for this torch, or build it again: pip install --no-build-isolation --no-cache-dir "
-        "--force-reinstall --no-deps <package>",
-        "{library} 是为另一个版本的 torch 编译的，C++ 符号已改变",
+        "--force-reinstall --no-deps <package>; an extension of your own: import torch before it",
+        "{library} 是为另一个版本的 torch 编译的，C++ 符号不同（版本或 ABI），或在 torch 之前加载",
         "安装对应当前 torch 的版本，或重新编译：pip install --no-build-isolation --no-cache-dir --force-reinstall "
-        "--no-deps <包>",
+        "--no-deps <包>；自己的扩展：先 import torch",
         _FA + "931",
+        confidence="likely",
     ),
     Cause(
         "library-of-another-cuda",
@@ -123,8 +125,7 @@ CAUSES = (
         r"undefined symbol: (?P<symbol>__cxa_\w+|_ZN?K?St(?!10filesystem)\w+|_ZN?K?S[absiod]\w+)",
         "it was compiled by a newer gcc than the libstdc++ that is loaded (often conda's): {symbol} is not in it",
         "conda install -c conda-forge libstdcxx-ng, or LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libstdc++.so.6, or build "
-        "it with "
-        "the gcc of this environment",
+        "it with the gcc of this environment",
         "编译它的 gcc 比加载的 libstdc++（常为 conda 自带）新：其中没有 {symbol}",
         "conda install -c conda-forge libstdcxx-ng，或 LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libstdc++.so.6，"
         "或用本环境的 gcc 编译",
@@ -136,8 +137,7 @@ CAUSES = (
         r"undefined symbol: (?P<symbol>nvte_\w+|_ZN18transformer_engine\w+)",
         "TransformerEngine's torch part was imported before its core library, or the core is of another version",
         "import transformer_engine.pytorch and nothing inside it; pip install transformer_engine and its torch part "
-        "at one "
-        "version",
+        "at one version",
         "先于核心库导入了 TransformerEngine 的 torch 部分，或核心库版本不同",
         "只导入 transformer_engine.pytorch；transformer_engine 与其 torch 部分安装同一版本",
         _TE + "115",
@@ -170,8 +170,7 @@ CAUSES = (
         r"undefined symbol: cudnn\w+|cuDNN version incompatibility: PyTorch was compiled",
         "another cuDNN than torch's own is found first, or a part of it is missing",
         "unset LD_LIBRARY_PATH; powertrain doctor --only twice names each cuDNN; pip install nvidia-cudnn-cu12 at the "
-        "version "
-        "that torch requires",
+        "version that torch requires",
         "先找到的 cuDNN 不是 torch 自带的，或缺少其中一部分",
         "unset LD_LIBRARY_PATH；powertrain doctor --only twice 列出所有 cuDNN；将 nvidia-cudnn-cu12 装为 torch "
         "要求的版本",
@@ -234,8 +233,7 @@ CAUSES = (
         r"CUDA) being available",
         "this bitsandbytes has no library for the CUDA that torch uses",
         "pip install --upgrade bitsandbytes; BNB_CUDA_VERSION=126 names another of its libraries; in a source tree: "
-        "cmake "
-        "-DCOMPUTE_BACKEND=cuda -S . && make",
+        "cmake -DCOMPUTE_BACKEND=cuda -S . && make",
         "当前 bitsandbytes 没有适合 torch 所用 CUDA 的库",
         "pip install --upgrade bitsandbytes；用 BNB_CUDA_VERSION=126 指定另一个库；源码目录中：cmake "
         "-DCOMPUTE_BACKEND=cuda -S . && make",
@@ -247,11 +245,9 @@ CAUSES = (
         r"No module named '?(?P<module>flash_attn_(?:2_|3_)?cuda|flash_attn_3\._C)|"
         r"libflash_attn\w*\.so: cannot open shared",
         "flash-attn is there without its compiled part: it was installed for another Python, its build was skipped, "
-        "or its "
-        "source folder is imported",
+        "or its source folder is imported",
         "leave the source folder; pip install --no-build-isolation --force-reinstall --no-deps flash-attn with this "
-        "Python; "
-        "powertrain.compat.flash_attn needs no build",
+        "Python; powertrain.compat.flash_attn needs no build",
         "flash-attn 缺少编译部分：为另一个 Python 安装、跳过了编译，或导入的是源码目录",
         "离开源码目录；用当前 Python 执行 pip install --no-build-isolation --force-reinstall --no-deps flash-attn；"
         "powertrain.compat.flash_attn 无需编译",
@@ -261,8 +257,8 @@ CAUSES = (
     Cause(
         "flash-attention-extras",
         r"No module named '?(?P<module>dropout_layer_norm|rotary_emb|xentropy_cuda_lib|fused_dense_lib|"
-        r"fused_softmax_lib)",
-        "{module} is an extension in flash-attn's csrc folder, which pip install flash-attn does not build",
+        r"fused_softmax_lib)|import flash_attn (?P<part>rotary|rms_norm|layer_norm) fail",
+        "{module}{part} is an extension in flash-attn's csrc folder, which pip install flash-attn does not build",
         "in its source: cd csrc/layer_norm (rotary, xentropy, fused_dense_lib) && pip install --no-build-isolation .; "
         "powertrain.ops has layer_norm, rms_norm, rope and cross_entropy without a build",
         "{module} 是 flash-attn 的 csrc 目录中的扩展，pip install flash-attn 不会编译它",
@@ -287,8 +283,7 @@ CAUSES = (
         r"No such operator xformers::",
         "xFormers' compiled part does not load: it was built for another torch or Python than the installed ones",
         "the xFormers of this torch: pip install -U xformers --index-url https://download.pytorch.org/whl/cuXXX (it "
-        "names "
-        "its torch), python -m xformers.info; powertrain.compat.xformers needs no build",
+        "names its torch), python -m xformers.info; powertrain.compat.xformers needs no build",
         "xFormers 的编译部分无法加载：它是为另一个 torch 或 Python 编译的",
         "安装与当前 torch 匹配的 xFormers：pip install -U xformers --index-url https://download.pytorch.org/whl/cuXXX，"
         "python -m xformers.info；powertrain.compat.xformers 无需编译",
@@ -301,8 +296,7 @@ CAUSES = (
         "a compiled package (causal-conv1d, selective scan) is missing, does not load, or is of another version than "
         "its caller",
         "python -c 'import causal_conv1d_cuda' says why; pip install --no-build-isolation causal-conv1d and mamba-ssm "
-        "of the same "
-        "time",
+        "of the same time",
         "某个编译的包（causal-conv1d、selective scan）缺失、无法加载，或与调用方版本不同",
         "python -c 'import causal_conv1d_cuda' 会说明原因；用 --no-build-isolation 安装同期的 causal-conv1d 和 "
         "mamba-ssm",
@@ -322,12 +316,12 @@ CAUSES = (
     ),
     Cause(
         "apex-wrong-package",
-        r"UnencryptedCookieSessionFactoryConfig|[Pp]lease install apex from https?://\S+nvidia/apex|"
-        r"cannot import name 'amp' from 'apex'",
+        r"UnencryptedCookieSessionFactoryConfig|[Pp]lease install apex from (?:source )?\(?https?://\S+(?:nvidia|"
+        r"NVIDIA)/apex|"
+        r"cannot import name 'amp' from 'apex'|Class advice impossible in Python3",
         "NVIDIA's Apex is not installed: pip install apex installs another project of that name",
         "pip uninstall apex, then from github.com/NVIDIA/apex: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install "
-        "--no-build-isolation .; "
-        "torch.amp replaces apex.amp; powertrain.ops has rms_norm, layer_norm and AdamW",
+        "--no-build-isolation .; torch.amp replaces apex.amp; powertrain.ops has rms_norm, layer_norm and AdamW",
         "没有安装 NVIDIA 的 Apex：pip install apex 安装的是同名的另一个项目",
         "pip uninstall apex，然后从 github.com/NVIDIA/apex 安装：APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install "
         "--no-build-isolation .；torch.amp 可代替 apex.amp；powertrain.ops 有 rms_norm、layer_norm 和 AdamW",
@@ -381,8 +375,7 @@ CAUSES = (
         r"target must be of GPUTarget type",
         "Triton is of another version than the package that imports it was made for",
         "the Triton that torch requires: pip install torch==<yours> triton (powertrain doctor --only versions); or a "
-        "newer "
-        "version of the package that imports it",
+        "newer version of the package that imports it",
         "Triton 的版本与导入它的包不匹配",
         "安装 torch 要求的 Triton：pip install torch==<当前版本> triton（powertrain doctor --only versions）；"
         "或升级导入它的包",
@@ -405,12 +398,11 @@ CAUSES = (
         r"No module named '?(?P<package>\w{1,60})\.(?P<inner>[\w.]{1,80})",
         "{package} is installed, but its release has no {inner}: it is older or newer than the code was written for",
         "the release of {package} that the code's requirements name (pip show {package}); pip "
-        "install --upgrade {package} if "
-        "they name none; a file or folder of your own called {package} hides the real one",
+        "install --upgrade {package} if they name none; a file or folder of your own called {package} hides the real "
+        "one",
         "已安装 {package}，但其版本没有 {inner}：比代码所适配的旧或新",
         "安装代码的 requirements 所要求的 {package} 版本（pip show {package}）；没有要求时 pip "
-        "install --upgrade {package}；"
-        "名为 {package} 的自有文件或目录会遮蔽它",
+        "install --upgrade {package}；名为 {package} 的自有文件或目录会遮蔽它",
         "https://docs.python.org/3/library/exceptions.html#ModuleNotFoundError",
         confidence="likely",
     ),
@@ -418,11 +410,9 @@ CAUSES = (
         "module-missing",
         r"(?:(?:ModuleNotFound|Import)Error: |^)No module named '?(?P<module>[\w.]{1,80})",
         "{module} is not installed in the Python that runs here, though it may be in another "
-        "(pip builds in one of its own); "
-        "or it is a file of the program itself that is not there",
+        "(pip builds in one of its own); or it is a file of the program itself that is not there",
         "python -m pip install it with this very Python (which python; sys.executable); if it is missing while pip "
-        "builds: "
-        "--no-build-isolation",
+        "builds: --no-build-isolation",
         "当前运行的 Python 没有安装 {module}（可能装在另一个 Python 中；pip "
         "编译时使用独立的环境）；或它是程序自身缺少的文件",
         "用同一个 Python 执行 python -m pip install（which python；sys.executable）；若在 pip 编译时缺失："

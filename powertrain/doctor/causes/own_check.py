@@ -1,11 +1,18 @@
 """Messages that no cause is known for, but that say themselves what to do."""
 
+import re
+
 from powertrain.doctor.causes.cause import Cause, Passage
 from powertrain.doctor.own_words import statement_and_advice
 
+# a compiler's words about source code are no advice
+_SOURCE = re.compile(r"\.(?:cu|cuh|h|hpp|hxx|cpp|cc|c|inl)[(:]\d+")
+
 
 def _advice(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    found = statement_and_advice(passage.line, passage.below)
+    if _SOURCE.search(passage.line):
+        return None
+    found = statement_and_advice(passage.line, passage.below[:4])
     return None if found is None else {"statement": found[0], "advice": found[1]}
 
 

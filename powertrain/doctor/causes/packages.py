@@ -29,8 +29,7 @@ CAUSES = (
         r"CERTIFICATE_VERIFY_FAILED|certificate verify failed",
         "a certificate cannot be verified: a proxy puts its own in, or this Python has no certificates",
         "SSL_CERT_FILE=<the proxy's CA file> (pip: PIP_CERT), or pip install --upgrade certifi; for flash-attn: "
-        "download "
-        "the wheel and pip install the file",
+        "download the wheel and pip install the file",
         "无法验证证书：代理替换了证书，或当前 Python 没有证书",
         "SSL_CERT_FILE=<代理的 CA 文件>（pip：PIP_CERT），或 pip install --upgrade certifi；flash-attn 可先下载 wheel "
         "再安装",
@@ -38,7 +37,7 @@ CAUSES = (
     ),
     Cause(
         "network",
-        r"Connection error, and we cannot find|"
+        r"Connection error, and we cannot find|you must first locally save the (?:tokenizer|model|text_encoder)|"
         r"Temporary failure in name resolution|Could not resolve host|Failed to establish a new connection|"
         r"Max retries exceeded with url|Failed to connect to \S+ port \d+|ReadTimeoutError|ConnectTimeoutError|"
         r"GnuTLS recv error|RPC failed; (?:curl|HTTP)|unable to access 'https?://|"
@@ -51,14 +50,14 @@ CAUSES = (
         "从本机无法访问服务器：没有网络、需要代理，或被防火墙阻止",
         "设置 https_proxy，或可访问的镜像（pip --index-url，HF_ENDPOINT）；离线时自带 wheel 或目录，HF_HUB_OFFLINE=1",
         "https://github.com/haotian-liu/LLaVA/issues/1165",
-        also=r"cached path|https?:|HTTPS?Conn|urlopen|\bpip\b|\bgit\b|huggingface|simple/|urllib|requests|requirement",
+        also=r"cached path|local_files_only|https?:|HTTPS?Conn|urlopen|\bpip\b|\bgit\b|huggingface|simple/|urllib|"
+        r"requests|requirement",
     ),
     Cause(
         "no-distribution",
         r"No matching distribution found for (?P<package>[^\s;]+)",
         "the index has no {package} for this Python and platform: such a version does not exist there, or another "
-        "index "
-        "has it",
+        "index has it",
         "a version that the message lists; torch with +cuXXX: --index-url https://download.pytorch.org/whl/cuXXX; or "
         "another Python version",
         "索引中没有适合当前 Python 和平台的 {package}：该版本不存在，或在另一个索引中",
@@ -301,9 +300,11 @@ CAUSES = (
         r"requires the (?P<package>\w+) (?:library|package) but|Using `[^`]{1,80}`(?: or a `[^`]{1,60}`)? requires|"
         r"DistributionNotFound: The '(?P<distribution>[^']{1,60})|"
         r"PackageNotFoundError: (?:No package metadata was found for )?(?P<metadata>[\w.-]{1,60})|"
-        r"\bPlease (?:pip )?install `?(?P<named>[\w.-]{1,40})`? (?:to|with|via|using|by|from)\b",
-        "a package that this step needs is not installed in the Python that runs here",
-        "python -m pip install what the line names, with this very Python",
+        r"\bPlease (?:pip )?install `?(?P<named>(?!apex)[\w.-]{1,40})`? (?:to|with|via|using|by|from)\b|"
+        r"(?:make sure (?:that )?you have (?:installed )?|requires )`?(?P<least>[\w.-]{1,40} ?>=? ?\d[\d.]*)`?",
+        "a package that this step needs is not installed in the Python that runs here, or is too old: "
+        "{package}{distribution}{metadata}{named}{least}",
+        "python -m pip install --upgrade what the line names, with this very Python",
         "该步骤所需的包没有装在当前运行的 Python 中",
         "用同一个 Python 执行 python -m pip install 安装该行所示的包",
         "https://huggingface.co/docs/transformers/troubleshooting",
@@ -324,7 +325,8 @@ CAUSES = (
     ),
     Cause(
         "pydantic-version",
-        r"pydantic\.errors\.\w+|PydanticImportError|PydanticUserError|`BaseSettings` has been moved|"
+        r"pydantic\.errors\.\w+|'FieldInfo' object has no attribute|'ModelMetaclass' object has no attribute|"
+        r"PydanticImportError|PydanticUserError|`BaseSettings` has been moved|"
         r"cannot import name '\w+' from 'pydantic",
         "pydantic 2 is installed, and a package was written for pydantic 1 (or the other way round)",
         "upgrade that package, or pip install 'pydantic<2'",

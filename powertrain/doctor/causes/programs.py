@@ -1,6 +1,7 @@
 """Trainers, servers and the models they load."""
 
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.nothing import none_value
 
 CAUSES = (
     Cause(
@@ -159,14 +160,14 @@ CAUSES = (
     ),
     Cause(
         "script-arguments",
-        r"are not used by the HfArgumentParser|error: unrecognized arguments: (?P<arguments>[^\n]{1,200})|"
+        r"are not used by the HfArgumentParser|remaining_argv: \[|"
+        r"error: unrecognized arguments: (?P<arguments>[^\n]{1,200})|"
         r"error: the following arguments are required|error: argument \S{1,60}: (?:invalid|expected)|"
         r"[Nn]o such option:? |error: ambiguous option",
         "the program does not take these options: they are of another version of it, misspelled, or a required one "
         "is missing",
         "the program with --help; the script and the library of one time (the example's own "
-        "requirements); what a launcher adds "
-        "when it starts the script again (--local_rank, --gpus): parse_known_args",
+        "requirements); what a launcher adds when it starts the script again (--local_rank, --gpus): parse_known_args",
         "程序不接受这些选项：属于另一版本、拼写错误，或缺少必需项",
         "用 --help 查看；脚本与库使用同一时期的版本（示例自带的 requirements）",
         "https://docs.python.org/3/library/argparse.html",
@@ -193,13 +194,61 @@ CAUSES = (
     ),
     Cause(
         "none-value",
-        r"'NoneType' object (?:has no attribute '\w+'|is not (?:callable|subscriptable|iterable))",
-        "a value is None: what should have made it failed earlier or was not configured",
-        "the first warning above it, and what made that variable on the line in the traceback",
-        "某个值为 None：产生它的步骤先前失败或没有配置",
-        "查看上方第一个警告，以及 traceback 中该变量的来源",
+        r"'NoneType' object (?:has no attribute '(?P<attribute>\w+)'|is not (?:callable|subscriptable|iterable))|"
+        r"object of type '(?P<len>NoneType)' has no len|a real number, not 'NoneType'|or a number, not 'NoneType'|"
+        r"unsupported operand type\(s\) for [^ ]{1,12} '(?:NoneType' and '\w+|\w+' and 'NoneType)'|"
+        r"argument of type 'NoneType' is not|expected str, bytes or os\.PathLike object, not NoneType|"
+        r"not supported between instances of '(?:NoneType' and '\w+|\w+' and 'NoneType)'|"
+        r"cannot unpack non-iterable NoneType|argument after \*\*? must be (?:a mapping|an iterable), not NoneType",
+        "{what} is None{where}: what should have made it failed earlier, found nothing, or was not configured or "
+        "passed",
+        "{advice}; the first warning above it",
+        "{what} 为 None{where}：产生它的步骤先前失败、没有找到内容，或没有配置、传入",
+        "查看该变量的来源与上方第一个警告；在库内部时：使用调用方的 requirements 所要求的库版本",
         "https://huggingface.co/docs/transformers/troubleshooting",
-        confidence="possible",
+        confidence="likely",
+        derive=none_value,
+        derives=("what", "where", "advice"),
+        fallback=True,
+    ),
+    Cause(
+        "command-missing",
+        r"'(?P<command>[\w.+-]{1,60})' is not recognized as (?:an internal|the name)|"
+        r"^(?:\S{1,40}: )?(?:line \d+: )?(?P<shell>[\w.+-]{1,60}): (?:command )?not found$|"
+        r"[Cc]ommand not found: (?P<zsh>[\w.+-]{1,60})|无法将“(?P<powershell>[\w.+-]{1,60})”项识别|"
+        r"'(?P<chinese>[\w.+-]{1,60})' 不是内部或外部命令",
+        "there is no command {command}{shell}{zsh}{powershell}{chinese} on PATH: its package is not installed in this "
+        "environment, or the folder of its scripts is not on PATH",
+        "activate the environment; pip install the package with this very Python; python -m <package> instead of the "
+        "command; PATH with ~/.local/bin (Windows: the Scripts folder)",
+        "PATH 中没有命令 {command}{shell}{zsh}{powershell}{chinese}：其包未安装在当前环境，或脚本目录不在 PATH 中",
+        "激活环境；用同一个 Python 安装该包；用 python -m <包> 代替；将 ~/.local/bin（Windows：Scripts 目录）加入 PATH",
+        "https://packaging.python.org/en/latest/tutorials/installing-packages/",
+        confidence="likely",
+    ),
+    Cause(
+        "value-not-in-list",
+        r"ValueError: '?(?P<value>[^']{1,120}?)'? is not in list|"
+        r"(?:Value|Key|Type)Error: '?(?P<other>[^'\n]{1,80}?)'? (?:is )?not (?:a valid|one of|in the list of|among)",
+        "{value}{other} is looked up in a list of names that does not have it: a setting (a metric, a column, a "
+        "checkpoint, an optimizer) is spelled otherwise, or of another release",
+        "print that list; the name exactly as the program has it (the line above the message)",
+        "在名称列表中查找 {value}{other}，而列表中没有：设置（指标、列、检查点、优化器）的拼写不同，或属于另一版本",
+        "打印该列表；按程序中的确切名称书写（见消息上一行）",
+        "https://docs.python.org/3/library/stdtypes.html",
+        confidence="likely",
+    ),
+    Cause(
+        "name-not-text",
+        r"attribute name must be string",
+        "a class or function is looked up by a name that is None: the entry of the config that names it (optimizer, "
+        "scheduler, model class) is missing",
+        "give that entry (DeepSpeed: \"optimizer\" in the config, or optimizer= in initialize); the line above says "
+        "which",
+        "按名称查找类或函数，而名称为 None：配置中缺少该项（优化器、调度器、模型类）",
+        "补上该项（DeepSpeed：配置中的 \"optimizer\"，或 initialize 的 optimizer=）；上一行说明是哪一项",
+        "https://github.com/deepspeedai/DeepSpeed/issues/2255",
+        confidence="likely",
     ),
     Cause(
         "file-missing",

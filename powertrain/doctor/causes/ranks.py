@@ -16,8 +16,7 @@ CAUSES = (
         "Userbuffers was built to start over MPI, and nobody called MPI_Init: the job was not started by mpiexec, or "
         "initialize_ub came first",
         "start with mpiexec and import mpi4py.MPI before initialize_ub; or TransformerEngine 1.9 or newer built "
-        "without "
-        "NVTE_UB_WITH_MPI, with bootstrap_backend='gloo'. powertrain doctor --overlap prints the line",
+        "without NVTE_UB_WITH_MPI, with bootstrap_backend='gloo'. powertrain doctor --overlap prints the line",
         "Userbuffers 编译为通过 MPI 启动，但没有调用 MPI_Init：任务不是由 mpiexec 启动，或 initialize_ub 过早",
         "用 mpiexec 启动并在 initialize_ub 之前导入 mpi4py.MPI；或使用不带 NVTE_UB_WITH_MPI 编译的 1.9 以上版本和 "
         "bootstrap_backend='gloo'。powertrain doctor --overlap 给出命令行",
@@ -55,7 +54,7 @@ CAUSES = (
     Cause(
         "port-taken",
         r"^(?=.*ddress already in use).*failed to (?:bind to|listen on)|EADDRINUSE|(?:RuntimeError|\[Errno 98\]|"
-        r"error):? Address already in use",
+        r"error):? Address already in use|bind: Address already in use|Only one usage of each socket address",
         "another job, or a dead one's process, holds the port of rank 0",
         "--master-port=29501, or torchrun --standalone (a free port); `ss -ltnp | grep 29500` names the holder",
         "另一个任务或残留进程占用了 rank 0 的端口",
@@ -105,8 +104,7 @@ CAUSES = (
         r"Watchdog caught collective operation timeout: \w+\(.*OpType=(?P<operation>\w+)",
         "some ranks waited in {operation} while another compiled for the first time, and NCCL gave up on it",
         "compile before the first collective, on every rank; or init_process_group(timeout=timedelta(hours=1)). If "
-        "a build "
-        "never ends: powertrain doctor --only builds. Powertrain's ranks wait at a store, not in NCCL",
+        "a build never ends: powertrain doctor --only builds. Powertrain's ranks wait at a store, not in NCCL",
         "一些 rank 在 {operation} 中等待，而另一个 rank 正在首次编译，NCCL 因超时放弃",
         "在第一次集合通信之前让所有 rank 完成编译；或 init_process_group(timeout=timedelta(hours=1))。若编译不结束"
         "：powertrain doctor --only builds",
@@ -181,8 +179,7 @@ CAUSES = (
         r"pdsh@\S+: \S+ ssh exited",
         "a host of the hostfile cannot be entered by ssh without a password",
         "ssh -o BatchMode=yes HOST hostname; ssh-copy-id HOST (this host, too); the port in ~/.ssh/config; powertrain "
-        "doctor --hostfile "
-        "FILE tries each",
+        "doctor --hostfile FILE tries each",
         "无法不用密码 ssh 登录 hostfile 中的某台主机",
         "ssh -o BatchMode=yes HOST hostname；ssh-copy-id HOST（包括本机）；端口写入 ~/.ssh/config；powertrain doctor "
         "--hostfile FILE 会逐台测试",
@@ -255,13 +252,13 @@ CAUSES = (
         "nccl-unreachable",
         r"[Cc]onnect to (?P<peer>\S+) (?:failed|returned) ?:? ?(?:No route to host|Connection refused|"
         r"Connection timed out|"
-        r"Network is unreachable)|Call to connect (?:to \S+ )?(?:returned|failed with error) ?:? ?(?:No route|"
+        r"Network is unreachable|Software caused connection abort)|Call to connect (?:to \S+ )?(?:returned|failed "
+        r"with error) ?:? ?(?:No route|"
         r"Connection refused|"
         r"Connection timed out|Network is unreachable)",
         "NCCL chose a network interface that does not reach the other host, or a firewall closes its ports",
         "NCCL_SOCKET_IFNAME=<the interface that both hosts share> (not docker0, lo or virbr0); open the ports between "
-        "the hosts; "
-        "powertrain doctor --hostfile FILE",
+        "the hosts; powertrain doctor --hostfile FILE",
         "NCCL 选择的网络接口无法到达另一台主机，或防火墙关闭了端口",
         "NCCL_SOCKET_IFNAME=<两台主机共有的接口>（不是 docker0、lo、virbr0）；开放主机间的端口；"
         "powertrain doctor --hostfile FILE",
@@ -274,8 +271,7 @@ CAUSES = (
         r"Rendezvous(?:Connection|Timeout)Error|connect\(\) timed out|cannot be retrieved \(gai error",
         "a rank does not reach rank 0: MASTER_ADDR is wrong, rank 0 does not run (yet), or its port is closed",
         "an address of rank 0 that the others reach; the same --rdzv-endpoint or --master-addr everywhere; open the "
-        "port; "
-        "powertrain doctor --hostfile FILE tries it",
+        "port; powertrain doctor --hostfile FILE tries it",
         "某个 rank 无法连接 rank 0：MASTER_ADDR 错误、rank 0 未运行，或端口关闭",
         "使用其他主机能到达的 rank 0 地址；各处 --rdzv-endpoint 或 --master-addr 相同；开放端口；"
         "powertrain doctor --hostfile FILE 会测试",
@@ -299,23 +295,22 @@ CAUSES = (
         r"Cannot re-initialize CUDA in forked subprocess|can't create new processes if CUDA is already",
         "CUDA was used before a process forked, and cannot be used in its children",
         "start method spawn (mp.set_start_method('spawn'), VLLM_WORKER_MULTIPROCESSING_METHOD=spawn), or touch CUDA "
-        "only in "
-        "the children",
+        "only in the children",
         "进程在 fork 之前使用了 CUDA，子进程无法再使用",
         "使用 spawn（mp.set_start_method('spawn')，VLLM_WORKER_MULTIPROCESSING_METHOD=spawn），或只在子进程中使用 CUDA",
         "https://docs.pytorch.org/docs/stable/notes/multiprocessing.html",
     ),
     Cause(
         "host-memory",
-        r"Out of memory: Killed process|oom[-_]kill event|Detected \d+ oom[-_]kill|DefaultCPUAllocator: (?:can't|"
+        r"Out of memory: Kill(?:ed)? process|\bKilled process \d+ \(|"
+        r"oom[-_]kill event|Detected \d+ oom[-_]kill|DefaultCPUAllocator: (?:can't|"
         r"not enough)|"
         r"\[Errno 12\] Cannot allocate memory|unable to mmap \d+ bytes|killed by signal: Killed|\bMemoryError\b|"
         r"std::bad_alloc|"
         r"ArrayMemoryError|Memory mapping file failed: Cannot allocate",
         "the host's memory (not the GPU's) ran out",
         "free -g; fewer DataLoader workers and processes, low_cpu_mem_usage=True, no offload to the CPU, a larger "
-        "--mem of the "
-        "job; vm.overcommit_memory=1 for mmap",
+        "--mem of the job; vm.overcommit_memory=1 for mmap",
         "主机内存（不是显存）耗尽",
         "free -g；减少 DataLoader 进程，low_cpu_mem_usage=True，不要卸载到 CPU，作业申请更多 --mem；mmap 可设 "
         "vm.overcommit_memory=1",
@@ -327,11 +322,9 @@ CAUSES = (
         r"died with <Signals\.SIGKILL|"
         r"exit code:? 137\b|^(?:\S{1,80}: line \d+:\s{1,9})?\d{0,9}\s{0,9}Killed\b",
         "it was killed with SIGKILL: nearly always because the host's memory ran out (loading a checkpoint in every "
-        "rank, "
-        "offload, DataLoader workers)",
+        "rank, offload, DataLoader workers)",
         "dmesg -T | grep -i 'killed process' confirms it; less host memory: low_cpu_mem_usage=True, fewer workers, no "
-        "CPU "
-        "offload; a larger --mem of the job or container",
+        "CPU offload; a larger --mem of the job or container",
         "被 SIGKILL 杀死：几乎总是主机内存耗尽（每个 rank 加载权重、卸载到 CPU、DataLoader 进程）",
         "dmesg -T | grep -i 'killed process' 可确认；减少主机内存：low_cpu_mem_usage=True，减少 workers，不卸载到 CPU；"
         "作业或容器申请更多内存",
@@ -407,8 +400,7 @@ CAUSES = (
         "a CUDA call inside NCCL failed; NCCL does not say why: a driver that is too old for it, P2P that does not "
         "work, or memory",
         "NCCL_DEBUG=INFO <the same command>: the WARN line before it; NCCL_P2P_DISABLE=1 or NCCL_CUMEM_ENABLE=0 to "
-        "see whether it is "
-        "that; powertrain doctor",
+        "see whether it is that; powertrain doctor",
         "NCCL 内部的 CUDA 调用失败，NCCL 没有说明原因：驱动太旧、P2P 不可用，或显存不足",
         "NCCL_DEBUG=INFO <原命令>：查看之前的 WARN 行；用 NCCL_P2P_DISABLE=1 或 NCCL_CUMEM_ENABLE=0 试验；powertrain "
         "doctor",

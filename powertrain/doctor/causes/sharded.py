@@ -170,14 +170,14 @@ CAUSES = (
     ),
     Cause(
         "nvme-offload",
-        r"num_elems \d+ ?> ?buffer|n_completes >= min_completes|AsyncPartitionedParameterSwapper|"
+        r"deepspeed_aio: .{1,40}failed|num_elems \d+ ?> ?buffer|n_completes >= min_completes|"
+        r"AsyncPartitionedParameterSwapper|"
         r"swap_buffer",
         "DeepSpeed's offloading to disk: a parameter is larger than the swap buffer, or the disk "
         "does not take asynchronous direct I/O (network, overlay, full)",
         "offload_param.buffer_size above the largest parameter; buffer_count; nvme_path on a local "
         "NVMe disk with room; device \"cpu\" instead",
-        "DeepSpeed 卸载到磁盘：参数大于交换缓冲区，或磁盘不支持异步直接 "
-        "I/O（网络盘、overlay、已满）",
+        "DeepSpeed 卸载到磁盘：参数大于交换缓冲区，或磁盘不支持异步直接 I/O（网络盘、overlay、已满）",
         "offload_param.buffer_size 大于最大参数；buffer_count；nvme_path 位于有空间的本地 NVMe；或 "
         "device \"cpu\"",
         "https://www.deepspeed.ai/docs/config-json/",

@@ -19,7 +19,7 @@ CAUSES = (
         r"size of tensor a \(0\)|size of tensor b \(0\)|storage of size 0|'weight' must be 2-D|"
         r"torch\.Size\(\[0\]\) from checkpoint|got 1-D tensor|weight to be a? ?\w+, but got (?:shape )?\[0\]|"
         r"shape of weight \[0\]|the shape in current model is torch\.Size\(\[0\]\)|"
-        r"out of bounds for storage of size 0",
+        r"out of bounds for storage of size 0|ds_status == ZeroParamStatus|'status': 'NOT_AVAILABLE'",
         "a parameter is empty here: ZeRO-3 or FSDP holds it in parts, and it was used outside of the forward that "
         "gathers it",
         "with deepspeed.zero.GatheredParameters([p]): around the use; call the wrapped model, not a submodule; "
@@ -160,7 +160,8 @@ CAUSES = (
     ),
     Cause(
         "shared-tensors",
-        r"Some tensors share memory|tensors share(?:d)? memory, this will lead",
+        r"trying to be saved contained shared tensors|Some tensors share memory|tensors share(?:d)? memory, this will "
+        r"lead",
         "safetensors does not save two names of one tensor (tied weights)",
         "save_pretrained, which knows the ties; safetensors.torch.save_model(model, path); or "
         "safe_serialization=False",

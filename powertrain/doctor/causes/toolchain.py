@@ -4,6 +4,20 @@ from powertrain.doctor.causes.cause import Cause
 
 CAUSES = (
     Cause(
+        "not-nvcc",
+        r"identifier \"(?:threadIdx|blockIdx|blockDim|gridDim|__syncthreads)\" is undefined|"
+        r"'(?:threadIdx|blockIdx|blockDim)' (?:was not declared|undeclared)|error ?: \"half\" is ambiguous|"
+        r"'__global__' does not name a type|unknown type name '__global__'",
+        "CUDA code is compiled by the host's compiler (or shown by its editor) instead of nvcc: the file does not end "
+        "in .cu, is included by a .cpp, or the project has no CUDA language",
+        "nvcc for what includes kernels: .cu files, project(... LANGUAGES CXX CUDA), Visual Studio's CUDA build "
+        "customization; an editor's underline alone is no error",
+        "CUDA 代码由主机编译器（或编辑器）处理而不是 nvcc：文件不是 .cu、被 .cpp 包含，或工程未启用 CUDA 语言",
+        "含核函数的文件用 nvcc：.cu 文件、project(... LANGUAGES CXX CUDA)、Visual Studio 的 CUDA 生成自定义",
+        "https://github.com/NVIDIA/cutlass/issues/1594",
+        confidence="likely",
+    ),
+    Cause(
         "cl-not-found",
         r"Cannot find compiler 'cl\.exe'|Error checking compiler version for cl\b|"
         r"'cl' is not recognized|cannot run 'rc\.exe'|vcvarsall\.bat was not found|"
@@ -61,8 +75,7 @@ CAUSES = (
         "compile it with -fPIC (CFLAGS=-fPIC CXXFLAGS=-fPIC, CMAKE_POSITION_INDEPENDENT_CODE=ON), "
         "or link its shared version",
         "静态库或目标文件编译时没有 -fPIC，却要链接进共享库",
-        "用 -fPIC "
-        "重新编译（CFLAGS、CXXFLAGS，CMAKE_POSITION_INDEPENDENT_CODE=ON），或链接其共享版本",
+        "用 -fPIC 重新编译（CFLAGS、CXXFLAGS，CMAKE_POSITION_INDEPENDENT_CODE=ON），或链接其共享版本",
         "https://gcc.gnu.org/onlinedocs/gcc/Code-Gen-Options.html",
     ),
     Cause(
@@ -157,8 +170,7 @@ CAUSES = (
         "git submodule update --init --recursive; run pip in the folder of setup.py; a whole clone "
         "instead of a downloaded archive",
         "setup.py 所列的目录或文件不存在：缺少子模块，或在别的目录启动",
-        "git submodule update --init --recursive；在 setup.py 所在目录运行 "
-        "pip；用完整克隆代替下载的压缩包",
+        "git submodule update --init --recursive；在 setup.py 所在目录运行 pip；用完整克隆代替下载的压缩包",
         "https://setuptools.pypa.io/en/latest/userguide/package_discovery.html",
         confidence="likely",
     ),

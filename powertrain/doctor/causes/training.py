@@ -9,12 +9,10 @@ CAUSES = (
         r"!=*]{0,40})",
         "DeepSpeed's batch sizes do not multiply: {numbers}",
         "train_batch_size = micro batch * accumulation * data-parallel ranks, or leave train_batch_size out "
-        "(\"auto\"); a world size "
-        "of 1 means that it was not started by its launcher",
+        "(\"auto\"); a world size of 1 means that it was not started by its launcher",
         "DeepSpeed 的 batch 大小不相乘：{numbers}",
         "train_batch_size = micro batch × 累积步数 × 数据并行 rank 数，或省略 train_batch_size（\"auto\"）；world "
-        "size 为 1 "
-        "说明没有通过启动器运行",
+        "size 为 1 说明没有通过启动器运行",
         "https://github.com/bigcode-project/starcoder/issues/41",
     ),
     Cause(
@@ -66,8 +64,7 @@ CAUSES = (
         "checkpoint-shape",
         r"size mismatch for (?P<parameter>[\w.]+): copying a param with shape",
         "the checkpoint is of another configuration than the model: {parameter} has another shape (sizes, vocabulary, "
-        "or shards of "
-        "another tensor-parallel size)",
+        "or shards of another tensor-parallel size)",
         "the config that belongs to the checkpoint; merge or split shards for another tensor-parallel size "
         "(powertrain convert)",
         "检查点与模型的配置不同：{parameter} 的形状不同（大小、词表，或张量并行数不同的分片）",
@@ -162,6 +159,36 @@ CAUSES = (
         "https://github.com/ymcui/Chinese-LLaMA-Alpaca/issues/534",
     ),
     Cause(
+        "overflow-every-step",
+        r"(?:[Rr]educing (?:loss scale )?to|Attempted loss scale:) (?P<scale>0?\.\d+\b|1(?:\.0)?(?![\d.])|"
+        r"\d[\d.]*e-\d+)|"
+        r"Attempted loss scale: (?P<same>1(?:\.0)?), reducing",
+        "the loss scale is down to {scale}{same}, and gradients still overflow: the model or the loss is NaN, or its "
+        "values do not fit float16 (a model trained in bf16, T5, Gemma)",
+        "bf16 instead of fp16 (sm_80 and newer), or fp32; torch.isnan of loss and parameters (a broken checkpoint); a "
+        "lower learning rate, warm-up, clipping",
+        "loss scale 已降到 {scale}{same}，梯度仍溢出：模型或损失为 NaN，或数值超出 float16（以 bf16 训练的模型、T5、"
+        "Gemma）",
+        "用 bf16 代替 fp16（sm_80 以上），或 fp32；检查损失与参数的 NaN（检查点损坏）；降低学习率、预热、裁剪",
+        "https://github.com/NVIDIA/apex/issues/715",
+        confidence="likely",
+    ),
+    Cause(
+        "overflow-skipped",
+        r"Gradient overflow\. {1,2}Skipping step|OVERFLOW! (?:Rank \d+ )?Skipping step|Overflow detected\. Skipping "
+        r"step|"
+        r"Grad overflow on iteration",
+        "dynamic loss scaling found gradients too large for float16, skipped this step and lowered the scale: normal "
+        "in the first steps and now and then",
+        "nothing, as long as the scale stays above 1 and most steps are not skipped; else bf16, or a lower learning "
+        "rate",
+        "动态 loss scaling 发现梯度超出 float16，跳过该步并降低 scale：开始阶段和偶尔出现属正常",
+        "scale 保持在 1 以上且多数步未跳过时无需处理；否则用 bf16 或降低学习率",
+        "https://github.com/NVIDIA/apex/issues/318",
+        confidence="likely",
+        fallback=True,
+    ),
+    Cause(
         "unscale-fp16",
         r"Attempting to unscale FP16 gradients",
         "the parameters themselves are fp16, and GradScaler wants fp32 ones",
@@ -181,6 +208,7 @@ CAUSES = (
         "同一运算的两个张量类型不同：模型的一部分或输入没有转换",
         "用 torch.autocast 包住调用，或对输入和加载后新增的层使用 .to(dtype)",
         "https://docs.pytorch.org/docs/stable/amp.html",
+        confidence="likely",
     ),
     Cause(
         "no-grad-input",

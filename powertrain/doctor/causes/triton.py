@@ -1,6 +1,7 @@
 """Triton and torch.compile."""
 
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.compile_reasons import compile_reason
 
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
 
@@ -161,12 +162,16 @@ CAUSES = (
     Cause(
         "dynamo-unsupported",
         r"torch\._dynamo\.exc\.(?!BackendCompilerFailed)\w+|InternalTorchDynamoError",
-        "torch.compile cannot trace this piece of code; its reason follows on the line",
-        "read the reason; fullgraph=False, or torch.compiler.disable on that function; a newer torch",
-        "torch.compile 无法跟踪这段代码；原因在该行之后",
-        "阅读原因；fullgraph=False，或对该函数使用 torch.compiler.disable；升级 torch",
+        "torch.compile cannot trace this piece of code: {reason}",
+        "fullgraph=False, or torch.compiler.disable on that function; a newer torch, which traces more; "
+        "TORCHDYNAMO_DISABLE=1 goes without",
+        "torch.compile 无法跟踪这段代码：{reason}",
+        "fullgraph=False，或对该函数使用 torch.compiler.disable；升级 torch；TORCHDYNAMO_DISABLE=1 可跳过",
         "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
-        confidence="possible",
+        confidence="likely",
+        derive=compile_reason,
+        derives=("reason",),
+        fallback=True,
     ),
     Cause(
         "cuda-graph-overwritten",
@@ -182,8 +187,7 @@ CAUSES = (
         r"operation not permitted when stream is capturing|cudaErrorStreamCapture\w+|"
         r"operation failed due to a previous error during capture",
         "something in a CUDA graph's capture waits for the GPU or allocates: .item(), printing, a new NCCL group, the "
-        "first call of "
-        "a library",
+        "first call of a library",
         "warm up three iterations before the capture, on a side stream; no .item() and no host copies inside",
         "CUDA graph 捕获期间有等待 GPU 或分配内存的操作：.item()、打印、新建 NCCL 组、库的首次调用",
         "捕获前在另一个 stream 上预热三次；捕获中不要 .item() 和主机拷贝",
@@ -204,7 +208,7 @@ CAUSES = (
     Cause(
         "triton-compiler",
         r"PassManager::run failed|Internal Triton PTX codegen error|PTXASError|`ptxas` failed|ptxas fatal|"
-        r"LLVM ERROR: Cannot select|"
+        r"LLVM ERROR: Cannot select|lib/(?:Conversion|Dialect|Target)/Triton[^\n]{1,400}: Assertion|"
         r"triton\.compiler\.errors\.\w+Error|"
         r"Failures have been detected while processing an MLIR pass pipeline",
         "Triton could not compile a kernel: its version, or the kernel on this GPU",
@@ -217,12 +221,16 @@ CAUSES = (
     Cause(
         "inductor-failed",
         r"torch\._inductor\.exc\.\w+|LoweringException|BackendCompilerFailed|backend='\w+' raised",
-        "torch.compile could not turn the traced program into kernels; its reason follows on the line or below",
-        "read the reason; a newer torch; torch.compiler.disable on that part, or backend=\"aot_eager\", narrows it "
-        "down",
-        "torch.compile 无法把跟踪到的程序变成核函数；原因在该行之后或下方",
-        "阅读原因；升级 torch；对该部分使用 torch.compiler.disable，或用 backend=\"aot_eager\" 缩小范围",
+        "torch.compile's compiler (Inductor) fails on this program, which runs without it: {reason}",
+        "a newer torch (it is most often a defect of this release); until then torch.compiler.disable on that part, or "
+        "backend=\"aot_eager\" or TORCHDYNAMO_DISABLE=1; rm -r /tmp/torchinductor_$USER",
+        "torch.compile 的编译器（Inductor）在该程序上失败，而不编译可以运行：{reason}",
+        "升级 torch（多为该版本的缺陷）；在此之前对该部分使用 torch.compiler.disable，或 backend=\"aot_eager\"、"
+        "TORCHDYNAMO_DISABLE=1；rm -r /tmp/torchinductor_$USER",
         "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
-        confidence="possible",
+        confidence="likely",
+        derive=compile_reason,
+        derives=("reason",),
+        fallback=True,
     ),
 )  # fmt: skip

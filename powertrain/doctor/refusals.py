@@ -1,0 +1,25 @@
+"""Why none of xFormers' operators takes a call: the reasons below its message, each once, and what to do about them."""
+
+from powertrain.doctor.causes.cause import Passage
+
+# a reason in the text -> what to do; the first that holds comes first
+_ADVICE = (
+    ("device=cpu", "move query, key and value to the GPU (the model or this input is on the CPU)"),
+    ("wasn't build with CUDA", "install the xFormers of this torch and CUDA (python -m xformers.info)"),
+    ("(too new)", "a newer xFormers, or PyTorch's attention, for a GPU that this release does not know"),
+    ("dtype=torch.float32", "float16 or bfloat16 (autocast)"),
+    ("shared-memory", "float16 or bfloat16, or a smaller head dim, on this GPU"),
+    ("operator wasn't built", "install the xFormers of this torch and CUDA (python -m xformers.info)"),
+    ("(too old)", "PyTorch's attention on this GPU"),
+)
+_MOST = 4
+
+
+def refusals(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+    """The reasons that the lines below give, and the advice that follows from them."""
+    said = [line.strip() for line in passage.below if line.startswith((" ", "\t")) and ":" not in line[:24]]
+    reasons = [line for line in dict.fromkeys(said) if any(word in line for word, _ in _ADVICE) or "> " in line]
+    text = "\n".join([passage.line, *passage.below])
+    advice = next((one for word, one in _ADVICE if word in text), "read the reasons in the log")
+    shown = "; ".join(reasons[:_MOST])
+    return {"reasons": f": {shown}" if shown else "; its reasons stand below", "advice": advice}
