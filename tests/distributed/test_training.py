@@ -115,6 +115,9 @@ def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 SHORT = {"steps": 3}
+SPREAD = {
+    "model": "deepseek", "train": {**SHORT, "precision": "bf16"}, "parallel": {"expert": 2}, "fp8": {"recipe": "row"},
+}  # fmt: skip
 WIRED = {
     "model": "llama", "train": {**SHORT, "precision": "bf16"}, "fp8": {"recipe": "tensor-delayed", "wire": "fp8"},
 }  # fmt: skip
@@ -149,6 +152,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         },
         "fp8": {**WIRED, "fp8": {"recipe": "tensor-delayed"}},
         "fp8-wire": {**WIRED, "folder": str(folder / "of_wire")},
+        "ep": SPREAD,
+        "ep-wire": {**SPREAD, "fp8": {"recipe": "row", "wire": "fp8"}},
         "fp8-wire-resumed": {**WIRED, "load": str(folder / "of_wire"), "train": {"steps": 4, "precision": "bf16"}},
     }
     *found, stopped = together(2, list(cases.values()), folder)
@@ -217,6 +222,14 @@ def test_weights_gathered_in_fp8_change_nothing(two: dict[str, dict[str, Any]]) 
     assert len(resumed["losses"]) == 1
     found = alone({**WIRED, "load": two["folder"]["path"] + "/of_wire"})
     same_tensors(found["resumed"], wire["tensors"])
+
+
+def test_rows_travel_in_fp8_to_the_experts_of_a_run(two: dict[str, dict[str, Any]]) -> None:
+    plain, wire = two["ep"], two["ep-wire"]
+    assert plain["losses"] != wire["losses"]
+    torch.testing.assert_close(wire["losses"], plain["losses"], rtol=1e-2, atol=0)
+    (note,) = (note for note in wire["notes"] if note.startswith("fp8: "))
+    assert "fp8.wire: rows travel in FP8 to the experts of 1 layers" in note
 
 
 def test_what_travels_between_tensor_ranks_is_explained(two: dict[str, dict[str, Any]]) -> None:

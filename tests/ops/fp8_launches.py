@@ -2,6 +2,7 @@
 
 import torch
 
+from powertrain.ops.fp8.dequantize import fp8_dequantize
 from powertrain.ops.fp8.gemm import fp8_gemm
 from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.fp8.quantize import fp8_quantize
@@ -20,6 +21,8 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
             fp8_quantize(x, by, format, power_of_two=False)
     fp8_quantize(x, "tensor", scale=torch.empty(1, device=META), measure=True)
     x = x[:, :4096]
+    for by in ("tensor", "row", "group", "block"):
+        fp8_dequantize(fp8_quantize(x, by, columns=False).rows, 4096, dtype)
     fp8_transpose(fp8_quantize(x, "row", columns=False).data, 4096)
     operands = {by: fp8_quantize(x, by).rows for by in ("tensor", "row", "group", "block")}
     grads = {by: fp8_quantize(x, by, "e5m2").rows for by in ("tensor", "group")}

@@ -303,7 +303,8 @@ class FP8Config(Section):
     watch         every so many steps the operands of each layer are measured, and the worst are logged; 0: never
     rescue        a layer whose three last readings were bad is moved to the next safer recipe (tensor, row, block,
                   16 bits), which is logged and saved with the run
-    wire          fp8: FSDP gathers the weights of these layers in FP8, half the bytes, with the same results; bf16: in
+    wire          fp8: FSDP gathers the weights of these layers in FP8, half the bytes, with the same results; with row
+                  and block, rows travel in FP8 to experts on other ranks, which compute with the rounded rows; bf16: in
                   `train.precision`, as all else. Gradients are exchanged in `train.reduce_dtype`
     """
 
