@@ -147,6 +147,20 @@ class HasFP8State(nn.Linear):
             self.fp8.keeps = not isinstance(self.weight, DTensor)
 
 
+class TakesRecipe(nn.Linear):
+    """A class derived from nn.Linear that computes its products by `fp8_recipe` itself: of sharded layers."""
+
+    fp8_recipe: Recipe | None = None  # None: no FP8
+
+    def why_not_fp8(self, recipe: Recipe) -> str | None:
+        """Why its products cannot be FP8 by a recipe, or None."""
+        raise NotImplementedError
+
+    def own_size(self) -> tuple[int, int]:
+        """Features out and in of this rank's part."""
+        raise NotImplementedError
+
+
 class FP8Linear(FP8State, nn.Linear):
     """x Wᵀ + b by `fp8_linear` and a recipe. Weight, bias and state dict are nn.Linear's, and `FP8State`'s buffers.
 

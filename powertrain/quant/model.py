@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from powertrain.quant.grouped import GroupedProducts, why_not_grouped
-from powertrain.quant.linear import FP8Linear, HasFP8State
+from powertrain.quant.linear import FP8Linear, HasFP8State, TakesRecipe
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
 from powertrain.runtime.target import Target
@@ -67,7 +67,9 @@ def quantize_model(
     A layer with an adapter (powertrain.lora) has its frozen weight's product in FP8, the adapter's in its own dtype.
     Our experts (`powertrain.nn.moe.Experts`), unless they are spread over ranks, compute by `Row()` or `Block()` in
     calls whose number of rows makes that faster by expectation (`powertrain explain fp8`), in 16 bits in others.
-    Also left: other classes derived from nn.Linear (sharded layers); on a GPU, layers too narrow for FP8 to be
+    Layers sharded over tensor ranks (`parallelize`, ColumnParallelLinear) compute by `Tensor()` with the current scale,
+    `Row()` or `Block()` if they have sequence parallelism; their rows travel in FP8.
+    Also left: other classes derived from nn.Linear; on a GPU, layers too narrow for FP8 to be
     faster; on a GPU without FP8 products, all layers. On the CPU FP8 is emulated, for tests.
     The state dict does not change, except that delayed scaling adds its buffers (`FP8Linear`); one without them loads.
     Memory: activations are saved in one byte an element instead of two. A weight is quantized in every forward and, its
@@ -85,7 +87,7 @@ def quantize_model(
         if why:
             report.left.append(Part(name, why=why))
             continue
-        if isinstance(module, GroupedProducts):
+        if isinstance(module, GroupedProducts | TakesRecipe):
             module.fp8_recipe = recipe
         elif isinstance(module, HasFP8State):
             module.set_fp8(recipe)
@@ -107,7 +109,7 @@ def dequantize_model(model: nn.Module) -> None:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    if isinstance(module, GroupedProducts):
+    if isinstance(module, GroupedProducts | TakesRecipe):
         return module.fp8_recipe is not None
     return isinstance(module, FP8Linear) or (isinstance(module, HasFP8State) and module.fp8 is not None)
 
@@ -117,7 +119,7 @@ def _revert(module: nn.Module) -> None:
         module.revert()
     elif isinstance(module, HasFP8State):
         module.set_fp8(None)
-    elif isinstance(module, GroupedProducts):
+    elif isinstance(module, GroupedProducts | TakesRecipe):
         module.fp8_recipe = None
 
 
@@ -176,14 +178,19 @@ def _why_not(module: nn.Linear | GroupedProducts, recipe: Recipe, target: Target
         if target is None and device.type == "cuda":
             target = Target.of(device)
         return why_not_grouped(module, recipe, target)
-    if type(module) is not nn.Linear and not isinstance(module, HasFP8State):
+    size = (module.out_features, module.in_features)
+    if isinstance(module, TakesRecipe):
+        if why := module.why_not_fp8(recipe):
+            return why
+        size = module.own_size()
+    elif type(module) is not nn.Linear and not isinstance(module, HasFP8State):
         # FSDP's own class for a layer that is sharded by itself among them
         return f"it is a {type(module).__name__}, not an nn.Linear"
     if not module.weight.is_floating_point() or module.weight.dtype.itemsize < 2:
         return f"its weight is {checks.name(module.weight.dtype)}"
     if target is None and module.weight.device.type == "cuda":
         target = Target.of(module.weight.device)
-    return None if target is None else why_not_width(module.out_features, module.in_features, target)
+    return None if target is None else why_not_width(*size, target)
 
 
 def why_not_width(N: int, K: int, target: Target) -> str | None:

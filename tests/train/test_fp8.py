@@ -173,8 +173,11 @@ def test_keep_and_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             read(tmp_path / "fp8", override)
-    with pytest.raises(ConfigError, match=r"parallel\.tensor must be 1 with fp8\.recipe"):
-        read(tmp_path / "fp8", "fp8.recipe=row", "parallel.tensor=2")
+    read(tmp_path / "fp8", "fp8.recipe=row", "parallel.tensor=2")
+    with pytest.raises(ConfigError, match=r"fp8\.recipe must be tensor, row or block with parallel\.tensor 2: "):
+        read(tmp_path / "fp8", "fp8.recipe=tensor-delayed", "parallel.tensor=2")
+    with pytest.raises(ConfigError, match=r"fp8\.watch must be 0 with parallel\.tensor 2: .*, got 4"):
+        read(tmp_path / "fp8", "fp8.recipe=row", "parallel.tensor=2", "fp8.watch=4")
 
 
 def test_kernels_of_a_run_are_known_before_it(tmp_path: Path) -> None:

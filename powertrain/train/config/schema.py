@@ -432,12 +432,22 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.micro_batch_size * seq_length must be at most {MOST_TOKENS} tokens in a forward, got {tokens}"
             )
-        if self.fp8.recipe != "none" and self.parallel.tensor > 1:
-            raise ValueError(
-                "parallel.tensor must be 1 with fp8.recipe: layers sharded over tensor ranks have no FP8 products yet, "
-                f"got {self.parallel.tensor}"
-            )
+        if self.parallel.tensor > 1 and self.fp8.recipe != "none":
+            self._check_fp8_over_tensor_ranks()
         return self
+
+    def _check_fp8_over_tensor_ranks(self) -> None:
+        tensor = self.parallel.tensor
+        if self.fp8.recipe == "tensor-delayed":
+            raise ValueError(
+                f"fp8.recipe must be tensor, row or block with parallel.tensor {tensor}: layers sharded over tensor "
+                f"ranks have no delayed scaling, got {self.fp8.recipe}"
+            )
+        if self.fp8.watch:
+            raise ValueError(
+                f"fp8.watch must be 0 with parallel.tensor {tensor}: the operands of layers sharded over tensor ranks "
+                f"are not measured, got {self.fp8.watch}"
+            )
 
     def checkpoint_folder(self) -> Path:
         """Where checkpoints stand: checkpoint.folder, or `checkpoints` in the run's folder."""
