@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from powertrain.quant.grouped import GroupedProducts, why_not_grouped
+from powertrain.quant.kept import KeepsGates
 from powertrain.quant.linear import FP8Linear, HasFP8State, TakesRecipe
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
 from powertrain.runtime.target import Target
 
 # words that `keep` may have beside patterns
-GROUPS = ("lm_head", "router", "first_block", "last_block")
+GROUPS = ("lm_head", "router", "first_block", "last_block", "fp8")
 _HEADS = {"lm_head", "head", "embed_out", "output_projection"}
 _ROUTERS = {"router", "gate"}
 # N K / (N + K) of a weight [N, K] below which FP8 cannot win on sm_90, however many tokens there are: by the rates of
@@ -37,13 +38,18 @@ class Part:
 
 @dataclass
 class Report:
-    """Layers that a function changed, `quantized`, and those it `left`, in the order of the model's modules."""
+    """Layers that a function changed, `quantized`, and those it `left`, in the order of the model's modules.
+
+    kept   gated MLPs that keep gate and up in FP8
+    """
 
     quantized: list[Part] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{part.name}: {part.recipe}" for part in self.quantized]
+        lines += [f"{name}: keeps gate and up in FP8" for name in self.kept]
         return "\n".join(lines + [f"{part.name}: stays, {part.why}" for part in self.left])
 
 
@@ -60,7 +66,9 @@ def quantize_model(
         recipe   `Tensor()`, `Row()` or `Block()` of powertrain.quant
         keep     layers that stay as they are: "lm_head" (output layers, and all that share their weight with an
                  embedding), "router" (of experts), "first_block" and "last_block" (of the longest nn.ModuleList), and
-                 patterns of module names such as "*.down_proj"
+                 patterns of module names such as "*.down_proj". "fp8" holds no layer back: our gated MLPs
+                 (powertrain.nn.GatedMLP) whose gate and up are quantized keep the results of these in FP8 for backward.
+                 keep="fp8" alone adds that to the default
         target   the GPU for which layers are chosen; None: the GPU of the weights
     Returns a Report: which layers were quantized, which were left and why. `dequantize_model(model)` undoes it.
 
@@ -76,6 +84,8 @@ def quantize_model(
     transpose, in every backward; see `shared_weights`.
     Raises ValueError for an entry of keep that names no layer.
     """
+    if keep == "fp8":
+        keep = ("lm_head", "router", "fp8")
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     matched = set(GROUPS)
     report = Report()
@@ -94,9 +104,16 @@ def quantize_model(
         else:
             FP8Linear.convert(module, recipe)
         report.quantized.append(Part(name, recipe))
+    if "fp8" in keep:
+        report.kept = _keep_gates(model)
+        if not report.kept:
+            why = "keep has 'fp8', but no gated MLP of ours has gate and up in FP8"
+            report.left.append(Part("gated MLPs", why=why))
     if unknown := [entry for entry in keep if entry not in matched]:
         for part in report.quantized:
             _revert(model.get_submodule(part.name))
+        for name in report.kept:
+            model.get_submodule(name).keeps_fp8 = False  # type: ignore[assignment]
         must = f"name layers, or be of {', '.join(GROUPS)}"
         checks.fail("quantize_model", "keep", must, ", ".join(map(repr, unknown)))
     return report
@@ -106,6 +123,19 @@ def dequantize_model(model: nn.Module) -> None:
     """Undo `quantize_model`: every layer is what it was, with the weights it has now."""
     for module in list(model.modules()):
         _revert(module)
+        if isinstance(module, KeepsGates):
+            module.keeps_fp8 = False
+
+
+def _keep_gates(model: nn.Module) -> list[str]:
+    """Names of the gated MLPs that keep gate and up in FP8 from now on."""
+    names = []
+    for name, module in model.named_modules():
+        halves: list[Any] = [getattr(module, half, None) for half in ("gate", "up")]
+        if isinstance(module, KeepsGates) and all(map(_is_quantized, halves)):
+            module.keeps_fp8 = True
+            names.append(name)
+    return names
 
 
 def _is_quantized(module: nn.Module) -> bool:

@@ -98,6 +98,8 @@ def summary(report: Report, wires: Wires = Wires()) -> str:  # noqa: B008
     """How many layers compute in FP8, which weights and rows travel in FP8, and each reason why others do not."""
     recipes = {str(part.recipe) for part in report.quantized}
     lines = [f"fp8: {len(report.quantized)} linear layers by {' and '.join(sorted(recipes)) or 'no recipe'}"]
+    if report.kept:
+        lines.append(f"fp8.keep: {len(report.kept)} gated MLPs keep gate and up in FP8")
     lines += _reasons(report, "stay")
     if wires.gathered is not None:
         lines.append(f"fp8.wire: the weights of {len(wires.gathered.quantized)} of them are gathered in FP8")

@@ -3,6 +3,7 @@
 import torch
 
 from powertrain.ops.fp8.dequantize import fp8_dequantize
+from powertrain.ops.fp8.gated import fp8_gated_activation
 from powertrain.ops.fp8.gemm import fp8_gemm
 from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.fp8.quantize import fp8_quantize
@@ -23,6 +24,8 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
     x = x[:, :4096]
     for by in ("tensor", "row", "group", "block"):
         fp8_dequantize(fp8_quantize(x, by, columns=False).rows, 4096, dtype)
+    gate, up = (torch.empty(512, 4096, dtype=dtype, device=META, requires_grad=True) for _ in range(2))
+    fp8_gated_activation(gate, up).backward(torch.empty_like(gate))
     fp8_transpose(fp8_quantize(x, "row", columns=False).data, 4096)
     operands = {by: fp8_quantize(x, by).rows for by in ("tensor", "row", "group", "block")}
     grads = {by: fp8_quantize(x, by, "e5m2").rows for by in ("tensor", "group")}

@@ -157,6 +157,20 @@ def test_from_a_run_without_it(tmp_path: Path) -> None:
     assert len(seen.losses) == 2
 
 
+def test_gates_are_kept_in_fp8(tmp_path: Path) -> None:
+    """And recomputed layers have the bits of those that are not; the watch reports what keeping changed."""
+    options = (*SHORT, "train.steps=4", "fp8.recipe=block", "fp8.keep=fp8")
+    found, state = _run(tmp_path / "plain", *options, "fp8.watch=2")
+    assert "fp8.keep: 2 gated MLPs keep gate and up in FP8" in found.notes[0]
+    assert any(" kept: amax" in note for note in found.notes)
+    again, recomputed = _run(tmp_path / "fp8", *options, "train.activation_checkpointing=full")
+    assert found.losses == again.losses
+    assert all(torch.equal(recomputed[name], tensor) for name, tensor in state.items())
+    plain, _ = _run(tmp_path / "plain", *SHORT, "train.steps=4", "fp8.recipe=block")
+    assert plain.losses != found.losses
+    torch.testing.assert_close(found.losses, plain.losses, rtol=1e-2, atol=0)
+
+
 def test_keep_and_errors(tmp_path: Path) -> None:
     trainer = open_trainer(tmp_path / "fp8", "fp8.recipe=row", "fp8.keep=[first_block,'*.down']", sinks=lambda t: [])
     names = {name for name, m in trainer.model.named_modules() if isinstance(m, FP8Linear)}

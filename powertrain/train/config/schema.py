@@ -295,7 +295,8 @@ class FP8Config(Section):
     recipe        none; tensor: one scale for a tensor, from its own values; tensor-delayed: from the values of the last
                   steps; row: one scale for a row; block: one for 1x128 or 128x128 elements
     keep          layers that stay in `train.precision`: lm_head, router, first_block, last_block, and patterns of
-                  module names (*.down)
+                  module names (*.down). fp8 holds none back: gated MLPs keep gate and up in FP8 for backward; alone it
+                  adds to the default
     format        of gradients: hybrid (e5m2) or e4m3; None: hybrid for tensor and tensor-delayed, e4m3 for the others
     history       tensor-delayed: number of steps whose largest values are kept
     most_recent   tensor-delayed: the last step's largest value counts, not the largest of the history
@@ -317,6 +318,11 @@ class FP8Config(Section):
     watch: Natural = 0
     rescue: bool = True
     wire: Literal["bf16", "fp8"] = "bf16"
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _one_entry(cls, keep: Any) -> Any:
+        return ("lm_head", "router", "fp8") if keep == "fp8" else keep
 
     @model_validator(mode="after")
     def _of_its_recipe(self) -> "FP8Config":
