@@ -343,7 +343,7 @@ def test_gates_kept_in_fp8() -> None:
             module(x)
         sizes[keep] = sum(saved.values())
         dequantize_model(mlp)
-    # gate and up in 4 bytes, then in 2 and one scale each for a row's 48; PyTorch's activation on a CPU saves more still
+    # gate and up in 4 bytes, then in 2 and one scale each for a row's 48; PyTorch's activation on a CPU saves more
     assert sizes[("lm_head",)] - sizes["fp8"] >= 20 * 48 * 2 - 2 * 4 * 20
     left = quantize_model(nn.Sequential(nn.Linear(8, 8)), Row(), keep="fp8").left
     assert [part.why for part in left] == ["keep has 'fp8', but no gated MLP of ours has gate and up in FP8"]

@@ -16,6 +16,7 @@ from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.fp8 import recipe_of
 from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.lint import rehearse
+from powertrain.train.trainer import TrainingStopped
 from tests.train.tiny_run import open_trainer, read
 
 
@@ -120,6 +121,49 @@ def test_bad_readings_move_a_layer_to_a_safer_recipe(recipe: str, tmp_path: Path
     parts, again, found = _planted(tmp_path / "parts", *options, resume=True)
     assert parts.losses == whole.losses[4:] and again == recipes
     assert found.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in found.items())
+
+
+def _regression(rescue: bool) -> tuple[list[float], list[str]]:
+    """Losses of a layer that learns from channels beside one of 3e7, by tensor, and what is noted."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    x[:, 0] = 3e7
+    target = x[:, 128:] @ torch.randn(128, 8) / 11
+    model = torch.nn.Sequential(torch.nn.Linear(256, 8, bias=False))
+    torch.nn.init.zeros_(model[0].weight)
+    quantize_model(model, Tensor())
+    notes: list[str] = []
+    watch = FP8Watch(model, FP8Config(recipe="tensor", watch=1, rescue=rescue), notes.append)
+    # no step along the planted channel, whose gradient would hide what the others learn
+    mask = torch.ones(256)
+    mask[0] = 0.0
+    losses = []
+    for step in range(1, 81):
+        with watch.step(step):
+            loss = (model(x) - target).square().mean()
+            (grad,) = torch.autograd.grad(loss, [model[0].weight])
+        with torch.no_grad():
+            model[0].weight -= 0.3 * grad * mask
+        losses.append(loss.item())
+    return losses, notes
+
+
+def test_the_watch_rescues_a_run_with_planted_outliers() -> None:
+    """By tensor all else becomes 0 beside the outlier, and nothing is learned; by block its group alone is lost."""
+    lost, notes = _regression(rescue=False)
+    assert lost[-1] > 0.95 * lost[0] and not any("goes from" in note for note in notes)
+    saved, notes = _regression(rescue=True)
+    assert saved[-1] < 0.2 * saved[0]
+    assert any("0 goes from tensor to row" in note for note in notes)
+    assert any("0 goes from row to block" in note for note in notes)
+
+
+def test_a_scale_of_nan_stops_the_run_and_names_its_layer(tmp_path: Path) -> None:
+    trainer = open_trainer(tmp_path / "fp8", *SHORT, "fp8.recipe=tensor-delayed", sinks=lambda trainer: [])
+    trainer.model.get_submodule("layers.1.mlp.down").fp8_scale.fill_(float("nan"))
+    with pytest.raises(TrainingStopped, match=r"not finite is that of layers\.1\.mlp\.down\.weight"):
+        trainer.fit()
+    trainer.close()
 
 
 @pytest.mark.slow
