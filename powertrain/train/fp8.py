@@ -9,7 +9,7 @@ from torch import nn
 from powertrain.models import build
 from powertrain.nn.fp8_dispatch import fp8_dispatch
 from powertrain.nn.moe import Experts
-from powertrain.quant.linear import BUFFERS, FP8Linear
+from powertrain.quant.linear import BUFFERS, FP8Linear, TakesRecipe
 from powertrain.quant.model import GROUPS, Report, quantize_model
 from powertrain.quant.recipe import Block, Recipe, Row, Tensor
 from powertrain.quant.wire import fp8_all_gather
@@ -44,21 +44,25 @@ def quantize(model: nn.Module, config: FP8Config, target: Target | None = None) 
 
 
 class Wires(NamedTuple):
-    """What travels in FP8: weights of layers, and rows to experts; None: there are none."""
+    """What travels in FP8: weights of layers, and rows to experts, None: there are none; tokens of layers sharded over
+    tensor ranks, so many."""
 
     gathered: Report | None = None
     dispatched: Report | None = None
+    tensor_parallel: int = 0
 
 
 def wires(model: nn.Module, config: FP8Config, quantized: Report | None) -> Wires:
     """`fp8_all_gather` and `fp8_dispatch` if a run's config states `fp8.wire`."""
     recipe = recipe_of(config)
+    sharded = sum(isinstance(m, TakesRecipe) and m.fp8_recipe is not None for m in model.modules())
     if config.wire != "fp8" or recipe is None:
-        return Wires()
+        return Wires(tensor_parallel=sharded)
     is_spread = any(isinstance(m, Experts) and m.overlap is not None for m in model.modules())
     return Wires(
         fp8_all_gather(model) if quantized is not None and _has_layers(model) else None,
         fp8_dispatch(model, recipe) if is_spread else None,
+        sharded,
     )
 
 
@@ -101,6 +105,8 @@ def summary(report: Report, wires: Wires = Wires()) -> str:  # noqa: B008
     if report.kept:
         lines.append(f"fp8.keep: {len(report.kept)} gated MLPs keep gate and up in FP8")
     lines += _reasons(report, "stay")
+    if wires.tensor_parallel:
+        lines.append(f"fp8: {wires.tensor_parallel} of them are sharded over tensor ranks, which gather tokens in FP8")
     if wires.gathered is not None:
         lines.append(f"fp8.wire: the weights of {len(wires.gathered.quantized)} of them are gathered in FP8")
         lines += _reasons(wires.gathered, "are not")

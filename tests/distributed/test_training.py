@@ -234,6 +234,7 @@ def test_tensor_ranks_compute_in_fp8(two: dict[str, dict[str, Any]]) -> None:
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=5e-3, atol=0)
     (note,) = (note for note in found["notes"] if note.startswith("fp8: "))
     assert note.startswith("fp8: 10 linear layers by row")
+    assert "fp8: 10 of them are sharded over tensor ranks, which gather tokens in FP8" in note
 
 
 def test_rows_travel_in_fp8_to_the_experts_of_a_run(two: dict[str, dict[str, Any]]) -> None:

@@ -149,6 +149,9 @@ def test_kernels_of_spread_experts_are_foreseen() -> None:
     target = Target.parse("sm_90")
     whole, spread = ({spec.key for spec in rehearse(config, target, world_size=2)} for config in configs)
     assert whole < spread
+    wired = run_config({**case, "parallel": {"expert": 2}, "fp8": {"recipe": "row", "wire": "fp8"}}, 2)
+    names = {spec.kernel.name for spec in rehearse(wired, target, world_size=2)}
+    assert {"_quantize_row_kernel", "_dequantize_kernel"} <= names
 
 
 def test_they_are_not_said_to_be_in_the_layer_before() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from powertrain.parallel.fp8_gather import fp8_all_gather_gemm
+from powertrain.parallel.fp8_parts import whole_scales
 from powertrain.parallel.fp8_scatter import fp8_gemm_reduce_scatter
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.transport.simulated import World
@@ -91,3 +92,16 @@ def test_recipes_that_do_not_serve_are_named(function: Any) -> None:
     for recipe, got in ((Tensor(scale="delayed"), "tensor-delayed"), ("row", "'row'")):
         with pytest.raises(ValueError, match=f"{function.__name__}: recipe must be Tensor.* got {got}"):
             World(1).run(lambda overlap, recipe=recipe: one(overlap, recipe))
+
+
+def test_scales_by_tensor_are_those_of_all_ranks() -> None:
+    """A rank that has nothing of a tensor, NaN and infinity on one of them."""
+
+    def one(overlap: Overlap) -> list[float]:
+        plain = torch.full((3,), overlap.rank + 1.0)
+        with_nan = torch.tensor([1.0, float("nan") if overlap.rank else 2.0]).bfloat16()
+        on_one = torch.tensor([7.0]) if overlap.rank else torch.empty(0)
+        tensors = [plain, with_nan, on_one, torch.full((2,), float("inf"))]
+        return [s.item() for s in whole_scales(overlap, tensors, ["e4m3"] * 3 + ["e5m2"], False)]
+
+    assert World(2).run(one) == [[224.0, 1.0, 64.0, 1.0]] * 2
