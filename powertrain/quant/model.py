@@ -105,17 +105,9 @@ def quantize_model(
             FP8Linear.convert(module, recipe)
         report.quantized.append(Part(name, recipe))
     if "fp8" in keep:
-        report.kept = _keep_gates(model)
-        if not report.kept:
-            why = "keep has 'fp8', but no gated MLP of ours has gate and up in FP8"
-            report.left.append(Part("gated MLPs", why=why))
+        _keep_gates(model, report)
     if unknown := [entry for entry in keep if entry not in matched]:
-        for part in report.quantized:
-            _revert(model.get_submodule(part.name))
-        for name in report.kept:
-            model.get_submodule(name).keeps_fp8 = False  # type: ignore[assignment]
-        must = f"name layers, or be of {', '.join(GROUPS)}"
-        checks.fail("quantize_model", "keep", must, ", ".join(map(repr, unknown)))
+        _refuse(model, report, unknown)
     return report
 
 
@@ -127,15 +119,25 @@ def dequantize_model(model: nn.Module) -> None:
             module.keeps_fp8 = False
 
 
-def _keep_gates(model: nn.Module) -> list[str]:
-    """Names of the gated MLPs that keep gate and up in FP8 from now on."""
-    names = []
+def _refuse(model: nn.Module, report: Report, unknown: list[str]) -> None:
+    """Undo what was changed, and raise ValueError for entries of keep that name no layer."""
+    for part in report.quantized:
+        _revert(model.get_submodule(part.name))
+    for name in report.kept:
+        model.get_submodule(name).keeps_fp8 = False  # type: ignore[assignment]
+    must = f"name layers, or be of {', '.join(GROUPS)}"
+    checks.fail("quantize_model", "keep", must, ", ".join(map(repr, unknown)))
+
+
+def _keep_gates(model: nn.Module, report: Report) -> None:
+    """Let gated MLPs whose gate and up are quantized keep these in FP8 from now on."""
     for name, module in model.named_modules():
         halves: list[Any] = [getattr(module, half, None) for half in ("gate", "up")]
         if isinstance(module, KeepsGates) and all(map(_is_quantized, halves)):
             module.keeps_fp8 = True
-            names.append(name)
-    return names
+            report.kept.append(name)
+    if not report.kept:
+        report.left.append(Part("gated MLPs", why="keep has 'fp8', but no gated MLP of ours has gate and up in FP8"))
 
 
 def _is_quantized(module: nn.Module) -> bool:
