@@ -25,6 +25,7 @@ from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import moe_route
 from powertrain.parallel.experts import dispatch, moe_experts
 from powertrain.parallel.overlap import Overlap
+from powertrain.quant import Row
 
 
 class Case(NamedTuple):
@@ -90,13 +91,23 @@ def forward_variants(o: Operands, case: Case, overlaps: dict[str, Overlap]) -> V
         variants[f"sequential{suffix}"] = partial(o.forward, first, way="sequential", **options)
         for name, overlap in overlaps.items():
             variants[f"{name}{suffix}"] = partial(o.forward, overlap, way="overlapped", **options)
+    return variants | fp8_rows(o.forward, overlaps)
+
+
+def fp8_rows(call: Callable[..., Any], overlaps: dict[str, Overlap]) -> Variants:
+    """Rows to the experts in FP8; results, and gradients, in bfloat16."""
+    first = next(iter(overlaps.values()))
+    variants: Variants = {"sequential, FP8 rows": partial(call, first, way="sequential", wire=Row())}
+    for name, overlap in overlaps.items():
+        variants[f"{name}, FP8 rows"] = partial(call, overlap, way="overlapped", wire=Row())
     return variants
 
 
 def both_variants(o: Operands, overlaps: dict[str, Overlap]) -> Variants:
     first = next(iter(overlaps.values()))
     variants: Variants = {"sequential": partial(o.both, first, way="sequential")}
-    return variants | {name: partial(o.both, overlap, way="overlapped") for name, overlap in overlaps.items()}
+    variants |= {name: partial(o.both, overlap, way="overlapped") for name, overlap in overlaps.items()}
+    return variants | fp8_rows(o.both, overlaps)
 
 
 def check(o: Operands, overlaps: dict[str, Overlap]) -> None:

@@ -17,6 +17,8 @@ from powertrain.parallel.overlap import close_all
 from powertrain.runtime import checks, tracing
 
 _OP = "initialize_ub"
+# of TransformerEngine's UserBufferQuantizationMode
+_MODES = ("NONE", "FP8")
 # the products that ub_cfgs may name; each is chosen for here by powertrain/parallel/cost_model.py
 _NAMES = tuple(
     # TransformerEngine's names: layers' products, forward, input gradient and weight gradient
@@ -40,7 +42,9 @@ def initialize_ub(
 
     shape     [tokens, hidden size];  tp_size   ranks of tensor parallelism, which divide all ranks
     ub_cfgs   settings by product (qkv_fprop, fc1_dgrad ...), or one such table for each quantization mode
-    Raises ValueError naming the argument; NotImplementedError for FP8 buffers (use_fp8, quantization_modes).
+    use_fp8, quantization_modes   rows of layers that compute in FP8 (`quantize_model`) travel in FP8; of others as they
+                                  are. Both may be called after one initialize_ub: nothing is set here
+    Raises ValueError naming the argument.
     """
     good = len(shape) == 2 and all(isinstance(n, int) and n > 0 for n in shape)
     checks.require(good, _OP, "shape", "be [tokens, hidden size], both above 0", list(shape))
@@ -50,22 +54,21 @@ def initialize_ub(
     checks.require(dtype in checks.FLOATS, _OP, "dtype", "be float32, float16 or bfloat16", dtype)
     # members of TransformerEngine's enum or strings: the library is not imported
     modes = [str(getattr(mode, "name", mode)) for mode in quantization_modes or ()]
-    if use_fp8 or any(mode != "NONE" for mode in modes):
-        got = "use_fp8=True" if use_fp8 else f"quantization_modes={modes}"
-        # FP8 gathers quantize rows with scales that our transports do not carry
-        raise NotImplementedError(
-            f"{_OP}: rows travel in 16 or 32 bits; leave out use_fp8 and quantization_modes, got {got}"
-        )
+    unknown = [mode for mode in modes if mode not in _MODES]
+    checks.require(not unknown, _OP, "quantization_modes", f"be of {', '.join(_MODES)}", unknown)
+    fp8 = use_fp8 or "FP8" in modes
     names = _checked_names(ub_cfgs)
     unneeded = [f"shape {list(shape)}"]
     unneeded += [f"ub_cfgs for {', '.join(names)}"] if names else []
     unneeded += [f"bootstrap_backend {bootstrap_backend}"] if bootstrap_backend else []
     unneeded += ["with_cublasmp"] if with_cublasmp else []
+    carried = "; rows of layers that quantize_model made FP8 travel in FP8" if fp8 else ""
     # one line for the job
     if not dist.is_initialized() or dist.get_rank() == 0:
         tracing.progress(
             f"initialize_ub: not needed, since layers of powertrain.nn.tensor_parallel.linear overlap over the group "
-            f"of {tp_size} ranks that each is constructed with; arguments without effect: {', '.join(unneeded)}"
+            f"of {tp_size} ranks that each is constructed with{carried}; "
+            f"arguments without effect: {', '.join(unneeded)}"
         )
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from powertrain.models.config import ModelConfig
+from powertrain.models.fp8_stored import FP8Tensors, stored_as
 from powertrain.models.pickles import load_pickle
 from powertrain.models.registry import ARCHITECTURES, architecture
 from powertrain.runtime.reading import read_json, reading
@@ -53,9 +54,8 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
     known = {hf: module for module in map(architecture, ARCHITECTURES) for hf in module.Config.hf_architectures}
     if names[0] not in known:
         raise ValueError(f"config.json: architectures must name one of {', '.join(known)}, got {names[0]!r}")
-    # quantized weights need the library that wrote them
-    if values.get("quantization_config") is not None:
-        raise ValueError("config.json: quantization_config must be absent (weights in 16 or 32 bits), got one")
+    # how weights are stored is no part of the model, but must be known
+    stored_as(values)
     config: ModelConfig = known[names[0]].from_hf_config(values)
     return config
 
@@ -124,6 +124,13 @@ def hf_equivalent(config: ModelConfig) -> ModelConfig:
 
 
 def open_tensors(folder: Path) -> Mapping[str, Tensor]:
+    """`open_files`; of weights that config.json says are stored in FP8 the values, in float32, without the scales."""
+    tensors, config = open_files(folder), folder / "config.json"
+    stored = stored_as(read_json(config)) if config.is_file() else None
+    return tensors if stored is None else FP8Tensors(tensors, stored)
+
+
+def open_files(folder: Path) -> Mapping[str, Tensor]:
     """A folder's tensors by name, read when they are asked for.
 
     safetensors; where there are none, pytorch_model.bin files that hold nothing but tensors.

@@ -7,7 +7,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from powertrain.nn.attention import Context
 from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
+from powertrain.ops.fp8.gated import fp8_gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
+from powertrain.quant.kept import KeepsGates
 
 # the placeholder in a module that does more when called
 _SEEN_BY = (
@@ -41,8 +43,11 @@ class MLP(nn.Module):
         return self.down(activation(up, self.kind))
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)): [..., hidden_size] -> the same. gate and up are apart, so each can be sharded."""
+class GatedMLP(KeepsGates):
+    """down(act(gate(x)) * up(x)): [..., hidden_size] -> the same. gate and up are apart, so each can be sharded.
+
+    With keeps_fp8 gate(x) and up(x) are rounded to FP8, and kept so for backward: half the bytes.
+    """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, kind: Gated = "swiglu", bias: bool = False) -> None:
         super().__init__()
@@ -52,10 +57,12 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
-        if _is_plain(self.gate, self.up):
+        if not self.keeps_fp8 and _is_plain(self.gate, self.up):
             gate, up = self.gate, self.up
             return self.down(
                 linear_activation(x, gate.weight, self.kind, bias=gate.bias, up_weight=up.weight, up_bias=up.bias)
             )
         halves = columns(x, self.gate, self.up, shape=context.shape)
+        if self.keeps_fp8:
+            return self.down(fp8_gated_activation(halves[0], halves[1], self.kind))
         return self.down(gated_activation(halves[0], self.kind, up=halves[1]))

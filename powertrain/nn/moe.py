@@ -26,6 +26,7 @@ from powertrain.ops.moe import (
 from powertrain.parallel.experts import spread_experts
 from powertrain.parallel.overlap import Overlap
 from powertrain.quant.grouped import GroupedProducts
+from powertrain.quant.recipe import Block, Row
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import without_autocast
 
@@ -79,10 +80,12 @@ class Router(nn.Module):
 class Experts(GroupedProducts):
     """Rows sorted by expert -> the same, each expert a gated MLP: down[e](silu(gate) * up), gate and up packed.
 
-    After `shard` each rank keeps some of the experts, and rows are sent to theirs (powertrain/parallel/experts.py).
+    After `shard` each rank keeps some of the experts, and rows are sent to theirs (powertrain/parallel/experts.py), in
+    FP8 with a `wire` (powertrain/nn/fp8_dispatch.py).
     """
 
     overlap: Overlap | None = None
+    wire: Row | Block | None = None
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -106,7 +109,8 @@ class Experts(GroupedProducts):
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         if self.overlap is not None:
-            return spread_experts(rows, offsets, local(self.gate_up), local(self.down), self.overlap)
+            gate_up, down = local(self.gate_up), local(self.down)
+            return spread_experts(rows, offsets, gate_up, down, self.overlap, wire=self.wire)
         hidden = gated_activation(self.grouped(rows, self.gate_up, offsets), "swiglu")
         return self.grouped(hidden, self.down, offsets)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from powertrain.ops.linear_cross_entropy import IntoMainGrad
 from powertrain.parallel.cost_model import Product
-from powertrain.parallel.matmul_arguments import checked_operands
+from powertrain.parallel.matmul_arguments import checked_operands, checked_shares
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.overlapped_products import (
     MAX_WEIGHTS,
@@ -45,7 +45,6 @@ from powertrain.parallel.overlapped_products import (
 )
 from powertrain.parallel.transport.base import RowCounts
 from powertrain.parallel.transport.collective import Collected
-from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.positional import hinted
@@ -468,13 +467,7 @@ def gemm_reduce_scatter(
     x, (weight, _, _, bias, *_) = checked_operands(op, x, [weight], [bias])  # type: ignore[assignment]
     if overlap.size == 1:
         return _alone(x, [weight], [bias])[0]
-    if rows is None:
-        good = x.shape[0] % overlap.size == 0
-        # uneven shares are legal, but only the caller knows how
-        checks.require(good, op, "x", f"have rows that {overlap.size} ranks divide, or rows be given", list(x.shape))
-        rows = [x.shape[0] // overlap.size] * overlap.size
-    good = len(rows) == overlap.size and sum(rows) == x.shape[0] and min(rows) >= 0
-    checks.require(good, op, "rows", f"have {overlap.size} entries that sum to x's rows, {x.shape[0]}", list(rows))
+    rows = checked_shares(op, x, rows, overlap)
     overlap.transport.compare(op, tuple(rows), [x[:0], weight, bias])
     y: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key_for(layer))
     return y

@@ -15,11 +15,17 @@ The number of rows per rank is known on the GPUs only. Exact: the counts are gat
 the host once a call; no row is dropped. With a `capacity`, every rank sends each rank that many rows, padded with
 copies: nothing is read on the host, so CUDA graphs can capture it; rows beyond the capacity are dropped.
 
+With a `wire` rows go to their experts in FP8 (powertrain/parallel/fp8_rows.py), about half the bytes. Each rank rounds
+its rows before they are sent; the experts compute with the rounded rows, the bits of sending first and rounding there:
+
+    rows = rounded(x, once for each of its experts)        drows = the gradient of the rounded rows, in their dtype
+
+Results, and everything in backward, travel in the rows' dtype.
+
 Sources: Lepikhin et al., GShard, arXiv:2006.16668 (all-to-all, capacity); Gale et al., MegaBlocks, arXiv:2211.15841
 (dropless, grouped products).
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,9 +34,12 @@ from torch import Tensor
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from powertrain.ops.moe import moe_permute, moe_unpermute
+from powertrain.parallel.expert_routes import ExpertRows, Route
+from powertrain.parallel.fp8_rows import FP8Rows, check_wire
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.base import RowCounts, SplitSizes
+from powertrain.parallel.transport.base import SplitSizes
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH
+from powertrain.quant.recipe import Block, Row
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
@@ -43,154 +52,36 @@ _MIN_ROWS_PER_EXPERT = 128
 _MIN_BYTES_WITH_GRADIENTS = 512 << 20
 
 
-class ExpertRows(NamedTuple):
-    """Rows of one source that are multiplied at once: those for some of this rank's experts.
-
-    rows, experts   which of the source's rows, and of the experts;  ends [experts] int32: each one's end in those rows
-    """
-
-    source: int
-    rows: slice
-    experts: slice
-    ends: Tensor
-
-
-class Route(NamedTuple):
-    """Routes of the rows of one call.
-
-    splits       number of rows between ranks, known to the host
-    ends         [W, E/W] int32: end of each source's rows of each local expert; rows behind the last belong to none
-    source_rows  [rows sent]: index of the local row sent in each slot, padding included; None: all, in their order
-    slots        [rows]: slot of each local row among those sent, -1 for a dropped row
-    first        number of this rank's rows for the first half of its own experts; None: not known to the host
-    """
-
-    splits: SplitSizes
-    ends: Tensor
-    source_rows: Tensor | None = None
-    slots: Tensor | None = None
-    first: int | None = None
-
-    @staticmethod
-    def plan(ends: Tensor, num_rows: int, overlap: Overlap, capacity: int | None) -> "Route":
-        """ends [E]: where each expert's rows end among this rank's num_rows."""
-        size, rank = overlap.size, overlap.rank
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        # one exchange of W * E counts, from which every rank knows all splits
-        # counts and not rows: E integers a rank
-        everyone = find(overlap.key).transport.all_gather(counts[None], RowCounts((1,) * size)).view(size, size, -1)
-        theirs = everyone[:, rank].cumsum(1, dtype=torch.int32)
-        if capacity is None:
-            first = everyone[rank, rank, : everyone.shape[2] // 2].sum()
-            # the call's only synchronization: the host needs the counts to size buffers and copies
-            *matrix, first_rows = torch.cat([everyone.sum(2).flatten(), first[None]]).tolist()
-            splits = SplitSizes(tuple(tuple(matrix[i : i + size]) for i in range(0, size * size, size)))
-            sent = sum(splits.sent(rank))
-            checks.require(sent == num_rows, "spread_experts", "offsets", f"end at rows' {num_rows} rows", sent)
-            return Route(splits, theirs, first=first_rows)
-        # equal splits need no counts on the host
-        splits = SplitSizes(((capacity,) * size,) * size)
-        return Route(splits, theirs.clamp(max=capacity), *_with_capacity(ends, num_rows, size, capacity))
-
-    def pad(self, rows: Tensor) -> Tensor:
-        """The rows as they are sent."""
-        return rows if self.source_rows is None else _Pad.apply(rows, self.source_rows, self.slots)
-
-    def unpad(self, rows: Tensor) -> Tensor:
-        """The inverse of `pad`; zeros for dropped rows."""
-        return rows if self.source_rows is None else _Unpad.apply(rows, self.source_rows, self.slots)
-
-    def pieces(self, order: Sequence[int]) -> list[ExpertRows]:
-        """Row ranges that a rank multiplies, in sequence; order: the sources, itself first."""
-        sizes, count = self.splits.received(order[0]), self.ends.shape[1]
-        whole = [ExpertRows(s, slice(0, sizes[s]), slice(0, count), self.ends[s]) for s in order]
-        if self.first is None or count == 1:
-            return whole
-        (own, rows, _, ends), *others = whole
-        # this rank's own rows in two products: the first results of others arrive behind the first one
-        half = count // 2
-        before = ExpertRows(own, slice(0, self.first), slice(0, half), ends[:half])
-        after = ExpertRows(own, slice(self.first, rows.stop), slice(half, count), ends[half:] - self.first)
-        return [before, *others, after]
-
-    def by_expert(self, rank: int) -> tuple[Tensor, Tensor]:
-        """[rows received, 1]: position of each row sorted by expert, then source; and each expert's end."""
-        sizes = self.splits.received(rank)
-        lengths = self.ends[:, -1:] if self.source_rows is None else torch.full_like(self.ends[:, -1:], sizes[0])
-        ends = torch.cat([self.ends, lengths], 1)  # [W, E/W + 1]: rows of no expert come last
-        counts = ends.diff(dim=1, prepend=torch.zeros_like(lengths))
-        totals = counts.sum(0, dtype=torch.int32)
-        # of each source's rows of each expert
-        first = totals.cumsum(0) - totals + counts.cumsum(0) - counts
-        # added to a row's index in its source's block, it gives the row's place among its expert's
-        shift = first - (ends - counts)
-        positions = []
-        for source, size in enumerate(sizes):
-            row = torch.arange(size, device=ends.device, dtype=ends.dtype)
-            expert = torch.searchsorted(self.ends[source].contiguous(), row, right=True)
-            positions.append(row + shift[source][expert])
-        return torch.cat(positions)[:, None], totals[:-1].cumsum(0, dtype=torch.int32)
-
-
-def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Route.source_rows and Route.slots where each rank gets `capacity` rows."""
-    # of each rank's rows
-    stops = ends.view(size, -1)[:, -1].long().contiguous()
-    starts = torch.cat([stops.new_zeros(1), stops[:-1]])
-    source_rows = starts[:, None] + torch.arange(capacity, device=ends.device)
-    source_rows = torch.where(source_rows < stops[:, None], source_rows, 0).flatten()
-    row = torch.arange(num_rows, device=ends.device)
-    # clamp: rows behind the last belong to no rank and get slot -1
-    rank = torch.searchsorted(stops, row, right=True).clamp(max=size - 1)
-    offset = row - starts[rank]
-    slots = torch.where((offset < capacity) & (row < stops[-1]), rank * capacity + offset, -1)
-    return source_rows, slots
-
-
-class _Pad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, source_rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return _pad_rows(rows, source_rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _unpad_rows(grad, *ctx.saved_tensors), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, source_rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(source_rows)
-        return _unpad_rows(rows, slots)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _pad_rows(grad, *ctx.saved_tensors), None, None
-
-
-def _pad_rows(rows: Tensor, source_rows: Tensor) -> Tensor:
-    return rows.index_select(0, source_rows) if rows.shape[0] else rows.new_zeros((source_rows.shape[0], rows.shape[1]))
-
-
-def _unpad_rows(rows: Tensor, slots: Tensor) -> Tensor:
-    # a dropped row is zero, forward and backward
-    return rows.index_select(0, slots.clamp(min=0)).masked_fill_((slots < 0)[:, None], 0)
-
-
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: SplitSizes, overlap: Overlap) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, splits: SplitSizes, overlap: Overlap, format: FP8Rows | None) -> Tensor:
         ctx.saved_splits = splits.back, overlap
-        return find(overlap.key).transport.all_to_all(rows, splits)
+        transport = find(overlap.key).transport
+        if format is None:
+            return transport.all_to_all(rows, splits)
+        return format.unpack(transport.all_to_all(format.pack(rows), splits))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         back, overlap = ctx.saved_splits
-        return find(overlap.key).transport.all_to_all(grad, back), None, None
+        return find(overlap.key).transport.all_to_all(grad, back), None, None, None
+
+
+class _Rounded(torch.autograd.Function):
+    """Rows as their experts would receive them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, format: FP8Rows) -> Tensor:
+        return format.unpack(format.pack(rows))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _format(wire: Row | Block | None, rows: Tensor) -> FP8Rows | None:
+    return None if wire is None else FP8Rows(wire, rows.shape[1], rows.dtype)
 
 
 class Dispatched(NamedTuple):
@@ -204,15 +95,18 @@ class Dispatched(NamedTuple):
     route: Route
 
 
-def _dispatch_rows(rows: Tensor, positions: Tensor, route: Route, overlap: Overlap) -> Dispatched:
-    received = _AllToAll.apply(route.pad(rows), route.splits, overlap)
+def _dispatch_rows(
+    rows: Tensor, positions: Tensor, route: Route, overlap: Overlap, wire: Row | Block | None
+) -> Dispatched:
+    received = _AllToAll.apply(route.pad(rows), route.splits, overlap, _format(wire, rows))
     expert_positions, offsets = route.by_expert(overlap.rank)
     return Dispatched(moe_unpermute(received, _inverse(expert_positions)), offsets, positions, expert_positions, route)
 
 
 def _combine_rows(rows: Tensor, dispatched: Dispatched, overlap: Overlap) -> Tensor:
     route = dispatched.route
-    return route.unpad(_AllToAll.apply(moe_unpermute(rows, dispatched.expert_positions), route.splits.back, overlap))
+    sent = moe_unpermute(rows, dispatched.expert_positions)
+    return route.unpad(_AllToAll.apply(sent, route.splits.back, overlap, None))
 
 
 def _inverse(positions: Tensor) -> Tensor:
@@ -223,7 +117,13 @@ def _inverse(positions: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def dispatch(
-    x: Tensor, experts: Tensor, num_experts: int, overlap: Overlap, *, capacity: int | None = None
+    x: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    overlap: Overlap,
+    *,
+    capacity: int | None = None,
+    wire: Row | Block | None = None,
 ) -> Dispatched:
     """Each token's row to the ranks of its experts. Differentiable; every rank calls it.
 
@@ -231,13 +131,16 @@ def dispatch(
         x         [T, H]  as `moe_permute` takes it; T may differ between ranks, and be 0
         experts   [T, k]  int32 or int64 in [0, E), from `moe_route`
         capacity  rows from this rank to each rank, the same on all; None: as many as there are. See the module
+        wire      a recipe of powertrain.quant by whose scales rows travel, and are rounded: Row() or Block(); None: as
+                  they are
     Returns the rows for this rank's experts; apply those to `rows` with `offsets`, then `combine`.
     Memory: this rank's T*k rows and those received, twice. Saved: indices.
     Raises ValueError naming the argument, the expected value and the given one; PeerTimeout if a rank is gone.
     """
     _check_experts("dispatch", num_experts, overlap, capacity)
+    check_wire("dispatch", wire)
     rows, ends, positions = moe_permute(x, experts, num_experts)
-    return _dispatch_rows(rows, positions, Route.plan(ends, rows.shape[0], overlap, capacity), overlap)
+    return _dispatch_rows(rows, positions, Route.plan(ends, rows.shape[0], overlap, capacity), overlap, wire)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -270,23 +173,28 @@ class _Overlapped(torch.autograd.Function):
     """rows as they are sent -> their experts' results."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, route: Route, overlap: Overlap) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, route: Route, overlap: Overlap, format: FP8Rows | None
+    ) -> Tensor:
         zs: list[Tensor] = []
 
         def product(piece: ExpertRows, x: Tensor) -> Tensor:
+            x = x if format is None else format.unpack(x)
             # z is kept, the activation is recomputed from it in backward
             zs.append(grouped_gemm(x, gate_up[piece.experts], piece.ends))
             return grouped_gemm(gated_activation(zs[-1], "swiglu"), down[piece.experts], piece.ends)
 
-        y, received, _ = _exchange_experts(rows, route, overlap, product)
-        ctx.saved_route = route, overlap
+        sent = rows if format is None else format.pack(rows)
+        y, received, _ = _exchange_experts(sent, rows, route, overlap, product)
+        # received in FP8, rows are kept in FP8
+        ctx.saved_route = route, overlap, format
         ctx.save_for_backward(received, gate_up, down, *zs)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        route, overlap = ctx.saved_route
+        route, overlap, format = ctx.saved_route
         x, gate_up, down, *zs = ctx.saved_tensors
         activations: list[Tensor] = []
         dzs: list[Tensor] = []
@@ -314,11 +222,13 @@ class _Overlapped(torch.autograd.Function):
                 ddown = grouped_gemm_wgrad(moe_unpermute(dy, order), a, offsets)
             if need_gate_up:
                 dz = moe_unpermute(_in_order(dzs, pieces), order)
-                dgate_up = grouped_gemm_wgrad(dz, moe_unpermute(x, order), offsets)
+                rows = x if format is None else format.unpack(x)
+                dgate_up = grouped_gemm_wgrad(dz, moe_unpermute(rows, order), offsets)
             return dgate_up, ddown
 
-        dx, _, grads = _exchange_experts(dy.contiguous(), route, overlap, product, weight_grads)
-        return dx, *grads, None, None
+        dy = dy.contiguous()
+        dx, _, grads = _exchange_experts(dy, dy, route, overlap, product, weight_grads)
+        return dx, *grads, None, None, None
 
 
 def _in_order(tensors: list[Tensor], pieces: list[ExpertRows]) -> Tensor:
@@ -329,16 +239,18 @@ def _in_order(tensors: list[Tensor], pieces: list[ExpertRows]) -> Tensor:
 
 
 def _exchange_experts(
-    rows: Tensor, route: Route, overlap: Overlap, product: Any, meanwhile: Any = lambda received, pieces: None
-) -> tuple[Tensor, Tensor, Any]:
+    rows: Tensor, like: Tensor, route: Route, overlap: Overlap, product: Any,
+    meanwhile: Any = lambda received, pieces: None,
+) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
     """product(piece, its rows) of all ranks' rows, returned to them; the rows received; the result of `meanwhile`.
 
+    like: a tensor with the results' dtype and width.
     `meanwhile(received, pieces)` is called when the last results are on their way.
     """
     transport, splits = find(overlap.key).transport, route.splits
     dispatched = transport.all_to_all_async(DISPATCH, rows, splits, rows.shape[1])
     # both before anything is sent: a receive buffer that must grow waits for all ranks
-    combined = transport.all_to_all_async(COMBINE, rows, splits.back, rows.shape[1])
+    combined = transport.all_to_all_async(COMBINE, like, splits.back, like.shape[1])
     parts = rows.split(splits.sent(overlap.rank))
     # all sends first: the copy engines work through them while the products below run
     for rank in [*transport.send_order(), overlap.rank]:
@@ -382,6 +294,7 @@ def spread_experts(
     *,
     capacity: int | None = None,
     way: Way = "auto",
+    wire: Row | Block | None = None,
 ) -> Tensor:
     """Rows sorted by expert -> the same, each through its expert, a gated MLP that this or another rank keeps.
 
@@ -395,10 +308,14 @@ def spread_experts(
         way       "overlapped"; "sequential"; "auto": overlapped, unless the transport is sequential, the mean of rows
                   per expert and rank is under 128, or gradients are needed and a rank sends less than 512 MiB on the
                   mean (capacity: as if it were full)
+        wire      a recipe of powertrain.quant: rows are rounded to FP8 by its scales, and sent so: Row(), one scale a
+                  row, or Block(), one for 128 elements. None: as they are
     Returns [N, H]. Every rank calls it, and its backward, in the same order, and wants the same gradients.
     Numerics: every product accumulates in float32 and is rounded to rows' dtype, the weights' gradients over all ranks'
-        rows at once. Deterministic: independent of arrival order.
+        rows at once. Deterministic: independent of arrival order. With wire: those of rows rounded by
+        `fp8_quantize` (e4m3; beyond powers of two, once more to rows' dtype), whose gradient is taken as that of rows.
     Memory: the rows received, [n, H], and their gate and up, [n, 2I], are saved; backward sorts two more such pairs.
+        With wire and overlapped, received rows are saved in one byte an element.
     Synchronization: without capacity the host reads W*W counts and waits for the inputs of `offsets`; backward: none.
     Not traced: torch.compile breaks the graph here. Double backward is not implemented and says so.
     Raises ValueError naming the argument, the expected value and the given one; PeerTimeout if a rank is gone.
@@ -408,16 +325,19 @@ def spread_experts(
     if kind != "meta" and torch.is_autocast_enabled(kind) and rows.dtype is not torch.float64:
         rows, gate_up, down = (t.to(torch.get_autocast_dtype(kind)) for t in (rows, gate_up, down))
     _check(op, rows, offsets, gate_up, down, overlap, capacity, way)
+    check_wire(op, wire)
+    format = _format(wire, rows)
     # one rank with exact counts sends nothing
     if overlap.size == 1 and capacity is None:
-        return _mlp(rows, gate_up, down, offsets)
-    overlap.transport.compare(f"{op}, way {way}", (capacity or 0,), [rows[:0], gate_up, down])
+        return _mlp(rows if format is None else _Rounded.apply(rows, format), gate_up, down, offsets)
+    about = f"{op}, way {way}" + ("" if wire is None else f", wire {wire}")
+    overlap.transport.compare(about, (capacity or 0,), [rows[:0], gate_up, down])
     route = Route.plan(offsets, rows.shape[0], overlap, capacity)
     wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (rows, gate_up, down))
     row_bytes = rows.shape[1] * rows.element_size()
     if _overlaps(way, route, overlap, offsets.shape[0], row_bytes, wants_gradients):
-        return route.unpad(_Overlapped.apply(route.pad(rows).contiguous(), gate_up, down, route, overlap))
-    sent = _dispatch_rows(rows, offsets, route, overlap)
+        return route.unpad(_Overlapped.apply(route.pad(rows).contiguous(), gate_up, down, route, overlap, format))
+    sent = _dispatch_rows(rows, offsets, route, overlap, wire)
     return _combine_rows(_mlp(sent.rows, gate_up, down, sent.offsets), sent, overlap)
 
 
@@ -454,6 +374,7 @@ def moe_experts(
     *,
     capacity: int | None = None,
     way: Way = "auto",
+    wire: Row | Block | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts, which are sharded over the ranks: `dispatch`, products, `combine`.
 
@@ -463,18 +384,20 @@ def moe_experts(
     """
     num_experts = gate_up.shape[0] * overlap.size
     rows, offsets, positions = moe_permute(x, experts, num_experts)
-    y = spread_experts(rows, offsets, gate_up, down, overlap, capacity=capacity, way=way)
+    y = spread_experts(rows, offsets, gate_up, down, overlap, capacity=capacity, way=way, wire=wire)
     return moe_unpermute(y, positions, weights)
 
 
 @torch.no_grad()
-def rehearse_experts(rows: Tensor, gate_up: Tensor, down: Tensor, size: int) -> None:
+def rehearse_experts(rows: Tensor, gate_up: Tensor, down: Tensor, size: int, wire: Row | Block | None = None) -> None:
     """Launch on meta tensors the kernels of `spread_experts` on each of `size` ranks, to record them.
 
     rows [N, H]: as many as a rank sends; gate_up [E, 2I, H], down [E, H, I]: all experts'.
     """
     # shapes stand in for the sizes that routing will decide
     each, share = gate_up.shape[0] // size, max(1, rows.shape[0] // size)
+    if (format := _format(wire, rows)) is not None:
+        format.unpack(format.pack(rows))
     for count in sorted({each, each // 2, each - each // 2} - {0}):
         up, out, part = gate_up[:count], down[:count], rows[: max(1, share * count // each)]
         ends = torch.empty(count, dtype=torch.int32, device=rows.device)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.overlapped_products import MAX_WEIGHTS, Maybe, Tensors
 from powertrain.runtime import checks
 
@@ -24,6 +25,18 @@ def checked_operands(op: str, x: Tensor, weights: Tensors, biases: Sequence[Mayb
             _refuse(op, x, w, bias)
     pad = [None] * (MAX_WEIGHTS - len(weights))
     return x.contiguous(), [*weights, *pad, *biases, *pad]
+
+
+def checked_shares(op: str, x: Tensor, rows: Sequence[int] | None, overlap: Overlap) -> Sequence[int]:
+    """Every rank's rows of a result that has x's rows in all; None: the same number each."""
+    if rows is None:
+        good = x.shape[0] % overlap.size == 0
+        # uneven shares are legal, but only the caller knows how
+        checks.require(good, op, "x", f"have rows that {overlap.size} ranks divide, or rows be given", list(x.shape))
+        rows = [x.shape[0] // overlap.size] * overlap.size
+    good = len(rows) == overlap.size and sum(rows) == x.shape[0] and min(rows) >= 0
+    checks.require(good, op, "rows", f"have {overlap.size} entries that sum to x's rows, {x.shape[0]}", list(rows))
+    return rows
 
 
 def _fits(x: Tensor, w: Tensor, bias: Maybe) -> bool:

@@ -47,6 +47,13 @@ def gather_multiply(
     return gathering
 
 
+def gather_parts(shard: Tensor, rows: RowCounts, product: Product, overlap: Overlap, *, keep: bool) -> AllGatherHandle:
+    """Every rank's shard, all at once or one after the other, as is faster for a product of them."""
+    if overlap.planner.choose(product).way == "sequential":
+        return Collected(overlap.transport, shard, rows)
+    return overlap.transport.gather(shard, rows, keep=keep)
+
+
 def multiply_gathered(
     gathering: AllGatherHandle, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, ys: Tensors
 ) -> None:
@@ -63,25 +70,36 @@ def multiply_scatter(
     xs: Tensors, weights: Tensors, bias: Maybe, rows: RowCounts, overlap: Overlap, meanwhile: Any = None
 ) -> Tensor:
     """scatter(sum over ranks and i of xs[i] weights[i]ᵀ) + bias. `meanwhile` is called before the sum is waited for."""
-    width, depth = weights[0].shape[0], sum(x.shape[1] for x in xs)
-    product = Product("scatter", rows.total, width, depth, xs[0].dtype)
-    choice = overlap.planner.choose(product)
-    if choice.way == "sequential":
-        whole = xs[0].new_empty((rows.total, width))
-        for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
+    terms = [(x, w.T) for x, w in zip(xs, weights, strict=True)]
+
+    def compute(out: Tensor, part: slice) -> None:
+        for i, (x, w_t) in enumerate(terms):
             # the sum over weights is made before the transfer: one scatter for all of them
-            multiply(x, w.T, None, whole, add=i > 0)
+            multiply(x[part], w_t, None, out, add=i > 0)
+
+    product = Product("scatter", rows.total, weights[0].shape[0], sum(x.shape[1] for x in xs), xs[0].dtype)
+    return scatter_parts(compute, xs[0], product, rows, overlap, meanwhile, bias=bias)
+
+
+def scatter_parts(
+    compute: Callable[[Tensor, slice], None], like: Tensor, product: Product, rows: RowCounts, overlap: Overlap,
+    meanwhile: Any = None, *, bias: Maybe = None,
+) -> Tensor:  # fmt: skip
+    """scatter(sum over ranks of a product) + bias; compute(out, part) writes those rows of this rank's product.
+
+    like: a tensor of the result's dtype. `meanwhile` is called before the sum is waited for.
+    """
+    if overlap.planner.choose(product).way == "sequential":
+        whole = like.new_empty((rows.total, product.width))
+        compute(whole, slice(0, rows.total))
         y = overlap.transport.reduce_scatter(whole, rows)
         if meanwhile is not None:
             meanwhile()
         return y if bias is None else y + bias
-    scattering = overlap.transport.scatter(xs[0], rows, width)
-    terms = [(rows.split(x), w.T) for x, w in zip(xs, weights, strict=True)]
+    scattering = overlap.transport.scatter(like, rows, product.width)
     # parts for other ranks come first, so that their transfers run behind the later products
     for rank in scattering.order:
-        part = scattering.part(rank)
-        for i, (parts, w_t) in enumerate(terms):
-            multiply(parts[rank], w_t, None, part, add=i > 0)
+        compute(scattering.part(rank), rows.of(rank))
         scattering.send(rank)
     if meanwhile is not None:
         meanwhile()
@@ -122,7 +140,7 @@ def gradient_of(weight: Tensor, dw: Maybe) -> Tensor:
     return grad
 
 
-def save_for_backward(ctx: Any, x: Tensor, *weights: Maybe) -> None:
+def save_for_backward(ctx: Any, x: Maybe, *weights: Maybe) -> None:
     """For backward: keeps main_grads, which hooks on saved tensors would lose."""
     ctx.save_for_backward(x, *weights)
     ctx.mains = [getattr(w, "main_grad", None) for w in weights]

@@ -16,11 +16,12 @@ _VIEWS = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default}
 class GatheredWeight(Tensor):
     """[N, K] of the model's dtype, held as FP8 data and scales; FP8 products read these, all else the rounded values.
 
-    The memory of its data is FSDP's: it is freed when the weight is resharded.
+    The memory of its data is FSDP's: it is freed when the weight is resharded. `FrozenWeight` (frozen.py) has its own.
     """
 
     quantized: Quantized  # data [N, K padded], scale_inv
     largest: Tensor | None  # magnitude of the whole weight, [1], by tensor
+    is_frozen = False
 
     @staticmethod
     def __new__(
@@ -37,10 +38,10 @@ class GatheredWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _VIEWS and (func is not _aten.as_strided.default or _is_whole(*args)):
-            return GatheredWeight(args[0].quantized, args[0].largest, args[0].shape, args[0].dtype)
+            return type(args[0])(args[0].quantized, args[0].largest, args[0].shape, args[0].dtype)
         if func._schema.is_mutable:
             raise NotImplementedError(
-                f"{func}: a weight gathered in FP8 cannot be changed; change the sharded parameter"
+                f"{func}: a weight held in FP8 cannot be changed; change the sharded parameter, or undo it"
             )
         read = tree_map_only(GatheredWeight, GatheredWeight.rounded, (args, kwargs or {}))
         return func(*read[0], **read[1])

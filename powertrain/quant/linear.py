@@ -92,10 +92,13 @@ class FP8State(nn.Module):
         return self.copies
 
     def _gathered_copies(self, x: Tensor, weight: GatheredWeight) -> Copies:
-        if x.dtype is not weight.dtype or torch.is_autocast_enabled(x.device.type):
+        autocast = torch.is_autocast_enabled(x.device.type)
+        # the bytes of a frozen weight serve any dtype that autocast chooses
+        if not (x.dtype is weight.dtype and not autocast) and not (weight.is_frozen and autocast):
             words = f"have the dtype of weights gathered in FP8, {checks.name(weight.dtype)}, without autocast"
-            autocast = " under autocast" if torch.is_autocast_enabled(x.device.type) else ""
-            checks.fail("fp8_linear", "x", words, checks.name(x.dtype) + autocast)
+            if weight.is_frozen:
+                words = f"have the dtype of its frozen weight, {checks.name(weight.dtype)}"
+            checks.fail("fp8_linear", "x", words, checks.name(x.dtype) + (" under autocast" if autocast else ""))
         copies = weight.copies()
         self._record_weight(copies)
         return copies
@@ -141,10 +144,32 @@ class HasFP8State(nn.Linear):
     def set_fp8(self, recipe: Recipe | None) -> None:
         """Use `recipe` from now on; None: no FP8."""
         self.fp8 = None
-        if recipe is not None:
+        if recipe is None:
+            _unfreeze(self)
+        else:
             self.fp8 = FP8State()
             self.fp8.set_recipe(recipe, self.weight.device)
             self.fp8.keeps = not isinstance(self.weight, DTensor)
+
+
+def _unfreeze(layer: nn.Linear) -> None:
+    """Of a weight that is held in FP8 (`keep_frozen`) make a plain one of its values."""
+    if isinstance(layer.weight, GatheredWeight) and layer.weight.is_frozen:
+        layer.weight = nn.Parameter(layer.weight.rounded(), requires_grad=False)
+
+
+class TakesRecipe(nn.Linear):
+    """A class derived from nn.Linear that computes its products by `fp8_recipe` itself: of sharded layers."""
+
+    fp8_recipe: Recipe | None = None  # None: no FP8
+
+    def why_not_fp8(self, recipe: Recipe) -> str | None:
+        """Why its products cannot be FP8 by a recipe, or None."""
+        raise NotImplementedError
+
+    def own_size(self) -> tuple[int, int]:
+        """Features out and in of this rank's part."""
+        raise NotImplementedError
 
 
 class FP8Linear(FP8State, nn.Linear):
@@ -166,6 +191,7 @@ class FP8Linear(FP8State, nn.Linear):
         """Make this layer an nn.Linear again, in place; delayed scaling's buffers are dropped."""
         if self.gather is not None:
             self.gather.undo()
+        _unfreeze(self)
         self.copies = None
         for name in ("recipe", "shares", "keeps", "copies", "_copied", "gather"):
             self.__dict__.pop(name, None)

@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from powertrain.quant.grouped import GroupedProducts, why_not_grouped
-from powertrain.quant.linear import FP8Linear, HasFP8State
+from powertrain.quant.kept import KeepsGates
+from powertrain.quant.linear import FP8Linear, HasFP8State, TakesRecipe
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
 from powertrain.runtime.target import Target
 
 # words that `keep` may have beside patterns
-GROUPS = ("lm_head", "router", "first_block", "last_block")
+GROUPS = ("lm_head", "router", "first_block", "last_block", "fp8")
 _HEADS = {"lm_head", "head", "embed_out", "output_projection"}
 _ROUTERS = {"router", "gate"}
 # N K / (N + K) of a weight [N, K] below which FP8 cannot win on sm_90, however many tokens there are: by the rates of
@@ -37,13 +38,18 @@ class Part:
 
 @dataclass
 class Report:
-    """Layers that a function changed, `quantized`, and those it `left`, in the order of the model's modules."""
+    """Layers that a function changed, `quantized`, and those it `left`, in the order of the model's modules.
+
+    kept   gated MLPs that keep gate and up in FP8
+    """
 
     quantized: list[Part] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{part.name}: {part.recipe}" for part in self.quantized]
+        lines += [f"{name}: keeps gate and up in FP8" for name in self.kept]
         return "\n".join(lines + [f"{part.name}: stays, {part.why}" for part in self.left])
 
 
@@ -60,20 +66,26 @@ def quantize_model(
         recipe   `Tensor()`, `Row()` or `Block()` of powertrain.quant
         keep     layers that stay as they are: "lm_head" (output layers, and all that share their weight with an
                  embedding), "router" (of experts), "first_block" and "last_block" (of the longest nn.ModuleList), and
-                 patterns of module names such as "*.down_proj"
+                 patterns of module names such as "*.down_proj". "fp8" holds no layer back: our gated MLPs
+                 (powertrain.nn.GatedMLP) whose gate and up are quantized keep the results of these in FP8 for backward.
+                 keep="fp8" alone adds that to the default
         target   the GPU for which layers are chosen; None: the GPU of the weights
     Returns a Report: which layers were quantized, which were left and why. `dequantize_model(model)` undoes it.
 
     A layer with an adapter (powertrain.lora) has its frozen weight's product in FP8, the adapter's in its own dtype.
     Our experts (`powertrain.nn.moe.Experts`), unless they are spread over ranks, compute by `Row()` or `Block()` in
     calls whose number of rows makes that faster by expectation (`powertrain explain fp8`), in 16 bits in others.
-    Also left: other classes derived from nn.Linear (sharded layers); on a GPU, layers too narrow for FP8 to be
+    Layers sharded over tensor ranks (`parallelize`, ColumnParallelLinear) compute by `Tensor()` with the current scale,
+    `Row()` or `Block()` if they have sequence parallelism; their rows travel in FP8.
+    Also left: other classes derived from nn.Linear; on a GPU, layers too narrow for FP8 to be
     faster; on a GPU without FP8 products, all layers. On the CPU FP8 is emulated, for tests.
     The state dict does not change, except that delayed scaling adds its buffers (`FP8Linear`); one without them loads.
     Memory: activations are saved in one byte an element instead of two. A weight is quantized in every forward and, its
     transpose, in every backward; see `shared_weights`.
     Raises ValueError for an entry of keep that names no layer.
     """
+    if keep == "fp8":
+        keep = ("lm_head", "router", "fp8")
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     matched = set(GROUPS)
     report = Report()
@@ -85,18 +97,17 @@ def quantize_model(
         if why:
             report.left.append(Part(name, why=why))
             continue
-        if isinstance(module, GroupedProducts):
+        if isinstance(module, GroupedProducts | TakesRecipe):
             module.fp8_recipe = recipe
         elif isinstance(module, HasFP8State):
             module.set_fp8(recipe)
         else:
             FP8Linear.convert(module, recipe)
         report.quantized.append(Part(name, recipe))
+    if "fp8" in keep:
+        _keep_gates(model, report)
     if unknown := [entry for entry in keep if entry not in matched]:
-        for part in report.quantized:
-            _revert(model.get_submodule(part.name))
-        must = f"name layers, or be of {', '.join(GROUPS)}"
-        checks.fail("quantize_model", "keep", must, ", ".join(map(repr, unknown)))
+        _refuse(model, report, unknown)
     return report
 
 
@@ -104,10 +115,33 @@ def dequantize_model(model: nn.Module) -> None:
     """Undo `quantize_model`: every layer is what it was, with the weights it has now."""
     for module in list(model.modules()):
         _revert(module)
+        if isinstance(module, KeepsGates):
+            module.keeps_fp8 = False
+
+
+def _refuse(model: nn.Module, report: Report, unknown: list[str]) -> None:
+    """Undo what was changed, and raise ValueError for entries of keep that name no layer."""
+    for part in report.quantized:
+        _revert(model.get_submodule(part.name))
+    for name in report.kept:
+        model.get_submodule(name).keeps_fp8 = False  # type: ignore[assignment]
+    must = f"name layers, or be of {', '.join(GROUPS)}"
+    checks.fail("quantize_model", "keep", must, ", ".join(map(repr, unknown)))
+
+
+def _keep_gates(model: nn.Module, report: Report) -> None:
+    """Let gated MLPs whose gate and up are quantized keep these in FP8 from now on."""
+    for name, module in model.named_modules():
+        halves: list[Any] = [getattr(module, half, None) for half in ("gate", "up")]
+        if isinstance(module, KeepsGates) and all(map(_is_quantized, halves)):
+            module.keeps_fp8 = True
+            report.kept.append(name)
+    if not report.kept:
+        report.left.append(Part("gated MLPs", why="keep has 'fp8', but no gated MLP of ours has gate and up in FP8"))
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    if isinstance(module, GroupedProducts):
+    if isinstance(module, GroupedProducts | TakesRecipe):
         return module.fp8_recipe is not None
     return isinstance(module, FP8Linear) or (isinstance(module, HasFP8State) and module.fp8 is not None)
 
@@ -117,7 +151,7 @@ def _revert(module: nn.Module) -> None:
         module.revert()
     elif isinstance(module, HasFP8State):
         module.set_fp8(None)
-    elif isinstance(module, GroupedProducts):
+    elif isinstance(module, GroupedProducts | TakesRecipe):
         module.fp8_recipe = None
 
 
@@ -176,14 +210,19 @@ def _why_not(module: nn.Linear | GroupedProducts, recipe: Recipe, target: Target
         if target is None and device.type == "cuda":
             target = Target.of(device)
         return why_not_grouped(module, recipe, target)
-    if type(module) is not nn.Linear and not isinstance(module, HasFP8State):
+    size = (module.out_features, module.in_features)
+    if isinstance(module, TakesRecipe):
+        if why := module.why_not_fp8(recipe):
+            return why
+        size = module.own_size()
+    elif type(module) is not nn.Linear and not isinstance(module, HasFP8State):
         # FSDP's own class for a layer that is sharded by itself among them
         return f"it is a {type(module).__name__}, not an nn.Linear"
     if not module.weight.is_floating_point() or module.weight.dtype.itemsize < 2:
         return f"its weight is {checks.name(module.weight.dtype)}"
     if target is None and module.weight.device.type == "cuda":
         target = Target.of(module.weight.device)
-    return None if target is None else why_not_width(module.out_features, module.in_features, target)
+    return None if target is None else why_not_width(*size, target)
 
 
 def why_not_width(N: int, K: int, target: Target) -> str | None:

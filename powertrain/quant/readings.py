@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from powertrain.ops.fp8.formulas import MAX, dequantized, spread
+from powertrain.ops.fp8.formulas import MAX, Copies, dequantized, spread
 from powertrain.ops.fp8.linear import GRANULARITIES
 from powertrain.ops.fp8.quantize import fp8_quantize
 from powertrain.ops.shapes import as_rows
 from powertrain.quant.gathered_weight import GatheredWeight
+from powertrain.quant.kept import KeepsGates
 from powertrain.quant.linear import FP8Linear, FP8State, HasFP8State
 from powertrain.quant.recipe import grad_format
 
@@ -77,13 +78,21 @@ class Readings:
     def add(self, layer: FP8State, name: str, role: str, values: Tensor) -> None:
         """Measure one operand as the layer's recipe quantizes it for its first product."""
         if values.numel():
-            found = _measured(layer, ROLES.index(role), as_rows(values.detach()))
-            before = self._found.get((name, role), found)
-            self._found[name, role] = torch.maximum(before, found)
+            self._note(name, role, _measured(layer, ROLES.index(role), as_rows(values.detach())))
+
+    @torch.no_grad()
+    def add_kept(self, name: str, values: Tensor) -> None:
+        """Measure what a gated MLP keeps in FP8."""
+        if values.numel():
+            rows = as_rows(values.detach())
+            self._note(name, "kept", _compared(rows, fp8_quantize(rows, "group", columns=False, measure=True), "e4m3"))
+
+    def _note(self, name: str, role: str, found: Tensor) -> None:
+        before = self._found.get((name, role), found)
+        self._found[name, role] = torch.maximum(before, found)
 
 
 def _measured(layer: FP8State, role: int, x: Tensor) -> Tensor:
-    """[4]: amax, underflow, saturated, error."""
     recipe = layer.recipe
     format = grad_format(recipe) if role == 2 else "e4m3"
     scale = layer.fp8_scale[role : role + 1] if recipe.is_delayed else None
@@ -91,6 +100,11 @@ def _measured(layer: FP8State, role: int, x: Tensor) -> Tensor:
         x, GRANULARITIES[recipe.by][role], format, power_of_two=recipe.power_of_two, scale=scale, columns=False,
         measure=True,
     )  # fmt: skip
+    return _compared(x, copies, format)
+
+
+def _compared(x: Tensor, copies: Copies, format: str) -> Tensor:
+    """[4]: amax, underflow, saturated, error."""
     some = slice(None, None, max(1, x.shape[0] // _ROWS))
     values = x[some].float()
     rounded = dequantized(copies.rows, x.shape[1])[some]
@@ -106,19 +120,28 @@ def _measured(layer: FP8State, role: int, x: Tensor) -> Tensor:
 def watch(model: nn.Module) -> Iterator[Readings]:
     """Inside, the operands of every FP8 layer's forward and backward are measured; results are the same bits.
 
-    Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode only. The
-    host does not wait for the device before `Readings.list()`. Of a layer with DoRA dy is the one before its magnitude.
-    Weights gathered in FP8 are left out.
+    Of a gated MLP that keeps gate and up in FP8 (`quantize_model(keep="fp8")`) these two are measured too, in the role
+    "kept". Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode
+    only. The host does not wait for the device before `Readings.list()`. Of a layer with DoRA dy is the one before its
+    magnitude. Weights gathered in FP8 are left out.
     """
     readings, handles = Readings(), []
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Linear) or (isinstance(layer, HasFP8State) and layer.fp8 is not None):
             handles.append(layer.register_forward_hook(partial(_see, readings, name)))
+        if isinstance(layer, KeepsGates) and layer.keeps_fp8:
+            for half in ("gate", "up"):
+                of_half = partial(_see_kept, readings, f"{name}.{half}".lstrip("."))
+                handles.append(layer.get_submodule(half).register_forward_hook(of_half))
     try:
         yield readings
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _see_kept(readings: Readings, name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    readings.add_kept(name, output)
 
 
 def _see(readings: Readings, name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from powertrain.models import build
-from powertrain.quant.linear import BUFFERS
+from powertrain.nn.fp8_dispatch import fp8_dispatch
+from powertrain.nn.moe import Experts
+from powertrain.quant.linear import BUFFERS, FP8Linear, TakesRecipe
 from powertrain.quant.model import GROUPS, Report, quantize_model
 from powertrain.quant.recipe import Block, Recipe, Row, Tensor
 from powertrain.quant.wire import fp8_all_gather
@@ -41,9 +43,31 @@ def quantize(model: nn.Module, config: FP8Config, target: Target | None = None) 
         raise ValueError(str(error).replace("quantize_model: keep", "fp8.keep")) from None
 
 
-def gather(model: nn.Module, config: FP8Config, quantized: Report | None) -> Report | None:
-    """`fp8_all_gather` if a run's config states it and layers were quantized; else None."""
-    return fp8_all_gather(model) if config.wire == "fp8" and quantized is not None and quantized.quantized else None
+class Wires(NamedTuple):
+    """What travels in FP8: weights of layers, and rows to experts, None: there are none; tokens of layers sharded over
+    tensor ranks, so many."""
+
+    gathered: Report | None = None
+    dispatched: Report | None = None
+    tensor_parallel: int = 0
+
+
+def wires(model: nn.Module, config: FP8Config, quantized: Report | None) -> Wires:
+    """`fp8_all_gather` and `fp8_dispatch` if a run's config states `fp8.wire`."""
+    recipe = recipe_of(config)
+    sharded = sum(isinstance(m, TakesRecipe) and m.fp8_recipe is not None for m in model.modules())
+    if config.wire != "fp8" or recipe is None:
+        return Wires(tensor_parallel=sharded)
+    is_spread = any(isinstance(m, Experts) and m.overlap is not None for m in model.modules())
+    return Wires(
+        fp8_all_gather(model) if quantized is not None and _has_layers(model) else None,
+        fp8_dispatch(model, recipe) if is_spread else None,
+        sharded,
+    )
+
+
+def _has_layers(model: nn.Module) -> bool:
+    return any(isinstance(module, FP8Linear) for module in model.modules())
 
 
 def quantize_run(model: nn.Module, config: RunConfig, *, staged: bool) -> Report | None:
@@ -74,14 +98,21 @@ def is_statistic(name: str) -> bool:
     return name.rpartition(".")[2] in BUFFERS
 
 
-def summary(report: Report, gathered: Report | None = None) -> str:
-    """How many layers compute in FP8 and are gathered in FP8, and each reason why others are not."""
+def summary(report: Report, wires: Wires = Wires()) -> str:  # noqa: B008
+    """How many layers compute in FP8, which weights and rows travel in FP8, and each reason why others do not."""
     recipes = {str(part.recipe) for part in report.quantized}
     lines = [f"fp8: {len(report.quantized)} linear layers by {' and '.join(sorted(recipes)) or 'no recipe'}"]
+    if report.kept:
+        lines.append(f"fp8.keep: {len(report.kept)} gated MLPs keep gate and up in FP8")
     lines += _reasons(report, "stay")
-    if gathered is not None:
-        lines.append(f"fp8.wire: the weights of {len(gathered.quantized)} of them are gathered in FP8")
-        lines += _reasons(gathered, "are not")
+    if wires.tensor_parallel:
+        lines.append(f"fp8: {wires.tensor_parallel} of them are sharded over tensor ranks, which gather tokens in FP8")
+    if wires.gathered is not None:
+        lines.append(f"fp8.wire: the weights of {len(wires.gathered.quantized)} of them are gathered in FP8")
+        lines += _reasons(wires.gathered, "are not")
+    if wires.dispatched is not None:
+        lines.append(f"fp8.wire: rows travel in FP8 to the experts of {len(wires.dispatched.quantized)} layers")
+        lines += _reasons(wires.dispatched, "do not")
     return "\n".join(lines)
 
 

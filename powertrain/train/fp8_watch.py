@@ -61,7 +61,9 @@ class FP8Watch:
         if self.group is not None:
             readings.reduce(self.group)
         found = readings.list()
-        lines = [f"fp8 at step {step}, the largest errors of {len(found)} operands:", *map(str, found[:WORST])]
+        # the largest of what gated MLPs keep too, though operands of products may have larger ones
+        kept = [reading for reading in found[WORST:] if reading.role == "kept"][:1]
+        lines = [f"fp8 at step {step}, the largest errors of {len(found)} operands:", *map(str, found[:WORST] + kept)]
         self.note("\n  ".join(lines))
         if config.rescue:
             self._judge(found, step)
@@ -70,7 +72,8 @@ class FP8Watch:
         """Count bad readings of each layer, and move those that have too many."""
         worst: dict[str, Reading] = {}
         for reading in readings:
-            if self._is_bad(reading):
+            # another recipe of the layer would not change what its module keeps
+            if reading.role != "kept" and self._is_bad(reading):
                 worst.setdefault(reading.layer, reading)
         self.bad = {layer: self.bad.get(layer, 0) + 1 for layer in worst}
         for layer in [layer for layer, count in self.bad.items() if count >= PATIENCE]:

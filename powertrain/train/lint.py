@@ -17,6 +17,7 @@ from powertrain.models.pipeline import largest_share
 from powertrain.ops.attention.explain import Explanation, explain_attention
 from powertrain.ops.linear_log_probs import Teacher, linear_log_probs
 from powertrain.parallel.experts import rehearse_experts
+from powertrain.quant.recipe import Block, Row
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
 from powertrain.train import fp8
@@ -148,7 +149,10 @@ def _rehearse_experts(model: Any, config: RunConfig) -> None:
     tokens = config.train.micro_batch_size * config.train.seq_length
     for moe in model.moe_layers:
         gate_up, down, top_k = moe.experts.gate_up, moe.experts.down, moe.router.options["top_k"]
-        rehearse_experts(gate_up.new_empty((tokens * top_k, down.shape[1])), gate_up, down, config.parallel.expert)
+        rows = gate_up.new_empty((tokens * top_k, down.shape[1]))
+        recipe = fp8.recipe_of(config.fp8)
+        wire = recipe if config.fp8.wire == "fp8" and isinstance(recipe, Row | Block) else None
+        rehearse_experts(rows, gate_up, down, config.parallel.expert, wire)
 
 
 def memory_of(target: Target) -> int | None:

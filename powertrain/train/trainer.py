@@ -78,7 +78,7 @@ class Trainer:
         self.progress = Progress()
         self.model, self.overlap, self.pipeline = build_model(config, ranks)
         self.fp8 = fp8.quantize_run(self.model, config, staged=self.pipeline is not None)
-        self.fp8_gathered = fp8.gather(self.model, config.fp8, self.fp8)
+        self.fp8_wires = fp8.wires(self.model, config.fp8, self.fp8)
         self._fp8_watch = FP8Watch(self.model, config.fp8, self._note, self.ranks.world_group)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train, self.pipeline)
         to_low_precision(self.model, self.optimizer, config, ranks)
@@ -121,7 +121,7 @@ class Trainer:
         self._started_at = self.progress.step
         self._clock = Moment(self.ranks.device)
         if self.fp8 is not None:
-            self._note(fp8.summary(self.fp8, self.fp8_gathered))
+            self._note(fp8.summary(self.fp8, self.fp8_wires))
         if self.progress.step == 0 and self.config.checkpoint.save and 0 in self.config.checkpoint.extra_steps:
             self.save()
         while self.progress.step < train.steps and not self._ends():

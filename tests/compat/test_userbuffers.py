@@ -35,6 +35,7 @@ def test_what_became_of_it_is_one_line(capfd: pytest.CaptureFixture[str]) -> Non
         ({"shape": [8, 0]}, "got [8, 0]"),
         ({"tp_size": 2}, "tp_size must divide the 1 ranks, got 2"),
         ({"dtype": torch.int8}, "dtype must be float32, float16 or bfloat16"),
+        ({"quantization_modes": ["MXFP8"]}, "quantization_modes must be of NONE, FP8, got ['MXFP8']"),
         ({"ub_cfgs": {"fc3_fprop": {}}}, "ub_cfgs must name products among qkv_fprop"),
     ],
 )
@@ -44,7 +45,9 @@ def test_wrong_arguments(options: dict[str, Any], said: str) -> None:
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"use_fp8": True}, {"quantization_modes": [Mode.NONE, Mode.FP8]}])
-def test_fp8_buffers_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match="rows travel in 16 or 32 bits"):
-        initialize_ub([8, 4], 1, **options)
+@pytest.mark.parametrize("options", [{"use_fp8": True}, {"quantization_modes": [Mode.NONE, Mode.FP8]}], ids=str)
+def test_fp8_is_taken_and_said(options: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    initialize_ub([8, 4], 1, **options)
+    assert "rows of layers that quantize_model made FP8 travel in FP8" in capfd.readouterr().err
+    initialize_ub([8, 4], 1, quantization_modes=[Mode.NONE])
+    assert "FP8" not in capfd.readouterr().err

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from powertrain.nn.moe import MoE, Router
 from powertrain.ops.activations import gated_activation
+from powertrain.ops.fp8.dequantize import fp8_dequantize
+from powertrain.ops.fp8.quantize import fp8_quantize
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import moe_permute, moe_route, moe_unpermute
 from powertrain.parallel.experts import combine, dispatch, moe_experts
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.transport.heartbeat import PeerTimeout
 from powertrain.parallel.transport.simulated import World
+from powertrain.quant import Block, Row
 
 H, INTERMEDIATE, TOP_K = 6, 5, 2
 
@@ -138,6 +142,36 @@ def check_case(
             close(f, e[experts if e.dim() == 3 else tokens], size * per_rank + sum(counts), about)
 
 
+WIRES: tuple[Row | Block, ...] = (Row(), Block(), Row(power_of_two=False))
+WIDE = 130  # a whole group of 128 and a partial one; no whole 16 bytes
+
+
+def check_wire(overlap: Overlap) -> None:
+    """Rows sent in FP8 give the bits of rows sent as they are and rounded by their experts."""
+    for wire in WIRES:
+        by = "row" if isinstance(wire, Row) else "group"
+        for counts, capacity, way in product(tokens_of(overlap.size)[1:3], (None, 4), ("overlapped", "sequential")):
+            g = torch.Generator().manual_seed(overlap.rank + 1)
+            T, each = counts[overlap.rank], 2
+            scales = torch.exp2(torch.randint(-9, 9, (T, WIDE), generator=g).float())
+            x = (torch.randn(T, WIDE, generator=g) * scales).bfloat16()
+            gate_up, down = torch.randn(each, 4, WIDE, generator=g), torch.randn(each, WIDE, 2, generator=g)
+            experts = torch.randint(0, each * overlap.size, (T, 2), generator=g, dtype=torch.int32)
+            weights, dy = torch.rand(T, 2, generator=g), torch.randn(T, WIDE, generator=g).bfloat16()
+            rounded = fp8_quantize(x, by, power_of_two=wire.power_of_two, columns=False).rows
+            sent = fp8_dequantize(rounded, WIDE, torch.bfloat16)
+            found = []
+            for tokens, name in ((x, wire), (sent, None)):
+                wanted = [t.bfloat16().detach().requires_grad_() for t in (tokens, gate_up, down)]
+                y = moe_experts(
+                    wanted[0], weights, experts, *wanted[1:], overlap, capacity=capacity, way=way, wire=name
+                )
+                found.append([y, *torch.autograd.grad(y, wanted, dy)])
+            assert not torch.equal(x, sent) or not T
+            about = f"{wire}, tokens {counts}, capacity {capacity}, {way}"
+            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), about
+
+
 def check_layer(overlap: Overlap) -> None:
     """A layer whose experts are spread against the same one whole; its weights as DTensors."""
     torch.manual_seed(0)
@@ -204,6 +238,9 @@ def main() -> None:
             check_case(overlap, counts, per_rank, unused, capacity, ways)
         overlap.close()
     check_layer(overlap)
+    overlap = Overlap(group)
+    check_wire(overlap)
+    overlap.close()
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps("done"))
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads now and then abort a process that ends while they let go of tensors

@@ -43,9 +43,10 @@ from powertrain.ops.adamw import AdamW
 from powertrain.ops.cross_entropy import cross_entropy_ref
 from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.parallel.overlap import Overlap
+from tests.distributed import fp8_layers_checks
 from tests.distributed.worker import MODELS
 
-CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
+CHECKS: dict[str, Callable[[DeviceMesh], None]] = dict(fp8_layers_checks.CHECKS)
 SLOW: dict[str, Callable[[DeviceMesh], None]] = {}
 B, S, D, N = 3, 5, 8, 16  # 15 tokens: no number of ranks divides them
 

@@ -120,6 +120,12 @@ def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 SHORT = {"steps": 3}
+TENSOR_FP8 = {
+    "model": "llama", "train": {**SHORT, "precision": "bf16"}, "parallel": {"tensor": 2}, "fp8": {"recipe": "row"},
+}  # fmt: skip
+SPREAD = {
+    "model": "deepseek", "train": {**SHORT, "precision": "bf16"}, "parallel": {"expert": 2}, "fp8": {"recipe": "row"},
+}  # fmt: skip
 WIRED = {
     "model": "llama", "train": {**SHORT, "precision": "bf16"}, "fp8": {"recipe": "tensor-delayed", "wire": "fp8"},
 }  # fmt: skip
@@ -154,6 +160,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         },
         "fp8": {**WIRED, "fp8": {"recipe": "tensor-delayed"}},
         "fp8-wire": {**WIRED, "folder": str(folder / "of_wire")},
+        "tp-fp8": TENSOR_FP8,
+        "ep": SPREAD,
+        "ep-wire": {**SPREAD, "fp8": {"recipe": "row", "wire": "fp8"}},
         "fp8-wire-resumed": {**WIRED, "load": str(folder / "of_wire"), "train": {"steps": 4, "precision": "bf16"}},
     }
     *found, stopped = together(2, list(cases.values()), folder)
@@ -222,6 +231,23 @@ def test_weights_gathered_in_fp8_change_nothing(two: dict[str, dict[str, Any]]) 
     assert len(resumed["losses"]) == 1
     found = alone({**WIRED, "load": two["folder"]["path"] + "/of_wire"})
     same_tensors(found["resumed"], wire["tensors"])
+
+
+def test_tensor_ranks_compute_in_fp8(two: dict[str, dict[str, Any]]) -> None:
+    """Row-parallel sums round otherwise than one rank's, and FP8 makes steps of that."""
+    found, expected = two["tp-fp8"], alone(TENSOR_FP8)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=5e-3, atol=0)
+    (note,) = (note for note in found["notes"] if note.startswith("fp8: "))
+    assert note.startswith("fp8: 10 linear layers by row")
+    assert "fp8: 10 of them are sharded over tensor ranks, which gather tokens in FP8" in note
+
+
+def test_rows_travel_in_fp8_to_the_experts_of_a_run(two: dict[str, dict[str, Any]]) -> None:
+    plain, wire = two["ep"], two["ep-wire"]
+    assert plain["losses"] != wire["losses"]
+    torch.testing.assert_close(wire["losses"], plain["losses"], rtol=1e-2, atol=0)
+    (note,) = (note for note in wire["notes"] if note.startswith("fp8: "))
+    assert "fp8.wire: rows travel in FP8 to the experts of 1 layers" in note
 
 
 def test_what_travels_between_tensor_ranks_is_explained(two: dict[str, dict[str, Any]]) -> None:

@@ -189,7 +189,7 @@ _NEOX = {**_LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_n
         (_LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
         (_LLAMA, {"sliding_window": 8}, "sliding_window must be None, got 8"),
         (_LLAMA, {"rms_norm_eps": None}, "rms_norm_eps must be given, got none"),
-        (_LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config must be absent"),
+        (_LLAMA, {"quantization_config": {"bits": 4}}, "quant_method must be fp8 or compressed-tensors .*, got None"),
         (_LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope is not supported"),
         (_LLAMA, {"rope_scaling": {"type": "ntk3", "factor": 2.0}}, "rope_type must be default, .*, got 'ntk3'"),
         (_LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1}}, r"unknown \['alpha'\]"),

@@ -2,6 +2,8 @@
 
 import torch
 
+from powertrain.ops.fp8.dequantize import fp8_dequantize
+from powertrain.ops.fp8.gated import fp8_gated_activation
 from powertrain.ops.fp8.gemm import fp8_gemm
 from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.fp8.quantize import fp8_quantize
@@ -20,9 +22,13 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
             fp8_quantize(x, by, format, power_of_two=False)
     fp8_quantize(x, "tensor", scale=torch.empty(1, device=META), measure=True)
     x = x[:, :4096]
+    gate, up = (torch.empty(512, 4096, dtype=dtype, device=META, requires_grad=True) for _ in range(2))
+    fp8_gated_activation(gate, up).backward(torch.empty_like(gate))
     fp8_transpose(fp8_quantize(x, "row", columns=False).data, 4096)
     operands = {by: fp8_quantize(x, by).rows for by in ("tensor", "row", "group", "block")}
     grads = {by: fp8_quantize(x, by, "e5m2").rows for by in ("tensor", "group")}
+    for q in operands.values():
+        fp8_dequantize(q, 4096, dtype)
     total = torch.empty(512, 512, device=META)
     for a, b in (("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group")):
         fp8_gemm(operands[a], operands[b], out_dtype=dtype, backend="triton")

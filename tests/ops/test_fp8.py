@@ -127,6 +127,30 @@ def test_what_is_dequantized_is_near(device: torch.device) -> None:
             assert (error <= right.abs() * 2**-4 + right.abs().max() * 2**-16).all()
 
 
+@pytest.mark.parametrize("signs", ["random", "positive", "cancelling"])
+@pytest.mark.parametrize("K", [129, 4096, 65536])
+def test_errors_of_quantization_and_of_accumulation(K: int, signs: str) -> None:
+    """Beside float64, each by itself: emulated sums are below a tenth of what rounding to FP8 changes, so that what is
+    learned on a CPU is learned of FP8. GPUs: tests/gpu/test_fp8_on_gpu.py."""
+    x, w = (torch.randn(8, K) * torch.exp2(torch.randint(-3, 3, (8, K)).float()) for _ in range(2))
+    if signs != "random":
+        x, w = x.abs(), w.abs()
+    if signs == "cancelling":
+        # the second half of each sum takes most of the first away
+        half = K // 2
+        x[:, half : 2 * half], w[:, half : 2 * half] = -x[:, :half] * 1.01, w[:, :half]
+    exact = x.double() @ w.double().T
+    for form in FORMS[:4]:
+        a, b = (fp8_quantize(t, by).rows for t, by in zip((x, w), form, strict=True))
+        rounded = fp8_gemm_ref(a, b)
+        quantization = (rounded - exact).norm()
+        found = fp8_gemm(a, b, out_dtype=torch.float32, backend="emulated")
+        accumulation = (found - rounded).norm()
+        assert accumulation < quantization / 10, (form, accumulation / exact.norm(), quantization / exact.norm())
+        # elements are rounded by at most 2^-4 each, in independent directions
+        assert quantization < 2**-4 * (x.double().abs() @ w.double().abs().T).norm()
+
+
 # more than one tile and group, one element, parts of a tile
 @pytest.mark.parametrize(
     "size", [pytest.param((130, 140, 300), marks=SLOW_IN_INTERPRETER), (1, 1, 1), (3, 130, 129)], ids=str

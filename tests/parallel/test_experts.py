@@ -13,9 +13,10 @@ from powertrain.parallel.experts import combine, dispatch, moe_experts, spread_e
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.transport.heartbeat import PeerTimeout
 from powertrain.parallel.transport.simulated import World
+from powertrain.quant import Row, Tensor
 from powertrain.runtime.target import Target
 from powertrain.train.lint import rehearse
-from tests.distributed.experts_worker import check, simulated
+from tests.distributed.experts_worker import check, check_wire, simulated
 from tests.distributed.worker import MODELS, run_config
 
 
@@ -29,6 +30,35 @@ def test_results_have_the_same_bits_whoever_is_late() -> None:
     for seed in range(6):
         for found, expected in zip(simulated(3, seed, delay=2e-3), first, strict=True):
             assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_sent_in_fp8_have_the_bits_of_rows_rounded_where_they_arrive(size: int) -> None:
+    World(size).run(check_wire)
+
+
+@pytest.mark.parametrize("way", ["overlapped", "sequential"])
+def test_fp8_rows_travel_as_bytes_and_results_as_they_are(way: Any) -> None:
+    def one(overlap: Overlap) -> list[tuple[int, torch.dtype, int]]:
+        sent: list[tuple[int, torch.dtype, int]] = []
+        transport, begin = overlap.transport, overlap.transport.all_to_all_async
+
+        def noted(use: int, like: torch.Tensor, splits: Any, width: int) -> Any:
+            sent.append((use, like.dtype, width))
+            return begin(use, like, splits, width)
+
+        transport.all_to_all_async = noted  # type: ignore[method-assign]
+        rows = torch.randn(4, 20).bfloat16().requires_grad_()
+        offsets = torch.tensor([2, 4], dtype=torch.int32)
+        gate_up, down = torch.randn(1, 8, 20).bfloat16(), torch.randn(1, 20, 4).bfloat16()
+        spread_experts(rows, offsets, gate_up, down, overlap, way=way, wire=Row()).float().sum().backward()
+        return sent
+
+    # 20 elements padded to 32, one scale, padded to 48 bytes; then bfloat16 back, and both ways in backward
+    plain = (torch.bfloat16, 20)
+    wide = [(torch.uint8, 48), plain, plain, plain]
+    for sent in World(2).run(one):
+        assert [(dtype, width) for _, dtype, width in sent] == wide
 
 
 def test_autocast_computes_in_its_dtype_and_gradients_come_in_the_weights() -> None:
@@ -78,6 +108,8 @@ ERRORS = [
     ({"gate_up": torch.zeros(2, 8, 6)}, r"gate_up must have shape \[1, 8, 6\] .*, got \[2, 8, 6\]"),
     ({"down": torch.zeros(1, 6, 8)}, r"down must have shape \[1, 6, 4\] .*, got \[1, 6, 8\]"),
     ({"down": torch.zeros(1, 6, 4).double()}, "down must have rows' dtype float32, got float64"),
+    ({"wire": Tensor()}, r"wire must be None, Row\(\) or Block\(\), whose scales are a row's own, got tensor"),
+    ({"wire": "fp8"}, r"wire must be None, Row\(\) or Block\(\), whose scales are a row's own, got fp8"),
     ({"overlap": None}, "overlap must be an Overlap, got None"),
 ]
 
@@ -117,6 +149,9 @@ def test_kernels_of_spread_experts_are_foreseen() -> None:
     target = Target.parse("sm_90")
     whole, spread = ({spec.key for spec in rehearse(config, target, world_size=2)} for config in configs)
     assert whole < spread
+    wired = run_config({**case, "parallel": {"expert": 2}, "fp8": {"recipe": "row", "wire": "fp8"}}, 2)
+    names = {spec.kernel.name for spec in rehearse(wired, target, world_size=2)}
+    assert {"_quantize_row_kernel", "_dequantize_kernel"} <= names
 
 
 def test_they_are_not_said_to_be_in_the_layer_before() -> None:

@@ -7,8 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from powertrain.nn.mlp import GatedMLP
+from powertrain.ops.fp8.formulas import dequantized, quantize_ref
+from powertrain.ops.fp8.gated import fp8_gated_activation_ref
 from powertrain.quant import (
     Block,
     FP8Linear,
@@ -17,6 +21,7 @@ from powertrain.quant import (
     quantize_model,
     shared_weights,
     update_scales,
+    watch,
 )
 from powertrain.quant import Tensor as TensorRecipe
 from powertrain.quant.recipe import NAMES, Recipe, named
@@ -308,3 +313,37 @@ def test_recipes_by_name_and_value() -> None:
     for wrong in (lambda: TensorRecipe(scale="last"), lambda: Row("e5m2"), lambda: TensorRecipe(history=0)):
         with pytest.raises(ValueError, match="must be"):
             wrong()
+
+
+def test_gates_kept_in_fp8() -> None:
+    """The MLP of its formula: activation of rounded gate and up; half the bytes of these are saved; undone."""
+    mlp = nn.ModuleDict({"mlp": GatedMLP(32, 48), "lm_head": nn.Linear(32, 8)}).bfloat16()
+    report = quantize_model(mlp, Row(), keep="fp8")
+    assert report.kept == ["mlp"] and "mlp: keeps gate and up in FP8" in str(report)
+    assert [part.name for part in report.left] == ["lm_head"]
+    x = torch.randn(20, 32).bfloat16().requires_grad_()
+    module = mlp["mlp"]
+    expected = module.down(fp8_gated_activation_ref(module.gate(x), module.up(x)))
+    assert torch.equal(module(x), expected)
+    with watch(mlp) as readings:
+        module(x)
+    kept = {reading.layer: reading for reading in readings.list() if reading.role == "kept"}
+    assert kept.keys() == {"mlp.gate", "mlp.up"}
+    gate = module.gate(x).float()
+    rounded = dequantized(quantize_ref(gate, "group", "e4m3").rows, 48)
+    assert kept["mlp.gate"].error == pytest.approx(((rounded - gate).norm() / gate.norm()).item(), rel=1e-4)
+    assert 0.001 < kept["mlp.gate"].error < 0.05
+    dequantize_model(mlp)
+    assert not module.keeps_fp8
+    sizes = {}
+    for keep in (("lm_head",), "fp8"):
+        quantize_model(mlp, Row(), keep=keep)
+        saved: dict[int, int] = {}
+        with saved_tensors_hooks(lambda t, saved=saved: saved.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
+            module(x)
+        sizes[keep] = sum(saved.values())
+        dequantize_model(mlp)
+    # gate and up in 4 bytes, then in 2 and one scale each for a row's 48; PyTorch's activation on a CPU saves more
+    assert sizes[("lm_head",)] - sizes["fp8"] >= 20 * 48 * 2 - 2 * 4 * 20
+    left = quantize_model(nn.Sequential(nn.Linear(8, 8)), Row(), keep="fp8").left
+    assert [part.why for part in left] == ["keep has 'fp8', but no gated MLP of ours has gate and up in FP8"]

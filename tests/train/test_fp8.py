@@ -16,6 +16,7 @@ from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.fp8 import recipe_of
 from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.lint import rehearse
+from powertrain.train.trainer import TrainingStopped
 from tests.train.tiny_run import open_trainer, read
 
 
@@ -122,6 +123,49 @@ def test_bad_readings_move_a_layer_to_a_safer_recipe(recipe: str, tmp_path: Path
     assert found.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in found.items())
 
 
+def _regression(rescue: bool) -> tuple[list[float], list[str]]:
+    """Losses of a layer that learns from channels beside one of 3e7, by tensor, and what is noted."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    x[:, 0] = 3e7
+    target = x[:, 128:] @ torch.randn(128, 8) / 11
+    model = torch.nn.Sequential(torch.nn.Linear(256, 8, bias=False))
+    torch.nn.init.zeros_(model[0].weight)
+    quantize_model(model, Tensor())
+    notes: list[str] = []
+    watch = FP8Watch(model, FP8Config(recipe="tensor", watch=1, rescue=rescue), notes.append)
+    # no step along the planted channel, whose gradient would hide what the others learn
+    mask = torch.ones(256)
+    mask[0] = 0.0
+    losses = []
+    for step in range(1, 81):
+        with watch.step(step):
+            loss = (model(x) - target).square().mean()
+            (grad,) = torch.autograd.grad(loss, [model[0].weight])
+        with torch.no_grad():
+            model[0].weight -= 0.3 * grad * mask
+        losses.append(loss.item())
+    return losses, notes
+
+
+def test_the_watch_rescues_a_run_with_planted_outliers() -> None:
+    """By tensor all else becomes 0 beside the outlier, and nothing is learned; by block its group alone is lost."""
+    lost, notes = _regression(rescue=False)
+    assert lost[-1] > 0.95 * lost[0] and not any("goes from" in note for note in notes)
+    saved, notes = _regression(rescue=True)
+    assert saved[-1] < 0.2 * saved[0]
+    assert any("0 goes from tensor to row" in note for note in notes)
+    assert any("0 goes from row to block" in note for note in notes)
+
+
+def test_a_scale_of_nan_stops_the_run_and_names_its_layer(tmp_path: Path) -> None:
+    trainer = open_trainer(tmp_path / "fp8", *SHORT, "fp8.recipe=tensor-delayed", sinks=lambda trainer: [])
+    trainer.model.get_submodule("layers.1.mlp.down").fp8_scale.fill_(float("nan"))
+    with pytest.raises(TrainingStopped, match=r"not finite is that of layers\.1\.mlp\.down\.weight"):
+        trainer.fit()
+    trainer.close()
+
+
 @pytest.mark.slow
 def test_recipes_are_kept_without_rescue(tmp_path: Path) -> None:
     options = ("fp8.recipe=row", "fp8.watch=1", "fp8.rescue=false", "train.steps=4", *SHORT)
@@ -157,6 +201,20 @@ def test_from_a_run_without_it(tmp_path: Path) -> None:
     assert len(seen.losses) == 2
 
 
+def test_gates_are_kept_in_fp8(tmp_path: Path) -> None:
+    """And recomputed layers have the bits of those that are not; the watch reports what keeping changed."""
+    options = (*SHORT, "train.steps=4", "fp8.recipe=block", "fp8.keep=fp8")
+    found, state = _run(tmp_path / "plain", *options, "fp8.watch=2")
+    assert "fp8.keep: 2 gated MLPs keep gate and up in FP8" in found.notes[0]
+    assert any(" kept: amax" in note for note in found.notes)
+    again, recomputed = _run(tmp_path / "fp8", *options, "train.activation_checkpointing=full")
+    assert found.losses == again.losses
+    assert all(torch.equal(recomputed[name], tensor) for name, tensor in state.items())
+    plain, _ = _run(tmp_path / "plain", *SHORT, "train.steps=4", "fp8.recipe=block")
+    assert plain.losses != found.losses
+    torch.testing.assert_close(found.losses, plain.losses, rtol=1e-2, atol=0)
+
+
 def test_keep_and_errors(tmp_path: Path) -> None:
     trainer = open_trainer(tmp_path / "fp8", "fp8.recipe=row", "fp8.keep=[first_block,'*.down']", sinks=lambda t: [])
     names = {name for name, m in trainer.model.named_modules() if isinstance(m, FP8Linear)}
@@ -173,8 +231,11 @@ def test_keep_and_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             read(tmp_path / "fp8", override)
-    with pytest.raises(ConfigError, match=r"parallel\.tensor must be 1 with fp8\.recipe"):
-        read(tmp_path / "fp8", "fp8.recipe=row", "parallel.tensor=2")
+    read(tmp_path / "fp8", "fp8.recipe=row", "parallel.tensor=2")
+    with pytest.raises(ConfigError, match=r"fp8\.recipe must be tensor, row or block with parallel\.tensor 2: "):
+        read(tmp_path / "fp8", "fp8.recipe=tensor-delayed", "parallel.tensor=2")
+    with pytest.raises(ConfigError, match=r"fp8\.watch must be 0 with parallel\.tensor 2: .*, got 4"):
+        read(tmp_path / "fp8", "fp8.recipe=row", "parallel.tensor=2", "fp8.watch=4")
 
 
 def test_kernels_of_a_run_are_known_before_it(tmp_path: Path) -> None:

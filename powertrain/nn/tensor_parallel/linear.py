@@ -8,7 +8,8 @@
 With sequence parallelism every rank holds some of the tokens between the two (token_shards.py): the first layer
 gathers them, the second sums and scatters. Without it every rank holds all of them: the second sums, and so does the
 first in backward. Weights are DTensors over the group, so FSDP2 and torch.distributed.checkpoint work on top: pass a
-mesh's axis then, not an Overlap, because FSDP2 requires both axes in one mesh.
+mesh's axis then, not an Overlap, because FSDP2 requires both axes in one mesh. `quantize_model` makes their products
+FP8, with sequence parallelism; tokens then travel in FP8.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,11 @@ from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens,
 from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.shapes import acc_dtype
 from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated_gemm
+from powertrain.parallel.fp8_gather import fp8_all_gather_gemm
+from powertrain.parallel.fp8_scatter import fp8_gemm_reduce_scatter
 from powertrain.parallel.overlap import Overlap
+from powertrain.quant.linear import TakesRecipe
+from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
 
 Ranks = DeviceMesh | Overlap
@@ -118,12 +123,13 @@ class _AllReduceGrad(torch.autograd.Function):
         return DTensor.from_local(total.to(dp.dtype), ctx.mesh, ctx.placements, run_check=False)
 
 
-class _ShardedLinear(nn.Linear):
-    """Common base of both kinds: construction and repr."""
+class _ShardedLinear(TakesRecipe):
+    """Common base of both kinds: construction and repr, FP8."""
 
     _weight_dim: int
     bias: nn.Parameter | None  # type: ignore[assignment]
     label: str = ""  # the layer's name in the model, for messages
+    sequence_parallel: bool
 
     def __init__(self, in_features: int, out_features: int, ranks: Ranks, *, bias: bool, **factory: Any) -> None:
         super().__init__(in_features, out_features, bias=bias, **factory)
@@ -147,7 +153,18 @@ class _ShardedLinear(nn.Linear):
         return layer.train(linear.training)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, ranks={self.overlap.size}"
+        fp8 = "" if self.fp8_recipe is None else f", fp8={self.fp8_recipe}"
+        return f"{super().extra_repr()}, ranks={self.overlap.size}{fp8}"
+
+    def why_not_fp8(self, recipe: Recipe) -> str | None:
+        if recipe.is_delayed:
+            return "it is sharded over ranks, whose products have no delayed scaling: use recipe tensor"
+        return None if self.sequence_parallel else "it is sharded over ranks without sequence parallelism"
+
+    def own_size(self) -> tuple[int, int]:
+        size = [self.out_features, self.in_features]
+        size[self._weight_dim] //= self.overlap.size
+        return size[0], size[1]
 
 
 class ColumnParallelLinear(_ShardedLinear):
@@ -224,7 +241,11 @@ class RowParallelLinear(_ShardedLinear):
         tokens, bias = x.flatten(0, -2), None if self.bias is None else local(self.bias)
         if self.sequence_parallel:
             rows = even_rows(tokens.shape[0], self.overlap.size)
-            y = gemm_reduce_scatter(tokens, local(self.weight), self.overlap, bias=bias, rows=rows, layer=_named(self))
+            operands, name = (tokens, local(self.weight), self.overlap), _named(self)
+            if self.fp8_recipe is None:
+                y = gemm_reduce_scatter(*operands, bias=bias, rows=rows, layer=name)
+            else:
+                y = fp8_gemm_reduce_scatter(*operands, self.fp8_recipe, bias=bias, rows=rows, layer=name)
             more = self.added(tokens, rows)
             return y if more is None else y + more
         y = gemm_all_reduce(tokens, local(self.weight), self.overlap, bias=bias, layer=_named(self))
@@ -290,20 +311,40 @@ def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -
     refuse_invariant("linear layers under tensor parallelism", "use replicas or FSDP")
     linears = cast(tuple[ColumnParallelLinear, ...], layers)
     tokens, overlap = x.flatten(0, -2), first.overlap
-    weights = [local(layer.weight) for layer in linears]
-    biases = [None if layer.bias is None else local(layer.bias) for layer in linears]
-    name = _named(*linears)
     if first.sequence_parallel:
         rows = None if shape is None else even_rows(torch.Size(shape).numel(), overlap.size)
-        ys = all_gather_gemm(tokens, weights, overlap, bias=biases, rows=rows, layer=name)
+        ys = _gathered(tokens, linears, rows)
         more = [layer.added(tokens, rows) for layer in linears]
         ys = [y if add is None else y + add for y, add in zip(ys, more, strict=True)]
         leading = (ys[0].shape[0],) if shape is None else tuple(shape)
     else:
-        ys = replicated_gemm(tokens, weights, overlap, bias=biases, layer=name)
+        weights, biases = _operands(linears)
+        ys = replicated_gemm(tokens, weights, overlap, bias=biases, layer=_named(*linears))
         leading = tuple(x.shape[:-1])
     whole = (_all_features(y, overlap) if layer.gather_output else y for y, layer in zip(ys, linears, strict=True))
     return [y.view(*leading, y.shape[-1]) for y in whole]
+
+
+def _operands(layers: Sequence["ColumnParallelLinear"]) -> tuple[list[Tensor], list[Tensor | None]]:
+    return (
+        [local(layer.weight) for layer in layers],
+        [None if layer.bias is None else local(layer.bias) for layer in layers],
+    )
+
+
+def _gathered(tokens: Tensor, layers: Sequence["ColumnParallelLinear"], rows: Sequence[int] | None) -> list[Tensor]:
+    """Products of all ranks' tokens; layers of one recipe, or of none, share a gather."""
+    made: dict[int, Tensor] = {}
+    for recipe in dict.fromkeys(layer.fp8_recipe for layer in layers):
+        mine = [i for i, layer in enumerate(layers) if layer.fp8_recipe == recipe]
+        alike = [layers[i] for i in mine]
+        (weights, biases), overlap, name = _operands(alike), alike[0].overlap, _named(*alike)
+        if recipe is None:
+            ys = all_gather_gemm(tokens, weights, overlap, bias=biases, rows=rows, layer=name)
+        else:
+            ys = fp8_all_gather_gemm(tokens, weights, overlap, recipe, biases=biases, rows=rows, layer=name)
+        made |= dict(zip(mine, ys, strict=True))
+    return [made[i] for i in range(len(layers))]
 
 
 def _check_tokens(name: str, x: Tensor) -> None:

@@ -206,7 +206,9 @@ def _probe(
     return None if torch.equal(found, right) else "its result of a small product is wrong"
 
 
-def _torch(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def _torch(
+    a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, fast: bool, into: Tensor | None = None
+) -> Tensor:
     form = _form(a, b)
     sa, sb = a.scale_inv, b.scale_inv
     if form == ("row", "row"):
@@ -216,7 +218,10 @@ def _torch(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dty
     # the one form whose kernels add a bias, of 16 bits
     inside = bias if form[0] == "tensor" and out_dtype is not torch.float32 else None
     fast = fast and form[0] in ("tensor", "row")  # sums of a group are promoted in any case, and `fast` is an error
-    out: Tensor = torch._scaled_mm(a.data, b.data.T, sa, sb, bias=inside, out_dtype=out_dtype, use_fast_accum=fast)
+    given = {} if into is None else {"out": into}
+    out: Tensor = torch._scaled_mm(
+        a.data, b.data.T, sa, sb, bias=inside, out_dtype=out_dtype, use_fast_accum=fast, **given
+    )
     return out if bias is None or bias is inside else out.add_(bias)
 
 
@@ -278,8 +283,12 @@ def _into(
     backend = backend or _backend_for(x, y, out.dtype, fast, accumulate, kernel, out)
     with without_autocast(out.device):
         if backend == "torch":
-            product = _torch(x, y, bias, out.dtype, fast)
-            out.add_(product) if accumulate else out.copy_(product)
+            if accumulate:
+                out.add_(_torch(x, y, bias, out.dtype, fast))
+            elif out.is_contiguous():
+                _torch(x, y, bias, out.dtype, fast, out)
+            else:
+                out.copy_(_torch(x, y, bias, out.dtype, fast))
         elif backend == "hopper":
             hopper_gemm.hopper_fp8_gemm(x, y, out, bias=bias, accumulate=accumulate)
         elif backend == "triton":

@@ -58,6 +58,10 @@ def _bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+# for other kernels that write FP8
+scale_of_magnitude, inverse_of, magnitude_of = _scale_of, _inverse, _bits
+
+
 @kernel(aligned=("C",), unaligned=("given_ptr",))
 def _amax_kernel(
     x_ptr,

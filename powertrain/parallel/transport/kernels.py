@@ -95,7 +95,10 @@ def _poison_kernel(x_ptr, error_ptr, numel, BLOCK: tl.constexpr):
         start = tl.program_id(0).to(tl.int64) * BLOCK
         for first in range(start, numel, tl.num_programs(0).to(tl.int64) * BLOCK):
             index = first + tl.arange(0, BLOCK)
-            value = tl.full([BLOCK], float("nan"), tl.float32).to(x_ptr.dtype.element_ty)
+            if x_ptr.dtype.element_ty == tl.uint8:
+                value = tl.full([BLOCK], 0x7F, tl.uint8)  # NaN of FP8 data
+            else:
+                value = tl.full([BLOCK], float("nan"), tl.float32).to(x_ptr.dtype.element_ty)
             tl.store(x_ptr + index, value, mask=index < numel)
 
 
@@ -120,7 +123,7 @@ def poison(x: Tensor, error: Tensor) -> None:
 
 
 def poison_kernel(x: Tensor, error: Tensor) -> None:
-    """`poison` on a GPU without checks, for callers whose own results these are."""
+    """`poison` on a GPU without checks, for callers whose own results these are; bytes become FP8's NaN, 0x7f."""
     if x.numel():
         _poison_kernel[(min(_PROGRAMS, cdiv(x.numel(), _POISON_BLOCK)),)](
             x, error, x.numel(), BLOCK=_POISON_BLOCK, num_warps=4

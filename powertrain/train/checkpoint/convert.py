@@ -69,7 +69,7 @@ def convert(
 ) -> Converted:
     """Write `source` as a checkpoint of another kind; DESTINATION appears whole and checked, or not at all.
 
-    dtype         of the written weights; None: as they are
+    dtype         of the written weights; None: as they are, of weights stored in FP8 that of the others
     vocab_size    rows of embedding and head; None: as they are. Further ones are 0
     check         run source and result on a few tokens on the CPU in float32 (one after the other in memory);
                   a Hugging Face folder by transformers where that is installed
@@ -81,6 +81,9 @@ def convert(
     tokenizer, notes = _tokenizer(source)
     if vocab_size is not None:
         _check_vocabulary(vocab_size, tokenizer)
+    if source.is_fp8:
+        # values of FP8 weights come in float32: they are written in the dtype of the others
+        dtype = dtype or source.dtype
     written = source.with_vocabulary(vocab_size or source.config.vocab_size)
     # beside the destination, on the same file system, so that the rename at the end is one step
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
@@ -234,7 +237,9 @@ def _compare(source: Weights, result: Weights, dtype: torch.dtype | None) -> Com
 @torch.no_grad()
 def _logits(weights: Weights, tokens: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, str]:
     """Logits in float32 of weights rounded to `dtype`, and the name of the library that computed them."""
-    if weights.kind == "hf" and importlib.util.find_spec("transformers") and _is_exact(weights):
+    # transformers reads FP8 weights on GPUs only
+    by_them = weights.kind == "hf" and not weights.is_fp8 and importlib.util.find_spec("transformers")
+    if by_them and _is_exact(weights):
         model: Any = _by_transformers(weights.path)
         # the source's weights are rounded as the result's are: the check is of the layout, not of the rounding
         for p in model.parameters() if dtype is not None else ():

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from powertrain.models import ModelConfig, build, configure, huggingface, peft
 from powertrain.models.causal_lm import CausalLM
+from powertrain.models.fp8_stored import FP8Tensors
 from powertrain.models.peft import Adapter
 from powertrain.nn.lora import merged
 from powertrain.runtime.reading import read_json, reading
@@ -49,6 +50,7 @@ class Weights:
     training     of GPT-NeoX's that it is from the midst or the end of; None: weights alone
     adapters        of a run with LoRA, or of PEFT's folder; in `tensors` they are merged
     base            of adapters: the weights that they were trained on, where those have a path
+    is_fp8          some are stored in FP8: they come in float32, those of `dtype` being rounded to it by who keeps them
     """
 
     path: Path
@@ -61,6 +63,7 @@ class Weights:
     training: Callable[[], NeoXTraining] | None = None
     adapters: Callable[[], Mapping[str, Adapter]] | None = None
     base: str | None = None
+    is_fp8: bool = False
 
     def open_tokenizer(self) -> "Tokenizer":
         """The one it was trained with. Raises FileNotFoundError if the folder has none."""
@@ -232,10 +235,11 @@ def _hf(path: Path) -> Weights:
     if len(embedding) > config.vocab_size:
         # rows of padding that config.json does not count
         config = config.model_copy(update={"vocab_size": len(embedding)})
+    is_fp8 = isinstance(opened, FP8Tensors)
     has_tokenizer = (path / "tokenizer.json").is_file() or (path / "vocab.json").is_file()
     return Weights(
         path, "hf", config, embedding.dtype, lambda: huggingface.from_hf(config, opened),
-        str(path) if has_tokenizer else None,
+        str(path) if has_tokenizer else None, is_fp8=is_fp8,
     )  # fmt: skip
 
 

@@ -295,7 +295,8 @@ class FP8Config(Section):
     recipe        none; tensor: one scale for a tensor, from its own values; tensor-delayed: from the values of the last
                   steps; row: one scale for a row; block: one for 1x128 or 128x128 elements
     keep          layers that stay in `train.precision`: lm_head, router, first_block, last_block, and patterns of
-                  module names (*.down)
+                  module names (*.down). fp8 holds none back: gated MLPs keep gate and up in FP8 for backward; alone it
+                  adds to the default
     format        of gradients: hybrid (e5m2) or e4m3; None: hybrid for tensor and tensor-delayed, e4m3 for the others
     history       tensor-delayed: number of steps whose largest values are kept
     most_recent   tensor-delayed: the last step's largest value counts, not the largest of the history
@@ -303,7 +304,8 @@ class FP8Config(Section):
     watch         every so many steps the operands of each layer are measured, and the worst are logged; 0: never
     rescue        a layer whose three last readings were bad is moved to the next safer recipe (tensor, row, block,
                   16 bits), which is logged and saved with the run
-    wire          fp8: FSDP gathers the weights of these layers in FP8, half the bytes, with the same results; bf16: in
+    wire          fp8: FSDP gathers the weights of these layers in FP8, half the bytes, with the same results; with row
+                  and block, rows travel in FP8 to experts on other ranks, which compute with the rounded rows; bf16: in
                   `train.precision`, as all else. Gradients are exchanged in `train.reduce_dtype`
     """
 
@@ -316,6 +318,11 @@ class FP8Config(Section):
     watch: Natural = 0
     rescue: bool = True
     wire: Literal["bf16", "fp8"] = "bf16"
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _one_entry(cls, keep: Any) -> Any:
+        return ("lm_head", "router", "fp8") if keep == "fp8" else keep
 
     @model_validator(mode="after")
     def _of_its_recipe(self) -> "FP8Config":
@@ -431,12 +438,22 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.micro_batch_size * seq_length must be at most {MOST_TOKENS} tokens in a forward, got {tokens}"
             )
-        if self.fp8.recipe != "none" and self.parallel.tensor > 1:
-            raise ValueError(
-                "parallel.tensor must be 1 with fp8.recipe: layers sharded over tensor ranks have no FP8 products yet, "
-                f"got {self.parallel.tensor}"
-            )
+        if self.parallel.tensor > 1 and self.fp8.recipe != "none":
+            self._check_fp8_over_tensor_ranks()
         return self
+
+    def _check_fp8_over_tensor_ranks(self) -> None:
+        tensor = self.parallel.tensor
+        if self.fp8.recipe == "tensor-delayed":
+            raise ValueError(
+                f"fp8.recipe must be tensor, row or block with parallel.tensor {tensor}: layers sharded over tensor "
+                f"ranks have no delayed scaling, got {self.fp8.recipe}"
+            )
+        if self.fp8.watch:
+            raise ValueError(
+                f"fp8.watch must be 0 with parallel.tensor {tensor}: the operands of layers sharded over tensor ranks "
+                f"are not measured, got {self.fp8.watch}"
+            )
 
     def checkpoint_folder(self) -> Path:
         """Where checkpoints stand: checkpoint.folder, or `checkpoints` in the run's folder."""
