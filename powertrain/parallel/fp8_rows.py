@@ -9,7 +9,6 @@ A row's scales are its own, so rows are rounded alike before and after a transfe
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.ops.fp8.dequantize import fp8_dequantize
@@ -48,9 +47,13 @@ class FP8Rows:
         """rows [n, columns], rounded, as uint8 [n, row_bytes]."""
         by = "row" if isinstance(self.wire, Row) else "group"
         copies = fp8_quantize(rows, by, power_of_two=self.wire.power_of_two, columns=False)
-        scales = copies.scale_inv.reshape(len(rows), self.num_scales).contiguous()
-        packed = torch.cat([copies.data.view(torch.uint8), scales.view(torch.uint8)], 1)
-        return F.pad(packed, (0, self.row_bytes - packed.shape[1]))
+        width, num_scales = padded(self.columns), self.num_scales
+        packed = rows.new_empty((len(rows), self.row_bytes), dtype=torch.uint8)
+        # by 8 and 4 bytes: concatenating rows of bytes took six times as long as copying them
+        packed.view(torch.int64)[:, : width // 8] = copies.data.view(torch.int64)
+        packed.view(torch.float32)[:, width // 4 : width // 4 + num_scales] = copies.scale_inv.reshape(-1, num_scales)
+        packed[:, width + 4 * num_scales :] = 0
+        return packed
 
     def quantized(self, packed: Tensor) -> Quantized:
         """The data and scales of uint8 [n, row_bytes]: views."""
