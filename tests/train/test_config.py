@@ -103,6 +103,8 @@ def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) ->
         ("train.steps", "must be key=value"),
         ("train.steps.more=3", "command line: train.steps must be a section, got 100"),
         ("train.steps=many", "command line: train.steps must be a valid integer"),
+        ("fp8.keep=fp9", "command line: fp8.keep must be a list, such as [a, b], got 'fp9'"),
+        ("checkpoint=3", "command line: checkpoint must be a section, such as {key: value}, got '3'"),
         ("model.hidden_size=65", "model.hidden_size must be a multiple of num_heads (4), got 65"),
         ("train.seq_length=4096", "train.seq_length must be at most model.max_position_embeddings (128), got 4096"),
         ("train.steps=true", "command line: train.steps must be a number, got 'True'"),
@@ -191,3 +193,8 @@ def test_a_thousand_damaged_configs_give_a_config_or_an_error_that_names_the_pla
                 assert "damaged.yml" in place or "local_setup.yml" in place or line.startswith(("(", "… and ")), line
             bad += 1
     assert good > 50 and bad > 300  # both kinds were met
+
+
+def test_a_wrong_model_is_one_error() -> None:
+    for override in ("model=3", "model.hiden_size=64"):
+        assert _message(FIXTURES / "ours.yml", overrides=(override,)).count("\n") == 0, override

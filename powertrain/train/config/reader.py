@@ -171,8 +171,9 @@ def _validated(values: dict[str, Any], source: Source) -> RunConfig:
     return config
 
 
-# keeps the other sections' errors coming when the model's own is already known
-_STAND_IN: Any = ModelConfig.model_construct(architecture="", max_position_embeddings=2**62)
+# keeps the other sections' errors coming when the model's own is already known; the longest that the schema allows, so
+# that none is about the model
+_STAND_IN: Any = ModelConfig.model_construct(architecture="", max_position_embeddings=1 << 24)
 
 
 def _model(value: Any, source: Source) -> ModelConfig:
@@ -210,6 +211,16 @@ def _lines(error: ValidationError, source: Source, above: KeyPath, values: dict[
             for problem in error.errors() for path in [(*above, *problem["loc"])]]  # fmt: skip
 
 
+# pydantic names Python's types here, and its reader writes YAML
+_YAML = {
+    "tuple_type": "be a list, such as [a, b]",
+    "list_type": "be a list, such as [a, b]",
+    "dict_type": "be a section, such as {key: value}",
+    "model_type": "be a section, such as {key: value}",
+    "model_attributes_type": "be a section, such as {key: value}",
+}
+
+
 def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]) -> str:
     key = ".".join(map(str, path)) or "config"
     if path in source.origins:
@@ -224,6 +235,7 @@ def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]
     message = str(problem["msg"])
     # pydantic's sentence without its subject
     must = message.removeprefix("Input should ") if message.startswith("Input should ") else f"be right: {message}"
+    must = _YAML.get(str(problem["type"]), must)
     return f"{key} must {must}, got {str(problem['input'])[:80]!r}"
 
 
