@@ -14,7 +14,7 @@ from powertrain.quant import Block, Row, Tensor
 from tests.parallel.fp8_products import K, check, force
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bits_are_those_of_gathering_first(size: int) -> None:
     World(size).run(check)
 
