@@ -149,7 +149,8 @@ _READINGS: tuple[tuple[str, Reading], ...] = (
         _cat,
     ),
     (r"Expected input batch_size \((?P<a>\d+)\) to match target batch_size \((?P<b>\d+)\)", _batches),
-    (r"normalized_shape=(?P<a>\[[\d, ]{1,80}\]), expected input .{1,80}input of size ?(?P<b>\[[\d, ]{1,80}\])", _norm),
+    (r"normalized_shape=(?P<a>\[\d[\d, ]{0,80}\]), expected input .{1,80}input of size ?(?P<b>\[\d[\d, ]{0,80}\])",
+     _norm),
     (r"subscript \w+ has size (?P<a>\d+) for operand \d+ which does not broadcast with previously seen size (?P<b>\d+)",
      _einsum),
     (r"sum exactly to (?P<a>\d+) \(input tensor's size at dimension -?\d+\), but got split_sizes=(?P<b>\[[\d, "

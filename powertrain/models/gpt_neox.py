@@ -36,7 +36,8 @@ class Config(ModelConfig):
     layer_types                kinds of the layers, repeated over all of them; gmlp, amlp: without attention, or with a
                                single head of gmlp_attention_dim channels (powertrain/nn/gmlp.py); sparse: attention to
                                the blocks that `sparsity` says, without ALiBi or a sliding window, dropout behind it
-    num_experts                1: no experts. Layers 0, expert_interval, 2 * expert_interval ... have them
+    num_experts                1: no experts. Layers 0, expert_interval, 2 * expert_interval ... have them,
+                               gMLP layers excepted
     experts_per_token, router, router_jitter   see TokenChoiceRouter
     expert_intermediate_size   columns inside an expert; None: as of an MLP
     expert_activation          without a gate; None: activation, if that has none
@@ -108,8 +109,11 @@ class Config(ModelConfig):
             raise ValueError(
                 f"model.expert_activation must be given where activation ({self.activation}) has a gate, got None"
             )
-        if self.num_experts == 1 and self.balance_loss:
-            raise ValueError(f"model.balance_loss must be 0 without experts (num_experts), got {self.balance_loss}")
+        if self.balance_loss and not any(map(self.has_experts, range(self.num_layers))):
+            raise ValueError(
+                "model.balance_loss must be 0 without layers of experts (num_experts, expert_interval, layer_types), "
+                f"got {self.balance_loss}"
+            )
 
     @property
     def ffn(self) -> int:
@@ -124,7 +128,8 @@ class Config(ModelConfig):
         return self.layer_types[layer % len(self.layer_types)]
 
     def has_experts(self, layer: int) -> bool:
-        return self.num_experts > 1 and layer % self.expert_interval == 0
+        is_gmlp = self.layer_type(layer) in ("gmlp", "amlp")
+        return self.num_experts > 1 and layer % self.expert_interval == 0 and not is_gmlp
 
     @property
     def expert_ffn(self) -> int:

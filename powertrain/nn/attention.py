@@ -63,7 +63,9 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     lower = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (h + 1) / lower) for h in range(lower)]
     slopes += [2.0 ** (-4.0 * (h + 1) / lower) for h in range(0, 2 * (num_heads - lower), 2)]
-    return torch.tensor(slopes, device=device)
+    # kept for training too, where a backward saves it, which it may not do with tensors of inference mode
+    with torch.inference_mode(False):
+        return torch.tensor(slopes, device=device)
 
 
 class SelfAttention(nn.Module):

@@ -104,9 +104,12 @@ class BlockSparsity:
 
 @functools.lru_cache(maxsize=64)
 def _table(sparsity: BlockSparsity, count: int, device: torch.device) -> Tensor:
-    return sparsity.sees_blocks(count).to(device)
+    # evaluation may be the first to ask, in inference mode, whose tensors no later backward may save
+    with torch.inference_mode(False):
+        return sparsity.sees_blocks(count).to(device)
 
 
 @functools.lru_cache(maxsize=4)
 def _mask(sparsity: BlockSparsity, length: int, device: torch.device) -> Tensor:
-    return sparsity.mask_at(torch.arange(length, device=device)[None], length)
+    with torch.inference_mode(False):
+        return sparsity.mask_at(torch.arange(length, device=device)[None], length)

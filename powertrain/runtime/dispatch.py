@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from powertrain.runtime import flops as flop_counting
@@ -83,6 +84,10 @@ class _NoDoubleBackward(torch.autograd.Function):
             f"{ctx.name}: double backward is not implemented; use `with powertrain.disable(...):` around the forward "
             "to differentiate plain PyTorch twice"
         )
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 class _WithSaved:
@@ -245,6 +250,10 @@ class Op:
         """Compile the backward's kernels beside the rest of the forward: called where the forward had to compile."""
         if not all(arg.is_cuda if isinstance(arg, Tensor) else not isinstance(arg, list | tuple) for arg in args):
             return
+        state = recording.state
+        # another thread's recording may last until this call has ended (a recomputation in autograd's thread)
+        if state.recording is not None or state.redirected:
+            return
         from powertrain.runtime.compile.service import compile_ahead
 
         try:
@@ -264,9 +273,13 @@ class Op:
             for a in args
         ]
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        with recording.record(Target.of(device)) as wanted:
-            outputs = self.apply(*metas, None)
-            outputs = [out for out in outputs if out is not None and out.requires_grad]
+        # hooks in force are for the tensors of the call itself: torch.utils.checkpoint counts them, and would compute
+        # the whole layer again when this backward reads one
+        with recording.record(Target.of(device)) as wanted, saved_tensors_hooks(_unchanged, _unchanged):
+            results = self.apply(*metas, None)
+            # a single one would be iterated over, by row
+            results = results if isinstance(results, tuple) else (results,)
+            outputs = [out for out in results if out is not None and out.requires_grad]
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
         return wanted.specs
 

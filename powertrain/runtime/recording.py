@@ -96,14 +96,15 @@ def record(target: Target | str | None = None) -> Iterator[Recording]:
             raise RuntimeError("record: already recording; record() cannot be nested")
         state.recording = Recording(Target.parse(target) if isinstance(target, str) else target)
         state.everything = target is None
-        state.redirect(target is None)
+        emulated = state.redirected
+        state.redirect(emulated or target is None)
         pretended.recorded = state.recording.target
         try:
             yield state.recording
         finally:
             state.recording = pretended.recorded = None
             state.everything = False
-            state.redirect(False)
+            state.redirect(emulated)
 
 
 @contextmanager

@@ -268,3 +268,12 @@ def test_json() -> None:
 
 def test_a_missing_file() -> None:
     assert "must be a file or -" in " ".join(_run("nowhere.log", code=2).replace("│", " ").split())
+
+
+@pytest.mark.parametrize("sizes", [("[768]", "[ ]"), ("[,]", "[2, 512]")])
+def test_shapes_without_numbers_are_read_too(sizes: tuple[str, str]) -> None:
+    """A log that lost characters on its way."""
+    wanted, got = sizes
+    diagnose(
+        f"RuntimeError: Given normalized_shape={wanted}, expected input with shape [*, 768], but got input of size{got}"
+    )

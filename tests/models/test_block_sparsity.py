@@ -186,3 +186,17 @@ def test_a_row_is_softmax_over_its_blocks() -> None:
         first = max(i // 2 - 1, 0) * 2
         rows.append(F.softmax(q[i] @ k[first : i + 1].T / 8**0.5, -1) @ v[first : i + 1])
     torch.testing.assert_close(layer(x)[0], layer.out(torch.stack(rows)))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"layer_types": ["sparse"], "sparsity": {"before": 1}}, {"position_embedding": "alibi"}]
+)
+def test_training_after_inference_mode(fields: dict[str, Any]) -> None:
+    """Masks and slopes are kept by sizes; evaluation, which may make them, must not make what no backward may save."""
+    # a length and a number of heads of no other test
+    model = make_model(num_heads=1, **fields)
+    tokens = torch.randint(SIZES["vocab_size"], (1, 27))
+    with torch.inference_mode():
+        model(tokens, tokens)
+    model(tokens, tokens).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -193,7 +193,12 @@ def test_what_is_refused() -> None:
     [
         ({"num_experts": 2, "experts_per_token": 3}, r"experts_per_token must be at most num_experts \(2\), got 3"),
         ({"num_experts": 2, "activation": "swiglu"}, r"expert_activation must be given where activation \(swiglu\)"),
-        ({"balance_loss": 0.1}, "balance_loss must be 0 without experts"),
+        ({"balance_loss": 0.1}, "balance_loss must be 0 without layers of experts"),
+        # those that would have experts are gMLP layers
+        (
+            {"num_experts": 2, "expert_interval": 2, "layer_types": ["gmlp", "attention"], "balance_loss": 0.1},
+            "balance_loss must be 0 without layers of experts",
+        ),
     ],
 )
 def test_wrong_fields(fields: dict[str, Any], words: str) -> None:

@@ -286,6 +286,8 @@ def test_outliers_hurt_their_own_scale_alone(device: torch.device) -> None:
 
 _X, _W = torch.zeros(4, 8), torch.zeros(3, 8)
 _Q = Quantized(torch.zeros(4, 16, dtype=torch.float8_e4m3fn), torch.ones(1))
+_BLOCKS = Quantized(torch.zeros(256, 256, dtype=torch.float8_e4m3fn), torch.ones(2, 2))
+_ODD = Quantized(torch.zeros(8, 20, dtype=torch.float8_e4m3fn), torch.ones(1))
 
 
 @pytest.mark.parametrize(
@@ -309,10 +311,16 @@ _Q = Quantized(torch.zeros(4, 16, dtype=torch.float8_e4m3fn), torch.ones(1))
         (lambda: fp8_gemm(_Q, _Q._replace(data=_X)), "fp8_gemm: b must be FP8, got float32"),
         (lambda: fp8_gemm(_Q, _Q._replace(scale_inv=torch.ones(7))), "b's scale_inv must have a shape among"),
         (lambda: fp8_gemm(_Q, _Q, backend="cublas"), "backend must be one of 'hopper', 'torch', 'triton', 'emulated'"),
+        # without the reasons: a Triton without Gluon has another one
+        (
+            lambda: fp8_gemm(_BLOCKS, _BLOCKS, backend="hopper"),
+            "backend must be one that serves this product, got hopper:",
+        ),
+        (lambda: fp8_gemm(_ODD, _ODD, backend="hopper"), "backend must be one that serves this product, got hopper: "),
         (lambda: fp8_gemm(_Q, _Q, accumulate=True), "out must be given with accumulate, got None"),
         (lambda: fp8_gemm(_Q, _Q, out=torch.zeros(4, 5)), "out must have shape [4, 4]"),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_errors(call: object, message: str) -> None:
     with pytest.raises(ValueError) as error:

@@ -4,11 +4,13 @@ import ctypes
 import struct
 import sys
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton.language as tl
+from torch.utils.checkpoint import checkpoint
 
 import powertrain
 from powertrain.runtime import driver, recording, tracing
@@ -269,6 +271,81 @@ def test_a_backward_is_compiled_beside_the_forward(monkeypatch: pytest.MonkeyPat
     compile_service.compile_ahead(specs)
     for spec in specs:
         assert compile_service.entry_for(spec)[0].manifest["launch"]["registers"] > 0
+
+
+@native
+def test_specs_of_a_backward_leave_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpointing does not see the tensors saved for them, emulation goes on, and results are not taken by row."""
+    from powertrain.ops.activations import _activation_op
+
+    x = torch.ones(1 << 16, 8, device="meta", requires_grad=True)
+    arguments = _arguments_of(_activation_op, lambda: powertrain.activation(x, "gelu"))
+    monkeypatch.setattr(Target, "of", staticmethod(lambda device: Target.parse("sm_90")))
+    looked = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        if not looked:
+            looked.append(_activation_op._backward_specs(arguments))
+        return x.sin().cos()
+
+    value = torch.randn(3, requires_grad=True)
+    checkpoint(layer, value, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(value.grad, -value.sin().sin() * value.cos())
+    assert {spec.kernel.name for spec in looked[0]} == {"_activation_fwd_kernel", "_activation_bwd_kernel"}
+
+    results = []
+    monkeypatch.setattr(torch.autograd, "backward", lambda outputs, gradients: results.append(len(outputs)))
+    _activation_op._backward_specs(arguments)
+    assert results == [1]
+
+    with recording.emulate("sm_80"):
+        _activation_op._backward_specs(arguments)
+        assert recording.state.redirected and recording.state.active
+    assert not recording.state.redirected and not recording.state.active
+
+
+@native
+def test_a_backward_is_not_compiled_ahead_beside_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may be waiting for this one, as in a backward that computes a layer again."""
+    from powertrain.ops.norm import _norm_op
+
+    asked = []
+    monkeypatch.setattr(_norm_op, "_backward_specs", lambda args: asked.append(args) or [])
+    with recording.record("sm_90"):
+        _norm_op._compile_backward_ahead((1.0,))
+    with recording.emulate("sm_80"):
+        _norm_op._compile_backward_ahead((1.0,))
+    assert not asked
+    _norm_op._compile_backward_ahead((1.0,))
+    assert asked == [(1.0,)]
+
+
+def test_no_thread_to_compile_ahead_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    tracing.clear()
+    compile_service.compile_ahead([spec_of(_twice_kernel)])
+    assert [event.text.partition(": ")[2] for event in tracing.trace()] == [
+        "not compiled ahead: can't start new thread"
+    ]
+
+
+def test_an_ordered_worker_keeps_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """POWERTRAIN_JOBS is a limit of memory: while that many workers compile, no other one is started."""
+    service = compile_service.Service()
+    orders: list[Future] = []
+    monkeypatch.setattr(service, "_order", lambda: orders.append(Future()) or orders[-1])
+    slots = [service._slots.acquire() for _ in range(service.limit)]
+    service.order_worker()
+    assert len(slots) == service.limit and not orders
+    service._slots.release()
+    service.order_worker()
+    service.order_worker()
+    assert len(orders) == 1
+    # the slot that was looked at is free again
+    assert service._slots.acquire(blocking=False)
 
 
 def _arguments_of(op: object, call: object) -> tuple[object, ...]:

@@ -403,6 +403,10 @@ def fp8_gemm(
     _check(a, b, bias, out, accumulate)
     if backend is not None:
         checks.one_of("fp8_gemm", "backend", backend, BACKENDS)
+    if backend == "hopper" and a.data.numel() and b.data.numel():
+        # its kernel would read scales of other forms, and rows at other addresses, wrongly
+        reason = hopper_gemm.why_not(a, b, out_dtype if out is None else out.dtype, out)
+        checks.require(reason is None, "fp8_gemm", "backend", "be one that serves this product", f"hopper: {reason}")
     served = use_kernel("fp8_linear", a.data)
     operands = (a.data, a.scale_inv, b.data, b.scale_inv, bias)
     if out is None:

@@ -257,8 +257,10 @@ class Service:
 
     def order_worker(self) -> None:
         """Start a worker while the caller lowers the kernel, unless one waits already: it takes 0.3 to 0.6 s."""
-        if not self._idle and not self._ordered:
+        # with every slot taken there are as many workers as POWERTRAIN_JOBS allows
+        if not self._idle and not self._ordered and self._slots.acquire(blocking=False):
             self._ordered.append(self._order())
+            self._slots.release()
 
     def _order(self) -> "Future[_Worker]":
         # started by one thread that lives as long as the process: PDEATHSIG ends a child with the thread that made it
@@ -468,7 +470,12 @@ def compile_ahead(specs: Iterable[Spec]) -> None:
 
     for spec in specs:
         # a daemon: a process that ends does not wait for it
-        threading.Thread(target=compile_quietly, args=(spec,), name="powertrain-ahead", daemon=True).start()
+        thread = threading.Thread(target=compile_quietly, args=(spec,), name="powertrain-ahead", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # no more threads are allowed, or the process ends
+            tracing.event("kernel", f"{spec.describe()}: not compiled ahead: {error}", key=spec.key)
 
 
 def _lower(spec: Spec) -> str:
