@@ -4,12 +4,14 @@ in_place and accum_dtype are hints on memory there; they are taken and change no
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powertrain.compat.liger_kernel.row_blocks import linear_kl_div
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations, norm
 from powertrain.ops.conversion import unsupported
@@ -29,6 +31,7 @@ __all__ = [
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_fused_linear_jsd",
+    "liger_fused_linear_kl_div",
     "liger_geglu",
     "liger_group_norm",
     "liger_jsd",
@@ -36,6 +39,7 @@ __all__ = [
     "liger_layer_norm",
     "liger_modulated_rms_norm",
     "liger_poly_norm",
+    "liger_qwen2vl_mrope",
     "liger_relu_squared",
     "liger_rms_norm",
     "liger_rope",
@@ -269,6 +273,26 @@ def liger_rope(
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
 
+def liger_qwen2vl_mrope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`liger_rope` with cos and sin [3, b, s, d] of time, height and width.
+
+    mrope_section: how many of the d / 2 pairs each of the three turns, in this order. unsqueeze_dim is not looked at,
+    as there.
+    """
+    op, pairs = "liger_qwen2vl_mrope", q.shape[-1] // 2
+    good = len(mrope_section) == 3 and sum(mrope_section) == pairs
+    checks.require(good, op, "mrope_section", f"be three numbers whose sum is {pairs}", list(mrope_section))
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.shape(op, name, table, (3, q.shape[0], q.shape[2], q.shape[3]), "[3, b, s, d]")
+    own_cos, own_sin = (
+        torch.cat([x[axis] for axis, x in enumerate(table[..., :pairs].split(list(mrope_section), -1))], -1)
+        for table in (cos, sin)
+    )
+    return liger_rope(q, k, own_cos, own_sin, rotary_dim=q.shape[-1])
+
+
 def liger_softmax(x: Tensor) -> Tensor:
     """Softmax over the last dim."""
     return scaled_softmax(x)
@@ -332,6 +356,42 @@ def liger_fused_linear_jsd(
     )
     assert result.divergence is not None
     return _mean_of_rows(result.divergence, shift_labels, ignore_index)
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor,
+    student_weight: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """KL divergence of softmax(student_input @ student_weight.T / temperature) from target, without the logits.
+
+        student_input [N, D], student_weight [V, D], target [N, V] probabilities, without gradient
+        shift_labels  [N]: rows of `ignore_index` are left out
+        reduction     "batchmean" (over rows), "mean" (over rows and V) or "sum"
+    Returns a scalar, float32. eps: the least probability in the logarithm of target.
+    Memory: blocks of rows; gradients are computed in the forward, the weight's summed in float32.
+    Raises ValueError naming the argument.
+    """
+    op = "liger_fused_linear_kl_div"
+    # "none" has no one gradient to compute ahead
+    checks.one_of(op, "reduction", reduction, ("batchmean", "mean", "sum"))
+    checks.require(temperature > 0, op, "temperature", "be above 0", temperature)
+    N, V = student_input.shape[0], student_weight.shape[0]
+    checks.shape(op, "target", target, (N, V), "[N, V] of student_input and student_weight")
+    checks.shape(op, "shift_labels", shift_labels, (N,), "[N] of student_input")
+    kept = None if shift_labels is None else shift_labels != ignore_index
+    total: Tensor = linear_kl_div(student_input, student_weight, target, kept, temperature, eps)
+    if reduction == "sum":
+        return total
+    # clamp: all rows left out gives 0
+    rows = N if kept is None else kept.sum().clamp(min=1)
+    return total / (rows if reduction == "batchmean" else rows * V)
 
 
 def liger_tvd(
