@@ -19,6 +19,7 @@ from powertrain.compat.liger_kernel.transformers.llama4_rope import (
     liger_llama4_text_rotary_pos_emb,
     liger_llama4_vision_rotary_pos_emb,
 )
+from powertrain.compat.liger_kernel.transformers.mhc import LigerMHC
 from powertrain.compat.liger_kernel.transformers.mlp import LigerFalconH1MLP, LigerMLP
 from powertrain.compat.liger_kernel.transformers.modulated_rms_norm import LigerModulatedRMSNorm
 from powertrain.compat.liger_kernel.transformers.monkey_patch import (
@@ -71,6 +72,7 @@ from powertrain.compat.liger_kernel.transformers.monkey_patch import (
     apply_liger_kernel_to_smollm3,
     apply_liger_kernel_to_smolvlm,
 )
+from powertrain.compat.liger_kernel.transformers.multi_token_attention import LigerMultiTokenAttention
 from powertrain.compat.liger_kernel.transformers.poly_norm import LigerPolyNorm
 from powertrain.compat.liger_kernel.transformers.relu_squared import LigerReLUSquared
 from powertrain.compat.liger_kernel.transformers.rms_norm import (
@@ -92,6 +94,7 @@ from powertrain.compat.liger_kernel.transformers.swiglu import (
 )
 from powertrain.compat.liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from powertrain.compat.liger_kernel.transformers.tvd import LigerTVDLoss
+from powertrain.compat.liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy
 from powertrain.compat.missing import unknown
 
 __all__ = [
@@ -112,8 +115,10 @@ __all__ = [
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",
+    "LigerMHC",
     "LigerMLP",
     "LigerModulatedRMSNorm",
+    "LigerMultiTokenAttention",
     "LigerPhi3SwiGLUMLP",
     "LigerPolyNorm",
     "LigerQwen3MoeSwiGLUMLP",
@@ -128,6 +133,7 @@ __all__ = [
     "LigerTVDLoss",
     "LigerTiledGEGLUMLP",
     "LigerTiledSwiGLUMLP",
+    "LigerVocabParallelCrossEntropy",
     "_apply_liger_kernel",
     "_apply_liger_kernel_to_instance",
     "apply_liger_kernel_to_deepseek_v2",

@@ -11,7 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powertrain.compat.liger_kernel.local_attention import (
+    liger_fused_neighborhood_attention,
+    liger_multi_token_attention,
+)
+from powertrain.compat.liger_kernel.residual_streams import (
+    liger_attn_res,
+    liger_mhc_apply,
+    liger_mhc_coeffs,
+    liger_mhc_forward,
+    liger_mhc_post_res,
+    liger_mhc_pre,
+)
 from powertrain.compat.liger_kernel.row_blocks import linear_kl_div
+from powertrain.compat.liger_kernel.simplex import liger_sparsemax
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations, norm
 from powertrain.ops.conversion import unsupported
@@ -26,18 +39,26 @@ from powertrain.runtime import checks
 
 __all__ = [
     "CrossEntropyOutput",
+    "liger_attn_res",
     "liger_cross_entropy",
     "liger_dyt",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_fused_linear_jsd",
     "liger_fused_linear_kl_div",
+    "liger_fused_neighborhood_attention",
     "liger_geglu",
     "liger_group_norm",
     "liger_jsd",
     "liger_kl_div",
     "liger_layer_norm",
+    "liger_mhc_apply",
+    "liger_mhc_coeffs",
+    "liger_mhc_forward",
+    "liger_mhc_post_res",
+    "liger_mhc_pre",
     "liger_modulated_rms_norm",
+    "liger_multi_token_attention",
     "liger_poly_norm",
     "liger_qwen2vl_mrope",
     "liger_relu_squared",
@@ -216,21 +237,6 @@ def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place
     x = X.to(acc_dtype(X.dtype))
     powers = [u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) for u in (x * x * x, x * x, x)]
     return (sum(w * u for w, u in zip(W, powers, strict=True)) + B).to(X.dtype)
-
-
-def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """The projection of `input` onto the probability simplex along `dim`: max(x - τ, 0); PyTorch in float32.
-
-    Source: Martins and Astudillo, arXiv:1602.02068.
-    """
-    x = input.to(acc_dtype(input.dtype)).movedim(dim, -1)
-    largest = x.sort(-1, descending=True).values
-    count = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=x.dtype)
-    total = largest.cumsum(-1)
-    # the support: the largest k with 1 + k x_k above the sum of the k largest
-    k = (1 + count * largest > total).sum(-1, keepdim=True)
-    tau = (total.gather(-1, k - 1) - 1) / k
-    return torch.relu(x - tau).movedim(-1, dim).to(input.dtype)
 
 
 def _weight(op: str, weight: Tensor | None, offset: float, casting: str) -> tuple[Tensor | None]:
