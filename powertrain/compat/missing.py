@@ -64,7 +64,6 @@ WHY_NOT: dict[str, str] = {
     "apex.DeprecatedFeatureWarning": "internal",
     "apex.deprecated_warning": "internal",
     "apex.check_cudnn_version_and_warn": "internal; powertrain doctor",
-    "apex.mlp.*": "powertrain.nn.MLP",
     "apex.normalization.*": "internal",
     "apex.amp_C.*": "not yet; the optimizers of apex.optimizers",
     "apex.optimizers.*": "not yet; FusedLAMB",
