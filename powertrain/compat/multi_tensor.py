@@ -24,6 +24,11 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
     _flag(noop_flag, sources)
 
 
+def multi_tensor_scale_tensor(chunk_size: int, is_infinite: Tensor, tensor_lists: Lists, scale: Tensor) -> None:
+    """`multi_tensor_scale` by a tensor of one element, which stays on its device."""
+    multi_tensor_scale(chunk_size, is_infinite, tensor_lists, scale.reshape(()))
+
+
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int = -1
 ) -> None:
@@ -77,7 +82,7 @@ def multi_tensor_adam(
     beta1: float,
     beta2: float,
     epsilon: float,
-    step: int,
+    step: int | Tensor,
     mode: int,
     bias_correction: int,
     weight_decay: float,
@@ -110,6 +115,92 @@ def multi_tensor_adam(
         # with master weights the model's copy is rounded from the new master
         if w is not p:
             p.copy_(new)
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam` of four lists whose lr, step and inv_scale are tensors of one element: no wait for the GPU.
+
+    The gradients become inv_scale times themselves, unless noop_flag is set.
+    """
+    checks.require(
+        len(tensor_lists) == 4, "multi_tensor_adam_capturable", "tensor_lists", "be 4 lists", len(tensor_lists)
+    )
+    grads = _unscaled(noop_flag, tensor_lists[0], inv_scale)
+    numbers = (lr.reshape(()), beta1, beta2, epsilon, step.reshape(()).double(), mode, bias_correction, weight_decay)
+    multi_tensor_adam(chunk_size, noop_flag, [grads, *tensor_lists[1:]], *numbers)
+
+
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam_capturable` with a fifth list, the float32 master parameters."""
+    op = "multi_tensor_adam_capturable_master"
+    checks.require(len(tensor_lists) == 5, op, "tensor_lists", "be 5 lists", len(tensor_lists))
+    grads = _unscaled(noop_flag, tensor_lists[0], inv_scale)
+    numbers = (lr.reshape(()), beta1, beta2, epsilon, step.reshape(()).double(), mode, bias_correction, weight_decay)
+    multi_tensor_adam(chunk_size, noop_flag, [grads, *tensor_lists[1:]], *numbers)
+
+
+def _unscaled(noop_flag: Tensor, grads: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:
+    """inv_scale times the gradients, float32; they are overwritten by it."""
+    keep = noop_flag.reshape(()) == 0
+    # not rounded to the gradients' dtype for the moments, as in Apex's kernel
+    wide = [_wide(g) * inv_scale.reshape(()) for g in grads]
+    for g, new in zip(grads, wide, strict=True):
+        g.copy_(torch.where(keep, new.to(g.dtype), g))
+    return wide
+
+
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """A loss scale's update that backs off at the `hysteresis`th overflow in a row; all tensors have one element.
+
+    In place, without a wait for the GPU; returns current_scale. found_inf above 0: an overflow. Growth by growth_factor
+    after growth_interval steps without one, unless the scale would be infinite.
+    """
+    overflow = found_inf.reshape(current_scale.shape) > 0
+    left = hysteresis_tracker.reshape(current_scale.shape) - overflow.to(hysteresis_tracker.dtype)
+    backs_off = overflow & (left <= 0)
+    steps = growth_tracker.reshape(current_scale.shape) + 1
+    is_due = ~overflow & (steps == growth_interval)
+    grown = current_scale * growth_factor
+    grows = is_due & grown.isfinite()
+    scale = torch.where(backs_off, current_scale * backoff_factor, torch.where(grows, grown, current_scale))
+    growth_tracker.copy_(torch.where(overflow | is_due, 0, steps).reshape(growth_tracker.shape))
+    hysteresis_tracker.copy_(torch.where(overflow, left, hysteresis).reshape(hysteresis_tracker.shape))
+    return current_scale.copy_(scale)
 
 
 def multi_tensor_sgd(

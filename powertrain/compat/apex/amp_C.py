@@ -4,6 +4,8 @@ from powertrain.compat.missing import unknown
 from powertrain.compat.multi_tensor import (
     multi_tensor_adagrad,
     multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
     multi_tensor_axpby,
     multi_tensor_l2norm,
     multi_tensor_l2norm_scale,
@@ -12,6 +14,7 @@ from powertrain.compat.multi_tensor import (
     multi_tensor_scale,
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
+    update_scale_hysteresis,
 )
 
 # Apex's variant takes the same arguments (csrc/multi_tensor_l2norm_kernel_mp.cu)
@@ -20,6 +23,8 @@ multi_tensor_l2norm_mp = multi_tensor_l2norm
 __all__ = [
     "multi_tensor_adagrad",
     "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
     "multi_tensor_l2norm_mp",
@@ -29,6 +34,7 @@ __all__ = [
     "multi_tensor_scale",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
+    "update_scale_hysteresis",
 ]
 
 __getattr__ = unknown(__name__)

@@ -104,7 +104,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         for name, value in (("attention_mask", attention_mask), ("old_per_token_logps", old_per_token_logps)):
             checks.shape(_OP, name, value, shape, "[B, T] of _input")
         checks.shape(_OP, "advantages", advantages, shape[:1], "first dim of _input")
-        ratio = _of_tokens(vllm_is_ratio, shape)
+        ratio = ratio_of_tokens(_OP, vllm_is_ratio, shape)
         log_p = self._log_probs(_input, lin_weight, selected_token_ids, bias)
         ref = ref_per_token_logps if self.use_ref_model else None
         if self.use_ref_model and ref is None:
@@ -125,6 +125,18 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         self, log_p: Tensor, old: Tensor, ref: Tensor, mask: Tensor, advantage: Tensor, ratio: Tensor | None,
         items: Tensor | float | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        terms, distance, clipped = self.terms(log_p, old, ref, mask, advantage, ratio)
+        tokens = mask.sum().clamp(min=1)
+        metrics = () if distance is None else ((distance * mask).sum().detach() / tokens,)
+        return self.reduced(terms, mask, items), (*metrics, (clipped * mask).sum() / tokens)
+
+    def terms(
+        self, log_p: Tensor, old: Tensor, ref: Tensor, mask: Tensor, advantage: Tensor, ratio: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(loss, KL term unless beta is 0, 1 where clipped) of every token, all [B, T].
+
+        log_p, old, ref and mask [B, T], advantage [B, 1], ratio [B, 1] or [B, T].
+        """
         log_r = log_p - old
         weights = log_r
         if self.importance_sampling_level == "sequence":
@@ -133,15 +145,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         terms, clipped = self._policy(log_p, r, log_r, mask, advantage, ratio)
         if ratio is not None and self.loss_type != "vespo":
             terms = terms * ratio
-        tokens = mask.sum().clamp(min=1)
-        metrics: tuple[Tensor, ...] = ()
-        if self.beta:
-            distance = (ref - log_p).exp() - (ref - log_p) - 1
-            distance = distance * r if self.use_bias_correction_kl else distance
-            terms = terms + self.beta * distance
-            metrics = ((distance * mask).sum().detach() / tokens,)
-        share = (clipped.expand_as(mask) * mask).sum() / tokens
-        return self._reduced(terms, mask, items), (*metrics, share)
+        share = clipped.expand_as(mask).to(mask.dtype)
+        if not self.beta:
+            return terms.expand_as(mask), None, share
+        distance = (ref - log_p).exp() - (ref - log_p) - 1
+        distance = distance * r if self.use_bias_correction_kl else distance
+        return terms + self.beta * distance, distance, share
 
     def _policy(
         self, log_p: Tensor, r: Tensor, log_r: Tensor, mask: Tensor, advantage: Tensor, ratio: Tensor | None
@@ -173,7 +182,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         rate = torch.where(advantage >= 0, self.vespo_lambda_pos, self.vespo_lambda_neg).clamp(min=1e-4)
         return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(0.0, 0.0, 0.0).to(log_r.dtype)
 
-    def _reduced(self, terms: Tensor, mask: Tensor, items: Tensor | float | None) -> Tensor:
+    def reduced(self, terms: Tensor, mask: Tensor, items: Tensor | float | None) -> Tensor:
+        """The mean of `terms`, over what loss_type says."""
         total, rows = (terms * mask).sum(), mask.shape[0]
         if self.loss_type in ("grpo", "sapo"):
             return ((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).sum() / rows
@@ -188,12 +198,13 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return total / _tokens_per_rank(mask, items)
 
 
-def _of_tokens(ratio: Tensor | None, shape: torch.Size) -> Tensor | None:
+def ratio_of_tokens(op: str, ratio: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """vllm_is_ratio [B], [B, 1] or [B, T] as [B, 1] or [B, T]; ValueError for other shapes."""
     if ratio is None:
         return None
     B, T = shape
     fits = tuple(ratio.shape) in ((B,), (B, 1), (B, T))
-    checks.require(fits, _OP, "vllm_is_ratio", f"have shape [{B}], [{B}, 1] or [{B}, {T}]", list(ratio.shape))
+    checks.require(fits, op, "vllm_is_ratio", f"have shape [{B}], [{B}, 1] or [{B}, {T}]", list(ratio.shape))
     return ratio[:, None] if ratio.dim() == 1 else ratio
 
 

@@ -4,12 +4,27 @@ in_place and accum_dtype are hints on memory there; they are taken and change no
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powertrain.compat.liger_kernel.local_attention import (
+    liger_fused_neighborhood_attention,
+    liger_multi_token_attention,
+)
+from powertrain.compat.liger_kernel.residual_streams import (
+    liger_attn_res,
+    liger_mhc_apply,
+    liger_mhc_coeffs,
+    liger_mhc_forward,
+    liger_mhc_post_res,
+    liger_mhc_pre,
+)
+from powertrain.compat.liger_kernel.row_blocks import linear_kl_div
+from powertrain.compat.liger_kernel.simplex import liger_sparsemax
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations, norm
 from powertrain.ops.conversion import unsupported
@@ -24,18 +39,28 @@ from powertrain.runtime import checks
 
 __all__ = [
     "CrossEntropyOutput",
+    "liger_attn_res",
     "liger_cross_entropy",
     "liger_dyt",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_fused_linear_jsd",
+    "liger_fused_linear_kl_div",
+    "liger_fused_neighborhood_attention",
     "liger_geglu",
     "liger_group_norm",
     "liger_jsd",
     "liger_kl_div",
     "liger_layer_norm",
+    "liger_mhc_apply",
+    "liger_mhc_coeffs",
+    "liger_mhc_forward",
+    "liger_mhc_post_res",
+    "liger_mhc_pre",
     "liger_modulated_rms_norm",
+    "liger_multi_token_attention",
     "liger_poly_norm",
+    "liger_qwen2vl_mrope",
     "liger_relu_squared",
     "liger_rms_norm",
     "liger_rope",
@@ -214,21 +239,6 @@ def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place
     return (sum(w * u for w, u in zip(W, powers, strict=True)) + B).to(X.dtype)
 
 
-def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """The projection of `input` onto the probability simplex along `dim`: max(x - τ, 0); PyTorch in float32.
-
-    Source: Martins and Astudillo, arXiv:1602.02068.
-    """
-    x = input.to(acc_dtype(input.dtype)).movedim(dim, -1)
-    largest = x.sort(-1, descending=True).values
-    count = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=x.dtype)
-    total = largest.cumsum(-1)
-    # the support: the largest k with 1 + k x_k above the sum of the k largest
-    k = (1 + count * largest > total).sum(-1, keepdim=True)
-    tau = (total.gather(-1, k - 1) - 1) / k
-    return torch.relu(x - tau).movedim(-1, dim).to(input.dtype)
-
-
 def _weight(op: str, weight: Tensor | None, offset: float, casting: str) -> tuple[Tensor | None]:
     checks.one_of(op, "casting_mode", casting, ("llama", "gemma", "none"))
     # offsets other than 0 and 1 have no kernel: one vector addition does
@@ -267,6 +277,26 @@ def liger_rope(
     rows = torch.arange(table.cos.shape[0], device=q.device).view(cos.shape[:2])
     turned = rope(q.transpose(1, 2), k.transpose(1, 2), table=table, position_ids=rows.expand(q.shape[0], -1))
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+
+
+def liger_qwen2vl_mrope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`liger_rope` with cos and sin [3, b, s, d] of time, height and width.
+
+    mrope_section: how many of the d / 2 pairs each of the three turns, in this order. unsqueeze_dim is not looked at,
+    as there.
+    """
+    op, pairs = "liger_qwen2vl_mrope", q.shape[-1] // 2
+    good = len(mrope_section) == 3 and sum(mrope_section) == pairs
+    checks.require(good, op, "mrope_section", f"be three numbers whose sum is {pairs}", list(mrope_section))
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.shape(op, name, table, (3, q.shape[0], q.shape[2], q.shape[3]), "[3, b, s, d]")
+    own_cos, own_sin = (
+        torch.cat([x[axis] for axis, x in enumerate(table[..., :pairs].split(list(mrope_section), -1))], -1)
+        for table in (cos, sin)
+    )
+    return liger_rope(q, k, own_cos, own_sin, rotary_dim=q.shape[-1])
 
 
 def liger_softmax(x: Tensor) -> Tensor:
@@ -332,6 +362,42 @@ def liger_fused_linear_jsd(
     )
     assert result.divergence is not None
     return _mean_of_rows(result.divergence, shift_labels, ignore_index)
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor,
+    student_weight: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """KL divergence of softmax(student_input @ student_weight.T / temperature) from target, without the logits.
+
+        student_input [N, D], student_weight [V, D], target [N, V] probabilities, without gradient
+        shift_labels  [N]: rows of `ignore_index` are left out
+        reduction     "batchmean" (over rows), "mean" (over rows and V) or "sum"
+    Returns a scalar, float32. eps: the least probability in the logarithm of target.
+    Memory: blocks of rows; gradients are computed in the forward, the weight's summed in float32.
+    Raises ValueError naming the argument.
+    """
+    op = "liger_fused_linear_kl_div"
+    # "none" has no one gradient to compute ahead
+    checks.one_of(op, "reduction", reduction, ("batchmean", "mean", "sum"))
+    checks.require(temperature > 0, op, "temperature", "be above 0", temperature)
+    N, V = student_input.shape[0], student_weight.shape[0]
+    checks.shape(op, "target", target, (N, V), "[N, V] of student_input and student_weight")
+    checks.shape(op, "shift_labels", shift_labels, (N,), "[N] of student_input")
+    kept = None if shift_labels is None else shift_labels != ignore_index
+    total: Tensor = linear_kl_div(student_input, student_weight, target, kept, temperature, eps)
+    if reduction == "sum":
+        return total
+    # clamp: all rows left out gives 0
+    rows = N if kept is None else kept.sum().clamp(min=1)
+    return total / (rows if reduction == "batchmean" else rows * V)
 
 
 def liger_tvd(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from powertrain.compat.missing import unknown
 from powertrain.ops.gemm.linear_activation import linear_activation
 
-__all__ = ["LigerGEGLUMLP"]
+__all__ = ["LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"]
 
 
 class LigerGEGLUMLP(nn.Module):
@@ -25,6 +25,17 @@ class LigerGEGLUMLP(nn.Module):
         # Liger's config has hidden_act, its GEGLU ignores it
         hidden = linear_activation(x, self.gate_proj.weight, "geglu_tanh", up_weight=self.up_proj.weight)
         return self.down_proj(hidden)
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """`LigerGEGLUMLP`, twice as wide in layers that share keys and values if config.use_double_wide_mlp."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        shared = getattr(config, "num_kv_shared_layers", 0)
+        first = getattr(config, "num_hidden_layers", 0) - shared
+        is_shared = layer_idx is not None and shared > 0 and layer_idx >= first
+        is_wide = is_shared and getattr(config, "use_double_wide_mlp", False)
+        super().__init__(config, config.intermediate_size * (2 if is_wide else 1))
 
 
 __getattr__ = unknown(__name__)

@@ -14,6 +14,8 @@ __all__ = [
     "LigerRMSNormForGemma3",
     "LigerRMSNormForGemma4",
     "LigerRMSNormForGlm4",
+    "LigerRMSNormForMuseGlimmer",
+    "LigerRMSNormForMuseGlimmerTextCentered",
     "LigerRMSNormForOlmo2",
     "LigerRMSNormForQwen3Next",
 ]
@@ -95,6 +97,27 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     ) -> None:
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
+
+
+class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
+    """The same; its size may be left out with with_scale=False."""
+
+    def __init__(
+        self,
+        dim: int | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        checks.require(dim is not None or not with_scale, type(self).__name__, "dim", "be given with with_scale", dim)
+        super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
+
+
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma):
+    """`LigerRMSNormForGemma`; in_place is a hint."""
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):

@@ -5,10 +5,15 @@ from torch import Tensor
 from powertrain.compat.liger_kernel.transformers.functional import liger_rope
 from powertrain.compat.missing import unknown
 
-__all__ = ["liger_rotary_pos_emb", "liger_rotary_pos_emb_vision"]
+__all__ = ["liger_rotary_pos_emb", "liger_rotary_pos_emb_gpt_oss", "liger_rotary_pos_emb_vision"]
 
 # Liger's name in modeling code
 liger_rotary_pos_emb = liger_rope
+
+
+def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`liger_rope` with GPT-OSS's cos and sin [1 or b, s, d / 2], whose angles are not repeated."""
+    return liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,20 +2,28 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
 from powertrain.ops.activations import swiglu
 from powertrain.ops.gemm.linear_activation import linear_activation
+from powertrain.ops.grouped_gemm import grouped_gemm
+from powertrain.ops.moe import moe_permute, moe_unpermute
 from powertrain.runtime import checks
 
 __all__ = [
     "LigerBlockSparseTop2MLP",
+    "LigerExperts",
+    "LigerFalconH1SwiGLUMLP",
     "LigerHunyuanV1SwiGLUMLP",
     "LigerPhi3SwiGLUMLP",
     "LigerQwen3MoeSwiGLUMLP",
     "LigerSwiGLUMLP",
+    "LigerSwiGLUMLPForMuseGlimmer",
 ]
+
+_SILU = ("silu", "swish")
 
 
 class LigerSwiGLUMLP(nn.Module):
@@ -29,7 +37,10 @@ class LigerSwiGLUMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
         # Liger raises for other activations too
-        checks.one_of("LigerSwiGLUMLP", "config.hidden_act", config.hidden_act, ("silu", "swish"))
+        checks.one_of(type(self).__name__, "config.hidden_act", self._activation(config), _SILU)
+
+    def _activation(self, config: Any) -> str:
+        return config.hidden_act
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = linear_activation(x, self.gate_proj.weight, "swiglu", up_weight=self.up_proj.weight)
@@ -48,6 +59,38 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
         self.layer_idx = layer_idx
 
 
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP` of a config that may name its activation hidden_activation."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+    def _activation(self, config: Any) -> str:
+        return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+class LigerFalconH1SwiGLUMLP(nn.Module):
+    """down(silu(g gate(x)) * up(x) * d) of Falcon-H1, (g, d) = config.mlp_multipliers; config.mlp_bias: with biases.
+
+    The products are rounded to x's dtype before the multipliers, as in the model.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+        checks.one_of(type(self).__name__, "config.hidden_act", config.hidden_act, _SILU)
+        self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # d ahead of the product, where Liger has it, leaves down's bias as it is
+        hidden = swiglu(self.gate_proj(x) * self.gate_multiplier, self.up_proj(x)) * self.down_multiplier
+        return self.down_proj(hidden)
+
+
 class LigerBlockSparseTop2MLP(nn.Module):
     """w2(silu(w1(x)) * w3(x)), an expert of Mixtral."""
 
@@ -57,7 +100,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
-        checks.one_of("LigerBlockSparseTop2MLP", "config.hidden_act", config.hidden_act, ("silu", "swish"))
+        checks.one_of("LigerBlockSparseTop2MLP", "config.hidden_act", config.hidden_act, _SILU)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(linear_activation(x, self.w1.weight, "swiglu", up_weight=self.w3.weight))
@@ -71,11 +114,41 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
-        checks.one_of("LigerPhi3SwiGLUMLP", "config.hidden_act", config.hidden_act, ("silu", "swish"))
+        checks.one_of("LigerPhi3SwiGLUMLP", "config.hidden_act", config.hidden_act, _SILU)
 
     def forward(self, x: Tensor) -> Tensor:
         # one weight for both halves: the product is nn.Linear's, the activation fused behind it
         return self.down_proj(swiglu(self.gate_up_proj(x)))
+
+
+class LigerExperts(nn.Module):
+    """The routed experts of a Hugging Face mixture: E gated MLPs, gate and up in one weight, by grouped products.
+
+    Parameters gate_up_proj [E, 2 I, H] and down_proj [E, H, I], uninitialized, as there. E is config.num_experts,
+    num_local_experts or n_routed_experts, I is moe_intermediate_size or intermediate_size.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+        self.intermediate_dim = _first(config, "moe_intermediate_size", "intermediate_size")
+        self.hidden_dim = config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        checks.one_of("LigerExperts", "config.hidden_act", config.hidden_act, _SILU)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum of each token's experts: hidden_states [..., H], the other two [..., k]."""
+        experts, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+        rows, offsets, positions = moe_permute(hidden_states.reshape(-1, self.hidden_dim), experts, self.num_experts)
+        hidden = swiglu(grouped_gemm(rows, self.gate_up_proj, offsets))
+        y = moe_unpermute(grouped_gemm(hidden, self.down_proj, offsets), positions, weights)
+        return y.view(hidden_states.shape)
+
+
+def _first(config: Any, *names: str) -> int:
+    """The config's value of the first of these names that it has."""
+    return next(getattr(config, name) for name in names if hasattr(config, name))
 
 
 __getattr__ = unknown(__name__)

@@ -46,6 +46,11 @@ from powertrain.compat.transformer_engine.pytorch.quantization import (
     quantized_model_init,
 )
 from powertrain.compat.transformer_engine.pytorch.transformer import TransformerLayer
+from powertrain.compat.transformer_engine.pytorch.versions import (
+    get_cudnn_version,
+    get_device_compute_capability,
+    torch_version,
+)
 from powertrain.compat.userbuffers import destroy_ub, initialize_ub
 
 __all__ = [
@@ -70,7 +75,9 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_cpu_offload_context",
+    "get_cudnn_version",
     "get_default_recipe",
+    "get_device_compute_capability",
     "initialize_ub",
     "interleave_glu_tensor",
     "is_bf16_available",
@@ -89,6 +96,7 @@ __all__ = [
     "optimizers",
     "parallel_cross_entropy",
     "quantized_model_init",
+    "torch_version",
 ]
 
 

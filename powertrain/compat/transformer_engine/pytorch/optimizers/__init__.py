@@ -4,8 +4,11 @@ from powertrain.compat.apex.multi_tensor_apply import MultiTensorApply, multi_te
 from powertrain.compat.missing import unknown
 from powertrain.compat.multi_tensor import (
     multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
     multi_tensor_l2norm,
     multi_tensor_scale,
+    multi_tensor_scale_tensor,
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
@@ -16,9 +19,12 @@ __all__ = [
     "FusedSGD",
     "MultiTensorApply",
     "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
     "multi_tensor_applier",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
 ]
