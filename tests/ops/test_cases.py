@@ -120,7 +120,9 @@ def test_autocast(case: Case, device: torch.device) -> None:
     assert [t.dtype for t in actual] == dtypes
     for a, b in zip(actual, expected, strict=True):
         if case.op in ("linear_cross_entropy", "linear_log_probs", *MATMULS):
-            torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2)
+            # lora_linear adds two products that are rounded to 8 bits each, relative to the largest
+            atol = max(2e-2, 2**-7 * b.abs().max().item()) if case.op == "lora_linear" else 2e-2
+            torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=atol)
             assert not torch.equal(a, b)
         elif case.op != "bias_dropout_add":  # which draws another mask every time
             assert torch.equal(a, b)

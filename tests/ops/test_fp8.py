@@ -168,7 +168,8 @@ def test_products(
     M, N, K = size
     x, w = (torch.randn(rows, K, device=device) for rows in (M, N))
     a, b = (fp8_quantize(t, by, f).rows for t, by, f in zip((x, w), form, formats, strict=True))
-    bias, bound = torch.randn(N, device=device), 2**-20 * K**0.5
+    # about 14 bits of each sum of 128 are kept within tensor cores
+    bias, bound = torch.randn(N, device=device), 2**-11 if device.type == "cuda" else 2**-20 * K**0.5
     exact = fp8_gemm_ref(a, b)
     largest = exact.abs().max() + 1
     for backend in (None, "emulated"):
@@ -261,7 +262,8 @@ def test_delayed_scales_and_amaxes(device: torch.device) -> None:
         fp8_quantize(t.detach(), "tensor", scale=s[None]).rows for t, s in zip(tensors.values(), scales, strict=False)
     ]
     exact = fp8_gemm_ref(*copies)
-    assert (found[0] - exact).abs().max() <= 1e-5 * exact.abs().max()
+    bound = 2**-11 if device.type == "cuda" else 1e-5  # as in test_products
+    assert (found[0] - exact).abs().max() <= bound * exact.abs().max()
 
 
 def test_nan_scale_gives_nan(device: torch.device) -> None:

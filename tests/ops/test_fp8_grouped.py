@@ -27,6 +27,13 @@ def _values(x: Tensor, by: str, columns: bool = False, **options: object) -> Ten
 
 
 # one group; none of 128 rows; more than 128 and parts of blocks at both ends; empty ones; rows of none; one row
+def _close(found: Tensor, right: Tensor, device: torch.device) -> bool:
+    """Float32 sums; tensor cores keep about 14 bits of each sum of 128, relative to its largest."""
+    if device.type == "cpu" or not right.numel():
+        return torch.allclose(found, right, rtol=1e-4, atol=1e-4)
+    return bool((found - right).abs().max() <= 2**-11 * (right.abs().max() + 1))
+
+
 @pytest.mark.parametrize("ends", [[40], [7, 30, 40], [3, 150, 290], [0, 5, 5, 20], [0, 0], [1]], ids=str)
 @both_recipes
 def test_groups_of_any_sizes(by: str, ends: list[int], device: torch.device) -> None:
@@ -43,15 +50,15 @@ def test_groups_of_any_sizes(by: str, ends: list[int], device: torch.device) -> 
     for e, end in enumerate(ends):
         w, scale = _values(weight[e], by), quantize_ref(weight[e], by, "e4m3").scale_inv
         part, start = slice(start, end), end
-        assert torch.allclose(y[part], rows[part] @ w.T, rtol=1e-4, atol=1e-4)
-        assert torch.allclose(dw[e], dy_t[:, part] @ x_t[:, part].T, rtol=1e-4, atol=1e-4)
+        assert _close(y[part], rows[part] @ w.T, device)
+        assert _close(dw[e], dy_t[:, part] @ x_t[:, part].T, device)
         if part.start == part.stop:
             continue
         if by == "row":
             right = _values(dy[part], "row", fold=scale) @ (w / scale.double()[:, None])
         else:
             right = _values(dy[part], "group") @ w
-        assert torch.allclose(dx[part], right, rtol=1e-4, atol=1e-4)
+        assert _close(dx[part], right, device)
     assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
 
 
