@@ -87,3 +87,14 @@ def test_packages_are_attributes_and_export_their_names(name: str) -> None:
 def test_compat_exports_its_modules() -> None:
     for name in powertrain.compat.__all__:
         assert inspect.ismodule(getattr(powertrain.compat, name))
+
+
+def test_a_first_call_does_not_import_distributed_tensors() -> None:
+    """torch.distributed.tensor took 0.6 to 1.0 s of the time to a first attention call (docs/log/runtime.md)."""
+    run = _python(
+        "import sys, torch; before = set(sys.modules); import powertrain\n"
+        "x = torch.randn(1, 4, 2, 16, requires_grad=True)\n"
+        "powertrain.attention(x, x, x, is_causal=True).sum().backward()\n"
+        "print('torch.distributed.tensor' in sys.modules.keys() - before)"
+    )
+    assert run.stdout == "False\n", run.stdout + run.stderr

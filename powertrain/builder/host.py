@@ -136,7 +136,7 @@ def nvcc_at(path: str) -> Nvcc | None:
     version = re.search(r"release (\d+)\.(\d+)", _ask(path, "--version"))
     if not version:
         return None
-    # compilers know what they compile for; a table of ours would be out of date with each release
+    # the compiler lists its targets; a table of ours would be out of date with each release
     archs = sorted(int(arch) for arch in re.findall(r"compute_(\d+)$", _ask(path, "--list-gpu-arch"), re.MULTILINE))
     # a script in front of nvcc would mislead; nvcc itself says where its toolkit is
     top = re.search(r"_HERE_=(\S+)", _ask(path, "-dryrun", "-x", "cu", "-E", "/dev/null"))

@@ -73,7 +73,7 @@ def preprocess(
     except (OSError, ValueError, RuntimeError) as error:
         console.print(f"[red]{_plain(str(error))}[/]", soft_wrap=True)
         raise typer.Exit(1) from None
-    # the first twenty show what is wrong; a damaged corpus may have millions
+    # twenty are enough to find the cause; a damaged corpus may have millions
     for message in counts.bad[:20]:
         console.print(f"left out: {_plain(message)}", soft_wrap=True)
     console.print(

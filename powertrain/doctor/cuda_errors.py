@@ -1,4 +1,4 @@
-"""The numbers of CUDA's errors: what each means, what to do. Before CUDA 10.1 those below 100 meant other things."""
+"""CUDA's error numbers: the meaning and the remedy of each. Before CUDA 10.1 those below 100 had other meanings."""
 
 _START = ("the driver and the CUDA library (of the container) do not go together, or the driver is in a bad state",
           "nvidia-smi in the same place; reboot or reload the driver after an update; the newest driver; in a "

@@ -90,7 +90,8 @@ class BlockSparsity:
         return (self.sees_blocks(count).sum().item() / count - 0.5) * self.block
 
     def mask(self, length: int, device: torch.device) -> Tensor:
-        """[1, 1, length, length] bool: what each position of a sequence sees. The last few are kept, length^2 bytes."""
+        """[1, 1, length, length] bool: True where a position sees another. The masks of four lengths are kept, each
+        length^2 bytes."""
         return _mask(self, length, device)
 
     def mask_at(self, positions: Tensor, num_keys: int) -> Tensor:

@@ -218,7 +218,7 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     model, _ = load_model(tmp_path / "other", device="cpu", dtype=torch.bfloat16)
     report = load_frozen(model, tmp_path / "other")
     assert not report.quantized and "its blocks are [64, 32]" in report.left[0].why
-    # trained weights stay what they are
+    # trained weights are not changed
     layer = nn.Linear(16, 4)
     data = Quantized(torch.zeros(4, 16).to(torch.float8_e4m3fn), torch.ones(4))
     assert keep_frozen(nn.Sequential(layer), {"0.weight": data}).left[0].why == "its weight is trained"

@@ -73,6 +73,13 @@ def granularity(q: Quantized) -> str:
     return "group" if q.scale_inv.shape[0] == q.data.shape[0] else "block"
 
 
+def scale_strides(q: Quantized) -> tuple[int, int]:
+    """Of the scales, in elements: between rows, or blocks of rows, and between groups; 0 where all are one."""
+    if q.scale_inv.dim() == 2:
+        return q.scale_inv.stride(0), q.scale_inv.stride(1)
+    return (0 if q.scale_inv.shape[0] == 1 else 1), 0
+
+
 def padded(size: int) -> int:
     """A row's length in quantized data."""
     return cdiv(size, ALIGN) * ALIGN
@@ -163,3 +170,10 @@ def dequantized(q: Quantized, columns: int | None = None) -> Tensor:
     """The values of one operand, float32 [R, C]; columns: C, without the padding."""
     data = q.data.float()
     return (data * spread(q.scale_inv, data.shape))[:, :columns]
+
+
+def fp8_gemm_ref(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """The specification of `fp8_gemm`, in float64."""
+    x, y = (q.data.double() * spread(q.scale_inv.double(), q.data.shape) for q in (a, b))
+    out = x @ y.T
+    return out if bias is None else out + bias.double()

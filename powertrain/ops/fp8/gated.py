@@ -21,6 +21,7 @@ from torch import Tensor
 from powertrain.ops.activation_kernels import activate_gated
 from powertrain.ops.activations import GATED, Gated, gated_activation_ref
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, dequantized, padded, quantize_ref
+from powertrain.ops.fp8.plain import plain_function
 from powertrain.ops.fp8.quantize import same_bits, special_values
 from powertrain.ops.fp8.quantize_kernels import inverse_of, magnitude_of, scale_of_magnitude
 from powertrain.ops.shapes import as_rows, cdiv
@@ -268,19 +269,7 @@ _gated_op = Op(
 )
 
 
-class _Plain(torch.autograd.Function):
-    """The same functions outside the op."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        output = _forward(*args)
-        _setup_context(ctx, args, output)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _backward(ctx, *grads)
+_Plain = plain_function(_forward, _setup_context, _backward)
 
 
 @falls_back("fp8_gated_activation")

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.fp8 import hopper_gemm
-from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, granularity, spread
+from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, fp8_gemm_ref, granularity, scale_strides, spread
 from powertrain.ops.fp8.quantize import kernels_serve
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks, recording, tracing
@@ -31,13 +31,6 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
 BACKENDS = ("hopper", "torch", "triton", "emulated")
-
-
-def fp8_gemm_ref(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
-    """The specification of `fp8_gemm`, in float64."""
-    x, y = (q.data.double() * spread(q.scale_inv.double(), q.data.shape) for q in (a, b))
-    out = x @ y.T
-    return out if bias is None else out + bias.double()
 
 
 @kernel(aligned=("K",))
@@ -232,7 +225,7 @@ def _triton(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumu
     if by_group:
         a, b = (q if q.scale_inv.dim() == 2 else _along_groups(q) for q in (a, b))
     plan = _plan(M, N, by_group, target)
-    strides = [stride for q in (a, b) for stride in _strides(q)]
+    strides = [stride for q in (a, b) for stride in scale_strides(q)]
     _fp8_gemm_kernel[(cdiv(M, plan.block_m) * cdiv(N, plan.block_n),)](
         a.data, b.data, a.scale_inv, b.scale_inv, bias, out, M, N, K, a.data.stride(0), b.data.stride(0),
         out.stride(0), *strides, A_ROWS=GROUP if form[0] == "block" else 1, B_ROWS=GROUP if form[1] == "block" else 1,
@@ -246,12 +239,6 @@ def _along_groups(q: Quantized) -> Quantized:
     """Scales of a tensor or of rows beside groups: the same one for each group of a row."""
     scale = q.scale_inv[:, None]
     return Quantized(q.data, scale.expand(q.data.shape[0], cdiv(q.data.shape[1], GROUP)))
-
-
-def _strides(q: Quantized) -> tuple[int, int]:
-    if q.scale_inv.dim() == 2:
-        return q.scale_inv.stride(0), q.scale_inv.stride(1)
-    return (0 if q.scale_inv.shape[0] == 1 else 1), 0
 
 
 def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:

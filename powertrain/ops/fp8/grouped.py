@@ -32,6 +32,7 @@ from torch import Tensor
 from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.fp8.formulas import ALIGN, DTYPES, GROUP, Copies, Quantized, dequantized, padded, spread
 from powertrain.ops.fp8.grouped_kernels import Stacked, launch_product, launch_wgrad
+from powertrain.ops.fp8.plain import plain_function
 from powertrain.ops.fp8.quantize import kernels_serve, quantize_op
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref, grouped_gemm_wgrad
 from powertrain.ops.shapes import as_rows, cdiv
@@ -332,19 +333,7 @@ _grouped_op = Op(
 )
 
 
-class _Plain(torch.autograd.Function):
-    """The same functions outside the op."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        output = _forward(*args)
-        _setup_context(ctx, args, output)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _backward(ctx, *grads)
+_Plain = plain_function(_forward, _setup_context, _backward)
 
 
 @falls_back("fp8_grouped_gemm")

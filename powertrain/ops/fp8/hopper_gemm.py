@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from powertrain.ops.fp8.formulas import Quantized, cast, granularity, spread
+from powertrain.ops.fp8.formulas import Quantized, cast, fp8_gemm_ref, granularity, scale_strides
 from powertrain.ops.fp8.hopper_warps import ScaledBuffers, ScalePointers, ScaleStages, consume, load_scales
 from powertrain.ops.gemm.hopper_warps import (
     Arrival,
@@ -194,28 +194,16 @@ def _self_test(device: torch.device) -> str | None:
     for a, b in pairs:
         out = torch.full((128, 256), float("nan"), device=device)
         hopper_fp8_gemm(a, b, out)
-        wrong = int((out != _exact(a, b)).sum())
+        wrong = int((out != fp8_gemm_ref(a, b).float()).sum())
         if wrong:
             by = f"{granularity(a)} and {granularity(b)}"
             return f"its self-test by {by} gave {wrong} wrong results of {out.numel()}"
     return None
 
 
-def _exact(a: Quantized, b: Quantized) -> Tensor:
-    x, y = (q.data.double() * spread(q.scale_inv.double(), q.data.shape) for q in (a, b))
-    return (x @ y.T).float()
-
-
 def _form(a: Quantized, b: Quantized) -> str:
     by = {granularity(a), granularity(b)}
     return "block" if "block" in by else "group" if "group" in by else "ends"
-
-
-def _steps(q: Quantized) -> tuple[int, int]:
-    """Strides of the scales between rows, or blocks of rows, and between groups."""
-    if q.scale_inv.dim() == 2:
-        return q.scale_inv.stride(0), q.scale_inv.stride(1)
-    return (0 if q.scale_inv.shape[0] == 1 else 1), 0
 
 
 def hopper_fp8_gemm(
@@ -233,7 +221,7 @@ def hopper_fp8_gemm(
     tiles = cdiv(M, 128) * cdiv(N, plan.block_n)
     _fp8_hopper_kernel[(min(num_sms, tiles),)](
         a.data, b.data, out, a.scale_inv, b.scale_inv, bias, M, N, K,
-        a.data.stride(0), b.data.stride(0), out.stride(0), *_steps(a), *_steps(b),
+        a.data.stride(0), b.data.stride(0), out.stride(0), *scale_strides(a), *scale_strides(b),
         FORM=_form(a, b), ADD=accumulate, BLOCK_M=128, BLOCK_N=plan.block_n, STAGES=plan.stages, GROUP_M=plan.group_m,
         num_warps=4,
     )  # fmt: skip

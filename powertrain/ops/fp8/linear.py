@@ -31,6 +31,7 @@ from torch import Tensor
 from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
 from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
+from powertrain.ops.fp8.plain import plain_function
 from powertrain.ops.fp8.quantize import block_scales, fp8_quantize, quantize_op
 from powertrain.ops.fp8.transpose import transpose_op
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
@@ -230,19 +231,7 @@ _linear_op = Op(
 )
 
 
-class _Plain(torch.autograd.Function):
-    """The same functions outside the op."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        output = _forward(*args)
-        _setup_context(ctx, args, output)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _backward(ctx, *grads)
+_Plain = plain_function(_forward, _setup_context, _backward)
 
 
 @falls_back("fp8_linear")

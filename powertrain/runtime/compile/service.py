@@ -460,7 +460,7 @@ def entry_for(spec: Spec, *, again: bool = False) -> tuple[kernel_store.Entry, s
 
 
 def compile_ahead(specs: Iterable[Spec]) -> None:
-    """Compile in threads of their own what will be wanted soon; who wants it meanwhile waits, and gets the errors."""
+    """Compile specs in background threads. A launch that needs one meanwhile waits for it, and raises its error."""
 
     def compile_quietly(spec: Spec) -> None:
         try:

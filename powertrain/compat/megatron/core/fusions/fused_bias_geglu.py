@@ -72,7 +72,7 @@ def weighted_bias_quick_geglu_impl(
     """`weighted_bias_quick_geglu` of two or three dims; weights [tokens, 1].
 
     clamp_value: the gate is at most it, the other half within ±clamp_value, before the bias. fp8_input_store rounds
-    what is saved there, so it is refused.
+    the saved tensors in Megatron, so it is refused.
     """
     op = "weighted_bias_quick_geglu_impl"
     if fp8_input_store:

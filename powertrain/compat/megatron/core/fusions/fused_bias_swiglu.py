@@ -1,6 +1,6 @@
 """megatron.core.fusions.fused_bias_swiglu.
 
-cpu_offload_input is a hint; fp8_input_store rounds what is saved there, so it is refused.
+cpu_offload_input is a hint; fp8_input_store rounds the saved tensors in Megatron, so it is refused.
 """
 
 from torch import Tensor
