@@ -27,7 +27,7 @@ class CausalLM(nn.Module):
     Shapes: B batch, S sequence, V vocabulary.
         forward(tokens [B, S] int64) -> logits [B, S, V]
         forward(tokens, labels [B, S] int64) -> mean loss over labels that are not -100, in nats, float32 []
-        position_ids [B, S], document_ids [B, S]: packed documents; see Context
+        position_ids [B, S], document_ids [B, S], document_starts [n + 1]: packed documents; see Context
         cache: keys and values of earlier tokens; tokens are the new ones. `lengths` [B] int32 says how many of S count
         read: called with the head's input [B, S, D], weight [V, D] and bias, its result is returned: here, because
             parameters that FSDP shards are whole only while their module's forward runs
@@ -73,6 +73,7 @@ class CausalLM(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         cache: KVCache | None = None,
         lengths: Tensor | None = None,
         logits_at: Tensor | None = None,
@@ -81,7 +82,8 @@ class CausalLM(nn.Module):
         stream: Tensor | None = None,
     ) -> Any:
         # tensor and context parallelism replace `sharding`; the model itself names no ranks
-        context = self.sharding.context(tokens, Context(position_ids, document_ids, cache))
+        packed = Context(position_ids, document_ids, cache, document_starts=document_starts)
+        context = self.sharding.context(tokens, packed)
         states = self.hidden_states(tokens, context, stream)
         # the next stage goes on from the residual stream
         if not self.is_last:

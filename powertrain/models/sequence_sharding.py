@@ -39,7 +39,7 @@ class ContextSharding(Unsharded):
         if context.cache is not None:
             raise NotImplementedError("CausalLM: cache must be None under context parallelism, got a KVCache")
         # computed once a batch: labels and positions are cut the same way
-        self._sharding = sharding = self._sharding_of(tokens, context.document_ids)
+        self._sharding = sharding = self._sharding_of(tokens, context)
         positions = context.position_ids
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -70,11 +70,14 @@ class ContextSharding(Unsharded):
         loss = self.inner.loss(mean_loss, states, part) * (weight * self.cp.world_size)
         return mean_of_ranks(loss, self.cp.peers.group)
 
-    def _sharding_of(self, tokens: Tensor, document_ids: Tensor | None) -> Sharding:
-        if document_ids is None:
-            # the same lengths come in every step, documents do not
-            return self._of_length(tokens.shape[1])
-        return self.cp.sharding(cu_seqlens=_starts(document_ids))
+    def _sharding_of(self, tokens: Tensor, context: Context) -> Sharding:
+        if context.document_starts is not None:
+            # without the empty documents at the end
+            return self.cp.sharding(cu_seqlens=context.document_starts.cpu().unique_consecutive())
+        if context.document_ids is not None:
+            return self.cp.sharding(cu_seqlens=_starts(context.document_ids))
+        # the same lengths come in every step, documents do not
+        return self._of_length(tokens.shape[1])
 
     def _part(self, x: Tensor, tokens: Tensor) -> Tensor:
         """This rank's of an x [B, S] or [S]."""

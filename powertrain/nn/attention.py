@@ -14,7 +14,7 @@ from powertrain.nn.block_sparsity import BlockSparsity
 from powertrain.nn.cache import KVCache
 from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns
-from powertrain.ops.attention import attention
+from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
@@ -25,6 +25,9 @@ class Context(NamedTuple):
 
     position_ids   [B, S] int64: where tokens stand, if not at 0, 1, 2 ...
     document_ids   [B, S] int32: tokens see those with their own id only
+    document_starts  [n + 1] int32: the same of documents that lie one behind the other: where each begins among all B S
+                   tokens, and the end, which may be repeated. The host need not read it, and kernels for packed
+                   sequences, which are faster than those for ids, take it
     cache          keys and values of earlier tokens, while generating
     shape          (B, S) where x is this rank's share of the tokens, [t, hidden_size]; None: x is [B, S, hidden_size]
     across         attention of these tokens to those of other ranks too (query, key, value and options); None: to these
@@ -35,6 +38,18 @@ class Context(NamedTuple):
     cache: KVCache | None = None
     shape: tuple[int, int] | None = None
     across: Callable[..., Tensor] | None = None
+    document_starts: Tensor | None = None
+
+
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, context: Context, **options: Any) -> Tensor:
+    """`attention` of q [B, S, H, D], k and v [B, S, K, D] in which documents of a row do not see each other."""
+    if context.document_starts is None:
+        out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
+        return out
+    query, key, value = (x.flatten(0, 1) for x in (q, k, v))
+    # no document is longer than a row
+    packed: Tensor = varlen_attention(query, key, value, context.document_starts, max_seqlen_q=q.shape[1], **options)
+    return packed.unflatten(0, q.shape[:2])
 
 
 class Rotary(NamedTuple):
@@ -179,10 +194,11 @@ class SelfAttention(nn.Module):
         )  # fmt: skip
         if context.across is not None:
             return context.across(q, k, v, **options)
-        if self.sparsity is not None:
-            options |= {"attn_bias": self.sparsity.mask(q.shape[1], q.device), "dropout_p": 0.0}
+        if self.sparsity is None:
+            return attend_documents(q, k, v, context, **options)
+        options |= {"attn_bias": self.sparsity.mask(q.shape[1], q.device), "dropout_p": 0.0}
         out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
-        return out if self.sparsity is None else F.dropout(out, self.dropout, self.training)
+        return F.dropout(out, self.dropout, self.training)
 
     def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:
         q, k, v = self._split(qkv)

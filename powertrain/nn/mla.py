@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from powertrain.nn.attention import Context, Rotary
+from powertrain.nn.attention import Context, Rotary, attend_documents
 from powertrain.nn.cache import KVCache
 from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns, of_all_tokens
-from powertrain.ops.attention import attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope
 
@@ -113,7 +112,7 @@ class LatentAttention(nn.Module):
         (kv,) = columns(latent, self.kv_up, shape=context.shape)
         k, v = kv.unflatten(-1, (-1, self.nope + self.v_head_dim)).split((self.nope, self.v_head_dim), -1)
         k = torch.cat((r.expand(*k.shape[:-1], -1), k), -1)
-        return attention(q, k, v, is_causal=True, document_ids=context.document_ids, scale=self.scale)
+        return attend_documents(q, k, v, context, is_causal=True, scale=self.scale)
 
     def _decode(self, q: Tensor, latent: Tensor, r: Tensor, cache: KVCache) -> Tensor:
         # kv_up is applied to queries and results, not to the cache: rows stay latents, one for all heads

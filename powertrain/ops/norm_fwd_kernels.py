@@ -34,16 +34,85 @@ def _norm_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
+    pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr)
+    block = tl.program_id(0)
+    strides = (stride_xm, stride_rm)
+    loaded = _load_rows(x_ptr, residual_ptr, block, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
+    if PERSISTENT:
+        # so wide a row leaves an SM one or two programs: each loads its next rows while it computes
+        for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+            after = block + tl.num_programs(0)
+            ahead = _load_rows(x_ptr, residual_ptr, after, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
+            _norm_rows(
+                pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, BLOCK_M, BLOCK_N, BLOCK_TAIL
+            )
+            loaded = ahead
+    else:
+        _norm_rows(
+            pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, BLOCK_M, BLOCK_N, BLOCK_TAIL
+        )
+
+
+@triton.jit
+def _load_rows(
+    x_ptr,
+    residual_ptr,
+    block,
+    M,
+    N,
+    strides,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+):
+    """x and residual of BLOCK_M rows, each as BLOCK_N columns and the BLOCK_TAIL behind them, in their own dtypes."""
+    rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    x = tl.load(x_ptr + rows * strides[0] + cols, mask=(rows < M) & (cols < N), other=0.0)  # [BLOCK_M, BLOCK_N]
+    residual, tail, residual_tail = x, x, x
+    if residual_ptr is not None:
+        # [BLOCK_M, BLOCK_N]
+        residual = tl.load(residual_ptr + rows * strides[1] + cols, mask=(rows < M) & (cols < N), other=0.0)
+    if BLOCK_TAIL > 0:
+        cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail = tl.load(
+            x_ptr + rows * strides[0] + cols, mask=(rows < M) & (cols < N), other=0.0
+        )  # [BLOCK_M, BLOCK_TAIL]
+        residual_tail = tail
+        if residual_ptr is not None:
+            # [BLOCK_M, BLOCK_TAIL]
+            residual_tail = tl.load(residual_ptr + rows * strides[1] + cols, mask=(rows < M) & (cols < N), other=0.0)
+    return x, residual, tail, residual_tail
+
+
+@triton.jit
+def _norm_rows(
+    pointers,
+    loaded,
+    block,
+    M,
+    N,
+    eps,
+    IS_LAYER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+):
+    _, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr = pointers
+    x, residual, tail, residual_tail = loaded
     # a row is BLOCK_N columns, and BLOCK_TAIL after them: 18432 as one power of 2 would leave half of the lanes idle
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
-    h = _load_sum(x_ptr, residual_ptr, h_ptr, rows, cols, stride_xm, stride_rm, mask, N)
+    h = _sum(x, residual, residual_ptr, h_ptr, rows * N + cols, mask)
     if BLOCK_TAIL > 0:
         tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
         tail_mask = (rows < M) & (tail_cols < N)
-        tail = _load_sum(x_ptr, residual_ptr, h_ptr, rows, tail_cols, stride_xm, stride_rm, tail_mask, N)
+        tail = _sum(tail, residual_tail, residual_ptr, h_ptr, rows * N + tail_cols, tail_mask)
     if IS_LAYER:
         # two passes over registers: E[h²] - mean² would lose the digits of a row whose mean is large
         total = tl.sum(h, axis=1, keep_dims=True)
@@ -67,13 +136,12 @@ def _norm_fwd_kernel(
 
 
 @triton.jit
-def _load_sum(x_ptr, residual_ptr, h_ptr, rows, cols, stride_xm, stride_rm, mask, N):
+def _sum(x, residual, residual_ptr, h_ptr, places, mask):
     """x, or x + residual rounded to the stream's dtype, which is stored too; in float32."""
-    h = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # the shape of rows + cols
+    h = x.to(tl.float32)
     if residual_ptr is not None:
-        h += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
-        h = h.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + rows * N + cols, h, mask=mask)
+        h = (h + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + places, h, mask=mask)  # the shape of x
         h = h.to(tl.float32)
     return h
 
@@ -120,9 +188,9 @@ def _norm_fwd_looped_kernel(
     # one row a program, in blocks; each lane keeps a running mean and sum of squared deviations, combined at the end
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
-    count = tl.zeros([BLOCK_N], tl.float32)
     mean = tl.zeros([BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_N], tl.float32)
+    blocks = 0.0
     for start in range(0, N, BLOCK_N):
         cols = start + lanes
         mask = cols < N
@@ -133,16 +201,18 @@ def _norm_fwd_looped_kernel(
             tl.store(h_ptr + row * N + cols, h, mask=mask)  # [BLOCK_N]
             h = h.to(tl.float32)
         if IS_LAYER:
-            count += tl.where(mask, 1.0, 0.0)
-            # Welford's update, lane by lane; the lanes are combined behind the loop by Chan's formula
+            # Welford's update, lane by lane; the lanes are combined behind the loop by Chan's formula. All lanes in
+            # the mask have as many elements, so one division serves the block
+            blocks += 1.0
             delta = tl.where(mask, h - mean, 0.0)
-            mean += delta / tl.maximum(count, 1.0)
+            mean += delta * (1.0 / blocks)
             squares += delta * tl.where(mask, h - mean, 0.0)
         else:
             squares += h * h
     row_mean = 0.0
     total = tl.sum(squares, axis=0)
     if IS_LAYER:
+        count = tl.maximum((N - lanes + BLOCK_N - 1) // BLOCK_N, 0).to(tl.float32)  # [BLOCK_N]
         row_mean = tl.sum(mean * count, axis=0) / N
         total += tl.sum(count * (mean - row_mean) * (mean - row_mean), axis=0)
         tl.store(mean_ptr + row, row_mean)  # scalar
@@ -166,6 +236,7 @@ class _Plan(NamedTuple):
     block_n: int
     num_warps: int
     tail: int = 0  # columns behind block_n, a power of 2
+    programs: int = 0  # on an SM, which loop over blocks of rows; 0: a program for each
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
@@ -235,8 +306,11 @@ def norm_fwd(
             *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps
         )
     else:
-        _norm_fwd_kernel[(cdiv(M, plan.block_m),)](
-            *tensors, M, N, *strides, eps, **modes,
-            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_TAIL=plan.tail, num_warps=plan.num_warps,
+        blocks = cdiv(M, plan.block_m)
+        if plan.programs:
+            blocks = min(blocks, plan.programs * Target.of(x.device).num_sms)
+        _norm_fwd_kernel[(blocks,)](
+            *tensors, M, N, *strides, eps, **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+            BLOCK_TAIL=plan.tail, PERSISTENT=plan.programs > 0, num_warps=plan.num_warps,
         )  # fmt: skip
     return y, h, mean, rstd

@@ -188,7 +188,8 @@ def _loss(model: nn.Module, config: RunConfig) -> Tensor:
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     packed: dict[str, Tensor] = {}
     if config.data.document_mask or objective != "pretrain":
-        packed = {"document_ids": torch.empty(shape, dtype=torch.int32, device="meta"), "position_ids": tokens}
+        starts = torch.empty(max(16, 2 * rows), dtype=torch.int32, device="meta")
+        packed = {"document_starts": starts, "position_ids": tokens}
     if objective in ("pretrain", "sft"):
         return model(tokens, tokens, z_loss=config.train.z_loss, **packed)
     return model(tokens, read=partial(_completion_loss, config, tokens), **packed)
@@ -364,7 +365,10 @@ def explain_run_attention(config: RunConfig, model: nn.Module, arch: str) -> Exp
         arguments["attn_bias"] = "bool"
     if getattr(module, "alibi", False):
         arguments["alibi_slopes"] = True
-    if config.data.document_mask:
+    if (config.data.document_mask or config.train.objective != "pretrain") and sparsity is None:
+        # documents are packed sequences
+        arguments["layout"] = "thd"
+    elif config.data.document_mask:
         arguments["document_ids"] = True
     # sparse layers drop out of the result
     if getattr(module, "dropout", 0.0) and sparsity is None:

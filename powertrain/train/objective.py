@@ -78,10 +78,7 @@ class NextToken:
         """stream: of a pipeline's last stage, the residual stream before it."""
         # the model divides by this batch's tokens; the share is by those of the global batch
         labels, weight = normalize_labels(batch.labels, counted)
-        loss = self.model(
-            batch.tokens, labels, position_ids=batch.position_ids, document_ids=batch.document_ids, z_loss=self.z_loss,
-            stream=stream,
-        )  # fmt: skip
+        loss = self.model(batch.tokens, labels, z_loss=self.z_loss, stream=stream, **batch.documents)
         return loss * weight, loss.new_empty(0)
 
 
@@ -101,7 +98,7 @@ def token_log_probs(model: nn.Module, batch: Batch, **options: Any) -> LogProbs:
     def read(states: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbs:
         return linear_log_probs(states, weight, batch.labels, bias=bias, **options)
 
-    found: LogProbs = model(batch.tokens, position_ids=batch.position_ids, document_ids=batch.document_ids, read=read)
+    found: LogProbs = model(batch.tokens, read=read, **batch.documents)
     return found
 
 
@@ -279,7 +276,7 @@ class Reward:
         def read(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return model.value(states.flatten(0, 1)[last])[:, 0].float()
 
-        rewards = model(batch.tokens, position_ids=batch.position_ids, document_ids=batch.document_ids, read=read)
+        rewards = model(batch.tokens, read=read, **batch.documents)
         chosen, rejected = rewards.chunk(2)
         each = losses.reward_loss(chosen, rejected, center=self.center)
         with torch.no_grad():
@@ -341,9 +338,8 @@ class Distill:
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             states, head, bias = self.teacher(
-                batch.tokens, position_ids=batch.position_ids, document_ids=batch.document_ids,
-                read=lambda states, weight, bias: (states, weight, bias),
-            )  # fmt: skip
+                batch.tokens, read=lambda states, weight, bias: (states, weight, bias), **batch.documents
+            )
         teacher = Teacher(states, head, bias, beta=self.options.beta)
         found = token_log_probs(self.model, batch, teacher=teacher, temperature=self.options.temperature, entropy=True)
         assert found.divergence is not None and found.entropy is not None

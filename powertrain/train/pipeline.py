@@ -196,9 +196,7 @@ class _Stage(nn.Module):
         batch = next(self._batches)
         stream = None if self.part.is_first else received
         if not self.part.is_last:
-            out: Tensor = self.part(
-                batch.tokens, position_ids=batch.position_ids, document_ids=batch.document_ids, stream=stream
-            )
+            out: Tensor = self.part(batch.tokens, stream=stream, **batch.documents)
             if torch.is_grad_enabled() and not out.requires_grad:
                 # a first stage without adapters: torch asks for the gradient of its output all the same
                 out.requires_grad_()
@@ -210,5 +208,5 @@ class _Stage(nn.Module):
     def shape_of(self, batch: Batch) -> tuple[int, ...]:
         """Of the residual stream of a batch: [B, S, D], or this rank's tokens of it."""
         sharding, tokens = self.part.sharding, batch.tokens
-        sharding.context(tokens, Context(batch.position_ids, batch.document_ids))
+        sharding.context(tokens, Context(**batch.documents))
         return *sharding.local_part(tokens, tokens).shape, self.part.config.hidden_size
