@@ -1,6 +1,6 @@
 """Kernels of activations, plain and gated, their plan and launches; activations.py has the formulas."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -237,6 +237,17 @@ def _plan(M: int, N: int, per_thread: int, target: Target) -> _Plan:
     return _Plan(block_m, block_n, warps, triton.cdiv(M, block_m), triton.cdiv(N, block_n))
 
 
+def _vector_rows(*tensors: Tensor | None) -> list[Any]:
+    """Tensors of one shape as rows of whole 16-byte vectors, where the op is element by element and memory is dense:
+    then any rows will do, and rows of 3417 elements would be loaded one by one."""
+    some = [x for x in tensors if x is not None]
+    size = some[0].numel()
+    if some[0].shape[-1] % 16 and size and size % 16 == 0 and all(x.is_contiguous() for x in some):
+        width = min(4096, size & -size)
+        return [x if x is None else x.view(-1, width) for x in tensors]
+    return [x if x is None else as_rows(x) for x in tensors]
+
+
 def _halves(x: Tensor, up: Tensor | None, order: str, gated: bool) -> tuple[Tensor, Tensor | None]:
     """x as rows, or gate and up as rows."""
     if not gated:
@@ -261,7 +272,11 @@ def activation_fwd(
     x: Tensor, up: Tensor | None, bias: Tensor | None, kind: str, order: str, gated: bool, limit: float, alpha: float
 ) -> Tensor:
     y = activation_fwd_outputs(x, up, bias, kind, order, gated, limit, alpha)
-    gate, up = _halves(x, up, order, gated)
+    gate: Tensor
+    if bias is None and (not gated or up is not None):
+        gate, up = _vector_rows(x, up)
+    else:
+        gate, up = _halves(x, up, order, gated)
     gate_bias, up_bias = _bias_halves(bias, order, gated)
     M, N = gate.shape
     plan = _plan(M, N, 16 if gated else 32, Target.of(x.device))
@@ -315,8 +330,13 @@ def activation_bwd(
     else:
         dgate, dup_half = (dx if need_dx else None), (dup if up is not None and need_dup else None)
         stride_dm = dy.shape[-1]
-    dy = as_rows(dy)
-    gate, up = _halves(x, up, order, gated)
+    gate: Tensor
+    if bias is None and (not gated or up is not None):
+        dy, gate, up = _vector_rows(dy, x, up)
+        stride_dm = gate.shape[1]
+    else:
+        dy = as_rows(dy)
+        gate, up = _halves(x, up, order, gated)
     gate_bias, up_bias = _bias_halves(bias, order, gated)
     M, N = gate.shape
     plan = _plan(M, N, 16, Target.of(dy.device))

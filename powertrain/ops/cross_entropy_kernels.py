@@ -403,9 +403,11 @@ def launch_losses(
 ) -> None:
     """The loss from the results of `launch_row_stats` for the whole vocabulary."""
     T = target.shape[0]
-    _loss_kernel[(1 if losses is None else triton.cdiv(T, 1024),)](
+    # one program adds up all rows: with many rows it is bound by the latency of its loads, of which this many are ahead
+    block = 8192 if losses is None and T > 2048 else 1024
+    _loss_kernel[(1 if losses is None else triton.cdiv(T, block),)](
         lse, target_logit, logit_sum, target, scale, losses, loss,
-        T, vocab_size, terms.ignore_index, terms.label_smoothing, terms.z_loss, BLOCK=1024, num_warps=4,
+        T, vocab_size, terms.ignore_index, terms.label_smoothing, terms.z_loss, BLOCK=block, num_warps=block // 256,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ def _norm_bwd_kernel(
     BLOCK_TAIL: tl.constexpr,
     SUM_ROWS_LAST: tl.constexpr,
     PIPELINE: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     # a row is BLOCK_N columns, and BLOCK_TAIL after them: 18432 as one power of 2 would leave half of the lanes idle
     program = tl.program_id(0)
@@ -56,7 +57,7 @@ def _norm_bwd_kernel(
     for block in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=PIPELINE):
         rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         dy, xhat, rstd = _dy_xhat(
-            dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER
+            dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER, False
         )  # fmt: skip
         if dw_partial_ptr is not None:
             # kept over all rows of the program and written once: no atomics, so the same bits every time
@@ -65,7 +66,7 @@ def _norm_bwd_kernel(
             db += _over_rows(dy, SUM_ROWS_LAST)
         wdy = dy
         if weight_ptr is not None:
-            if BLOCK_TAIL > 0:
+            if BLOCK_TAIL > 0 or RELOAD:
                 # from the cache once more: kept, it made 18432 columns spill 272 bytes a thread
                 w = norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
             wdy = dy * w
@@ -75,7 +76,7 @@ def _norm_bwd_kernel(
             sum_wdy = tl.sum(wdy, axis=1, keep_dims=True)  # [BLOCK_M, 1]
         if BLOCK_TAIL > 0:
             tail_dy, tail_xhat, rstd = _dy_xhat(
-                dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, tail_cols, M, N, stride_dym, stride_hm, IS_LAYER
+                dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, tail_cols, M, N, stride_dym, stride_hm, IS_LAYER, False
             )  # fmt: skip
             if dw_partial_ptr is not None:
                 tail_dw += _over_rows(tail_dy * tail_xhat, SUM_ROWS_LAST)
@@ -88,9 +89,23 @@ def _norm_bwd_kernel(
             if IS_LAYER:
                 sum_wdy += tl.sum(tail_wdy, axis=1, keep_dims=True)
         if dx_ptr is not None:
+            if RELOAD:
+                # from the L2 once more: kept over the sums, dy and x̂ of so wide a row would spill
+                wdy, xhat, rstd = _dy_xhat(
+                    dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER, True
+                )  # fmt: skip
+                if weight_ptr is not None:
+                    wdy *= norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
             dx = (wdy - xhat * (sum_wdy_xhat / N) - sum_wdy / N) * rstd  # [BLOCK_M, BLOCK_N]
             _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, cols, M, N, stride_dhm)
             if BLOCK_TAIL > 0:
+                if RELOAD:
+                    tail_wdy, tail_xhat, rstd = _dy_xhat(
+                        dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, tail_cols, M, N, stride_dym, stride_hm, IS_LAYER,
+                        True,
+                    )  # fmt: skip
+                    if weight_ptr is not None:
+                        tail_wdy *= norm_weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
                 dx = (tail_wdy - tail_xhat * (sum_wdy_xhat / N) - sum_wdy / N) * rstd  # [BLOCK_M, BLOCK_TAIL]
                 _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, tail_cols, M, N, stride_dhm)
     _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N)
@@ -99,10 +114,16 @@ def _norm_bwd_kernel(
 
 
 @triton.jit
-def _dy_xhat(dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER: tl.constexpr):
+def _dy_xhat(
+    dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    # another policy than the first load's, or the compiler would make one load of the two
+    POLICY: tl.constexpr = "evict_first" if AGAIN else ""
     mask = (rows < M) & (cols < N)
-    h = tl.load(h_ptr + rows * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    # both [BLOCK_M, BLOCK_N]
+    h = tl.load(h_ptr + rows * stride_hm + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)  # [BLOCK_M, 1]
     if IS_LAYER:
         h = tl.where(mask, h - tl.load(mean_ptr + rows, mask=rows < M, other=0.0), 0.0)  # [BLOCK_M, 1]
@@ -266,6 +287,7 @@ class _Plan(NamedTuple):
     pipeline: int = 1  # stages in flight
     tail: int = 0  # columns behind block_n, a power of 2
     sum_rows_last: bool = False  # weight gradients are summed over a block's rows after the last block
+    reload: bool = False  # a row is read again for dx, from the cache
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps", "programs", "pipeline"))
@@ -358,7 +380,8 @@ def norm_bwd(
         _norm_bwd_kernel[(plan.programs,)](
             dy, dh, h, weight, mean, rstd, dx, dresidual, dw_partial, db_partial, M, N, *strides,
             **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_TAIL=plan.tail,
-            SUM_ROWS_LAST=plan.sum_rows_last, PIPELINE=plan.pipeline, num_warps=plan.num_warps,
+            SUM_ROWS_LAST=plan.sum_rows_last, PIPELINE=plan.pipeline, RELOAD=plan.reload,
+            num_warps=plan.num_warps,
         )  # fmt: skip
     elif dx is not None:
         _norm_bwd_looped_kernel[(M,)](

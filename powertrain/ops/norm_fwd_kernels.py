@@ -240,38 +240,56 @@ class _Plan(NamedTuple):
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
-def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
+def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: int, target: Target) -> _Plan:
     # bf16, 16384 rows, ms; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
     #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
     #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
     # a persistent grid, cache hints on loads and on stores: no gain
-    # as much between the powers of 2, where a block has idle lanes; in brackets torch.compile:
-    # a block and a tail, warps, beside one block and in brackets torch.compile:
+    # between the powers of 2 a block and a tail, warps, beside one block; in brackets torch.compile:
     #   rms    5120 8 warps 0.083 / 0.084 (0.091)    6144 4 warps 0.098 / 0.099 (0.099)
     #   rms    10240 16 warps 0.161 / 0.175 (0.160)  12288 4 warps 0.202 / 0.205 (0.192)
-    #   rms    14336 8 warps 0.225 / 0.231 (0.224)   18432 32 warps 0.296 / 0.345 (0.291)
-    #   rms    20480 16 warps 0.431 / 8192 at a time 0.393 (0.314)   24576 16 warps 0.462 / 0.495 (0.375)
+    #   rms    14336 8 warps 0.225 / 0.231 (0.224)
     #   layer  5120 4 warps 0.084 / 0.103 (0.152)    6144 4 warps 0.100 / 0.112 (0.127)
-    #   layer  10240 8 warps 0.175 / 0.220 (0.179)
-    #   layer  12288 4 warps 0.232 / 0.236 (0.207)   14336 8 warps 0.250 / 0.254 (0.237)
-    #   layer  18432 8 warps 0.549 / 2048 at a time 0.451 (0.307)   24576 16 warps 0.543 / 0.619 (0.430)
+    #   layer  10240 8 warps 0.175 / 0.220 (0.179)   14336 8 warps 0.250 / 0.254 (0.237)
+    #   layer  12288 8 warps, 2 programs an SM 0.216 / 4 warps, a program a row 0.232 (0.207)
     block_n = next_power_of_2(N)
     whole = block_n // 2
     tail = max(256, next_power_of_2(N - whole)) if N > whole else 0
     if N in range(4097, 6145):
         return _Plan(False, 1, whole, 8 if tail <= 1024 and not is_layer else 4, tail)
+    if is_layer and not has_residual and element_size == 2 and N in range(10241, 12289):
+        return _Plan(False, 1, whole, 8, tail, programs=2)
     if N in range(8193, 14337):
         warps = 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8
         return _Plan(False, 1, whole, warps, tail)
-    if N in range(20481, 24577) or (N in range(16385, 18433) and not is_layer):
-        return _Plan(False, 1, whole, 32 if tail <= 2048 else 16, tail)
+    if block_n > 32768:
+        # 49152 and 65536: blocks of 2048, 4096 and 8192 within 3 % of each other
+        return _Plan(True, 1, 4096, 16)
     if block_n > 16384:
-        return _Plan(True, 1, 2048 if is_layer else 8192, 8)
+        return _wide_plan(16384, tail, is_layer, has_residual, element_size)
     if block_n > 8192 or (is_layer and block_n > 4096):
         return _Plan(False, 1, block_n, 8)
     if block_n >= 4096:
         return _Plan(False, 2, block_n, 8)
     return _Plan(False, min(16, 4096 // block_n), block_n, 4)
+
+
+def _wide_plan(block: int, tail: int, is_layer: bool, has_residual: bool, element_size: int) -> _Plan:
+    # bf16, 16384 rows, ms: programs that loop, 8 / 16 / 32 warps; a program a row; 4096 columns a step (torch.compile)
+    #   rms    18432 .310 / .304 / .309; .345; .316 (.291)   20480 .346 / .339 / .345; -; .358 (.314)
+    #   rms    24576 - / .407 / .414; -; .463 (.376)         28672 - / .474 / .477; .487; .594 (.483)
+    #   rms    32768 - / .567 / .538; .548; .721 (.511)      20480 with a residual - / .671 / .676; .640; .652 (.660)
+    #   layer  18432 .325 / .414 / -; -; .382 (.306)         20480 .355 / .473 / -; -; .403 (.343)
+    #   layer  24576 - / .428 / .412; .546; .506 (.430)      28672 spills; .601; .627 (.538)
+    #   layer  32768 spills; .646; .748 (.641)               20480 with a residual .690 / .693 / -; .650; .669 (.677)
+    #   layer  18432 of float32 .642 / .621 / -; .672; .752 (.621)
+    if has_residual or (is_layer and tail > 8192):
+        return _Plan(False, 1, block, 16, tail)
+    if is_layer:
+        warps = 16 if element_size == 4 else 8 if tail <= 4096 else 32
+    else:
+        warps = 16 if tail <= 8192 else 32
+    return _Plan(False, 1, block, warps, tail, programs=1)
 
 
 def norm_fwd_outputs(
@@ -297,7 +315,8 @@ def norm_fwd(
     rows = as_rows(x)
     residual = None if residual is None else as_rows(residual)
     M, N = rows.shape
-    plan = _plan_fwd(M, N, is_layer, Target.of(x.device))
+    target = Target.of(x.device)
+    plan = _plan_fwd(M, N, is_layer, residual is not None, x.element_size(), target)
     tensors = (rows, residual, weight, bias, y, h, mean, rstd)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
     modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
@@ -308,7 +327,7 @@ def norm_fwd(
     else:
         blocks = cdiv(M, plan.block_m)
         if plan.programs:
-            blocks = min(blocks, plan.programs * Target.of(x.device).num_sms)
+            blocks = min(blocks, plan.programs * target.num_sms)
         _norm_fwd_kernel[(blocks,)](
             *tensors, M, N, *strides, eps, **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
             BLOCK_TAIL=plan.tail, PERSISTENT=plan.programs > 0, num_warps=plan.num_warps,
