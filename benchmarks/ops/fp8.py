@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from powertrain.models import configure
 from powertrain.models.registry import architecture
 from powertrain.nn.attention import Context
+from powertrain.ops.fp8.current import fp8_quantize_current, new_states, quantize_current_op
 from powertrain.ops.fp8.formulas import Quantized
 from powertrain.ops.fp8.gemm import fp8_gemm, why_not_torch
 from powertrain.ops.fp8.hopper_gemm import why_not as why_not_hopper
@@ -26,7 +27,8 @@ SHAPES = ((8192, 8192, 8192), (16384, 6144, 4096), (16384, 4096, 4096), (16384, 
     (16384, 8192, 2048), (14336, 4096, 16384), (4096, 4096, 16384), (2048, 4096, 4096), (3072, 3072, 8192))  # fmt: skip
 FORMS = (("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group"))
 RECIPES: dict[str, Any] = {"bf16": None, "tensor, delayed": TensorRecipe(scale="delayed", history=16),
-    "tensor": TensorRecipe(), "row": Row(), "block": Block()}  # fmt: skip
+    "tensor": TensorRecipe(), "tensor, two passes": TensorRecipe(power_of_two=False), "row": Row(),
+    "block": Block()}  # fmt: skip
 
 
 def _randn(*shape: int) -> Tensor:
@@ -38,6 +40,11 @@ def _quantize(columns: int) -> str:
     scale = torch.ones(1, device="cuda")
     kinds: dict[str, Callable[[], Any]] = {"copy": lambda: copy.copy_(x)}
     kinds["delayed"] = partial(fp8_quantize, x, "tensor", scale=scale, measure=True)
+    last, other = new_states(1, x.device)[0], torch.zeros(4, dtype=torch.int32, device="cuda")
+    fp8_quantize_current(x, last)
+    kinds["tensor, last scale"] = partial(fp8_quantize_current, x, last)
+    # without the write of the new state: every call finds another scale than the last
+    kinds["tensor, again"] = partial(quantize_current_op, x, other, "e4m3", True, True, True)
     kinds |= {by: partial(fp8_quantize, x, by) for by in ("tensor", "row", "group", "block")}
     kinds |= {f"{by}, rows": partial(fp8_quantize, x, by, columns=False) for by in ("tensor", "row", "group")}
     return table(f"quantize {TOKENS}x{columns}", measure(kinds), num_bytes=4 * x.numel())

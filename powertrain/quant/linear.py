@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from powertrain.ops.fp8.current import new_states, repeated_share
 from powertrain.ops.fp8.formulas import Copies
 from powertrain.ops.fp8.linear import fp8_linear, quantized_weight
 from powertrain.quant.gathered_weight import GatheredWeight
@@ -17,6 +18,9 @@ from powertrain.runtime import checks
 # of delayed scaling, float32. amax [3]: largest magnitudes of x, weight and dy since the last update;
 # history [3, steps]: those of the steps before, the newest first; scale [3]: 0 where none is known yet
 BUFFERS = ("fp8_amax", "fp8_amax_history", "fp8_scale")
+# of current scaling by powers of two, [3, 4] int32: the last scales of x, weight and dy, and how often each has changed
+# (ops/fp8/current.py). In no state dict: no result depends on it
+LAST = "fp8_last"
 
 
 class FP8State(nn.Module):
@@ -24,7 +28,8 @@ class FP8State(nn.Module):
 
     Delayed scaling has the buffers fp8_amax [3], fp8_amax_history [3, history] and fp8_scale [3]; a state dict without
     them loads too. They stay float32 whatever dtype the model is cast to. Largest magnitudes are recorded in training
-    mode; a recomputed forward records the same ones.
+    mode; a recomputed forward records the same ones. Current scaling by powers of two has the buffer fp8_last [3, 4],
+    which is not saved.
     """
 
     recipe: Recipe
@@ -37,9 +42,16 @@ class FP8State(nn.Module):
     _copied: tuple[int, int] = (-1, -1)  # version and address of the weight that `copies` are of
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
-        """Use `recipe` from now on. Delayed scaling gets its buffers, which keep what they know; others have none."""
+        """Use `recipe` from now on. Delayed scaling gets its buffers, which keep what they know; current scaling by
+        powers of two gets a new `fp8_last`; others have none."""
         self.__dict__["recipe"] = recipe
         self.copies = None
+        self._buffers.pop(LAST, None)
+        # a buffer made inside a compiled graph would be its temporary; without one the results are the same
+        if recipe.keeps_last and not torch.compiler.is_compiling():
+            # an inference tensor could not be written in training
+            with torch.inference_mode(False):
+                self.register_buffer(LAST, new_states(3, device), persistent=False)
         if not (isinstance(recipe, TensorRecipe) and recipe.is_delayed):
             for name in BUFFERS:
                 self._buffers.pop(name, None)
@@ -52,6 +64,12 @@ class FP8State(nn.Module):
                 now[..., : known.shape[-1]] = known
             self.register_buffer(name, now)
 
+    def repeats(self, role: int) -> Tensor | None:
+        """Of x (0), weight (1) or dy (2): the share of quantizations that found another scale than the one before and
+        quantized again, [1] float32 on the layer's device; None: the recipe keeps no last scale."""
+        last = getattr(self, LAST, None)
+        return None if last is None else repeated_share(last[role])
+
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
         """x Wᵀ + b by `fp8_linear` and the recipe."""
         recipe, is_delayed = self.recipe, self.recipe.is_delayed
@@ -63,7 +81,7 @@ class FP8State(nn.Module):
         return fp8_linear(
             x, weight, bias, by=recipe.by, grad_format=grad_format(recipe),
             power_of_two=recipe.power_of_two, fast=recipe.fast, scales=self.fp8_scale if is_delayed else None,
-            amaxes=self.fp8_amax if is_delayed and self.training else None,
+            amaxes=self.fp8_amax if is_delayed and self.training else None, last=getattr(self, LAST, None),
             weight_copies=copies, main_grad=main_grad,
         )  # fmt: skip
 
@@ -86,6 +104,7 @@ class FP8State(nn.Module):
                     self.recipe.by,
                     power_of_two=self.recipe.power_of_two,
                     scale=scale,
+                    last=getattr(self, LAST, None),
                 )
                 if is_delayed:
                     self._record_weight(self.copies)
@@ -110,14 +129,16 @@ class FP8State(nn.Module):
             amax.copy_(torch.maximum(amax, copies.amax))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FP8State":
-        before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
+        before = {name: self._buffers[name] for name in (*BUFFERS, LAST) if name in self._buffers}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             now = self._buffers[name]
             assert buffer is not None and now is not None
             # a cast of the model is not one of its statistics; memory from the meta device holds none yet
             self._buffers[name] = (
-                torch.zeros(buffer.shape, device=now.device) if buffer.is_meta else buffer.to(now.device)
+                torch.zeros(buffer.shape, dtype=buffer.dtype, device=now.device)
+                if buffer.is_meta
+                else buffer.to(now.device)
             )
         self.copies = None
         return self
@@ -195,8 +216,9 @@ class FP8Linear(FP8State, nn.Linear):
         self.copies = None
         for name in ("recipe", "shares", "keeps", "copies", "_copied", "gather"):
             self.__dict__.pop(name, None)
-        for name in BUFFERS:
+        for name in (*BUFFERS, LAST):
             self._buffers.pop(name, None)
+            self._non_persistent_buffers_set.discard(name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:

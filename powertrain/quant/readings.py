@@ -34,6 +34,8 @@ class Reading(NamedTuple):
     underflow   share of its values that are not 0 and became 0
     saturated   share of its values beyond the largest of the format
     error       norm of what rounding changed over the norm of its values
+    repeats     share of its quantizations since the recipe was set that found another scale than the one before, and
+                read it twice; None: the recipe keeps no last scale
     """
 
     layer: str
@@ -42,9 +44,12 @@ class Reading(NamedTuple):
     underflow: float
     saturated: float
     error: float
+    repeats: float | None = None
 
     def __str__(self) -> str:
         shares = f"underflow {self.underflow:.2%}, saturated {self.saturated:.2%}, error {self.error:.2%}"
+        if self.repeats is not None:
+            shares += f", read twice {self.repeats:.2%}"
         return f"{self.layer} {self.role}: amax {self.amax:.3g}, {shares}"
 
 
@@ -68,7 +73,10 @@ class Readings:
         if not self._found:
             return []
         rows = torch.stack(list(self._found.values())).tolist()
-        readings = [Reading(*key, *row) for key, row in zip(self._found, rows, strict=True)]
+        readings = []
+        for (layer, role), (amax, underflow, saturated, error, repeats) in zip(self._found, rows, strict=True):
+            share = None if repeats < 0 else repeats
+            readings.append(Reading(layer, role, amax, underflow, saturated, error, share))
         return sorted(readings, key=lambda r: -r.error if r.error == r.error else -float("inf"))
 
     def __str__(self) -> str:
@@ -78,7 +86,8 @@ class Readings:
     def add(self, layer: FP8State, name: str, role: str, values: Tensor) -> None:
         """Measure one operand as the layer's recipe quantizes it for its first product."""
         if values.numel():
-            self._note(name, role, _measured(layer, ROLES.index(role), as_rows(values.detach())))
+            place = ROLES.index(role)
+            self._note(name, role, _measured(layer, place, as_rows(values.detach())), layer.repeats(place))
 
     @torch.no_grad()
     def add_kept(self, name: str, values: Tensor) -> None:
@@ -87,7 +96,8 @@ class Readings:
             rows = as_rows(values.detach())
             self._note(name, "kept", _compared(rows, fp8_quantize(rows, "group", columns=False, measure=True), "e4m3"))
 
-    def _note(self, name: str, role: str, found: Tensor) -> None:
+    def _note(self, name: str, role: str, found: Tensor, repeats: Tensor | None = None) -> None:
+        found = torch.cat([found, found.new_full((1,), -1.0) if repeats is None else repeats])
         before = self._found.get((name, role), found)
         self._found[name, role] = torch.maximum(before, found)
 

@@ -23,9 +23,10 @@ Format = Literal["hybrid", "e4m3"]
 class Tensor:
     """One scale a tensor.
 
-    scale         "current": from the tensor's own largest magnitude, which needs a pass over the tensor. "delayed":
-                  from the largest magnitudes of the last steps, kept in buffers of the layer; larger values saturate.
-                  The first step uses the tensor's own. Call `update_scales(model)` after each optimizer step
+    scale         "current": from the tensor's own largest magnitude. A tensor is read once where its scale, a power of
+                  two, is that of the last call, else twice. "delayed": from the largest magnitudes of the last steps,
+                  kept in buffers of the layer; larger values saturate. The first step uses the tensor's own. Call
+                  `update_scales(model)` after each optimizer step
     format        "hybrid": gradients in e5m2; "e4m3"
     power_of_two  scales rounded down to powers of two, which change no mantissa; False: TransformerEngine's
     fast          outputs accumulate in the tensor cores alone (about 14 bits on sm_90); gradients never do
@@ -54,6 +55,11 @@ class Tensor:
     def is_delayed(self) -> bool:
         return self.scale == "delayed"
 
+    @property
+    def keeps_last(self) -> bool:
+        """Whether a layer keeps the last call's scales to quantize in one read."""
+        return self.scale == "current" and self.power_of_two
+
     def __str__(self) -> str:
         return "tensor-delayed" if self.is_delayed else "tensor"
 
@@ -71,6 +77,7 @@ class Row:
 
     by: ClassVar[By] = "row"
     is_delayed: ClassVar[bool] = False
+    keeps_last: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checks.one_of("Row", "format", self.format, ("hybrid", "e4m3"))
@@ -91,6 +98,7 @@ class Block:
 
     by: ClassVar[By] = "block"
     is_delayed: ClassVar[bool] = False
+    keeps_last: ClassVar[bool] = False
     fast: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -63,7 +63,10 @@ class FP8Watch:
         found = readings.list()
         # the largest of what gated MLPs keep too, though operands of products may have larger ones
         kept = [reading for reading in found[WORST:] if reading.role == "kept"][:1]
-        lines = [f"fp8 at step {step}, the largest errors of {len(found)} operands:", *map(str, found[:WORST] + kept)]
+        repeats = [reading.repeats for reading in found if reading.repeats is not None]
+        read = f"; {sum(repeats) / len(repeats):.2%} of quantizations so far read twice" if repeats else ""
+        lines = [f"fp8 at step {step}, the largest errors of {len(found)} operands{read}:"]
+        lines += map(str, found[:WORST] + kept)
         self.note("\n  ".join(lines))
         if config.rescue:
             self._judge(found, step)

@@ -25,6 +25,7 @@ from powertrain.quant import (
 )
 from powertrain.quant import Tensor as TensorRecipe
 from powertrain.quant.gathered_weight import GatheredWeight
+from powertrain.quant.linear import LAST
 from powertrain.quant.recipe import Recipe
 from powertrain.quant.wire import wire_bytes
 
@@ -107,7 +108,8 @@ def _steps(model: Any, mesh: DeviceMesh, first: int = 0, count: int = 3, optimiz
         optimizer.zero_grad()
         update_scales(model, dist.group.WORLD)
         seen += [p.full_tensor().detach() for p in model.parameters()]
-        seen += [b.clone() for b in model.buffers()]
+        # last scales count quantizations of weights, which are made before the gather here
+        seen += [b.clone() for name, b in model.named_buffers() if not name.endswith(LAST)]
     return seen
 
 

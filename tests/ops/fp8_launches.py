@@ -2,6 +2,7 @@
 
 import torch
 
+from powertrain.ops.fp8.current import fp8_quantize_current, new_states
 from powertrain.ops.fp8.dequantize import fp8_dequantize
 from powertrain.ops.fp8.gated import fp8_gated_activation
 from powertrain.ops.fp8.gemm import fp8_gemm
@@ -22,6 +23,9 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
             fp8_quantize(x, by, format, power_of_two=False)
     fp8_quantize(x, "tensor", scale=torch.empty(1, device=META), measure=True)
     x = x[:, :4096]
+    for rows, columns in ((True, True), (True, False)):
+        fp8_quantize_current(x, new_states(1, META)[0], "e4m3", rows=rows, columns=columns)
+    fp8_quantize_current(x[:, :100].contiguous(), new_states(1, META)[0], "e5m2")  # rows of no whole 16 elements
     gate, up = (torch.empty(512, 4096, dtype=dtype, device=META, requires_grad=True) for _ in range(2))
     fp8_gated_activation(gate, up).backward(torch.empty_like(gate))
     fp8_transpose(fp8_quantize(x, "row", columns=False).data, 4096)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.fp8 import dequantize, gated, quantize, transpose
+from powertrain.ops.fp8 import current, dequantize, gated, quantize, transpose
 
 pytestmark = pytest.mark.kernels
 
@@ -39,6 +39,9 @@ CASES = [
     (quantize, "launch", lambda out: out.data, "data by tensor in e4m3 differs"),
     (quantize, "launch", lambda out: out.data_t, "data_t by tensor in e4m3 differs"),
     (quantize, "launch", lambda out: out.scale_inv, "scale_inv by tensor in e4m3 differs"),
+    (current, "_launch", lambda out: out.data, "data in e4m3 differs"),
+    (current, "_launch", lambda out: out.data_t, "data_t in e4m3 differs"),
+    (current, "_launch", lambda out: out.state, "state in e4m3 differs"),
     (transpose, "_launch", lambda out: out, "bytes of the transposed copy differ"),
     (dequantize, "_launch", lambda out: out, "values of float8_e4m3fn in bfloat16 differ"),
     (gated, "_launch", lambda out: out[1], "what is kept of gate differs"),

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import powertrain
 from powertrain.ops.cases import Case, cases
+from powertrain.ops.fp8.current import new_states
 from powertrain.runtime import recording, replay, steering
 from powertrain.runtime.dispatch import Op, falls_back
 from powertrain.runtime.launch import kernel
@@ -541,16 +542,22 @@ def test_a_second_backward_is_refused_after_replays(device: torch.device) -> Non
 
 
 @pytest.mark.parametrize(
-    ("by", "delayed"),
-    [("tensor", True), *(pytest.param(by, False, marks=SLOW_IN_INTERPRETER) for by in ("tensor", "row", "block"))],
+    ("by", "kept"),
+    [
+        ("tensor", "last"),
+        pytest.param("tensor", "delayed", marks=SLOW_IN_INTERPRETER),
+        *(pytest.param(by, "", marks=SLOW_IN_INTERPRETER) for by in ("tensor", "row", "block")),
+    ],
 )
-def test_fp8_layers_of_one_shape_keep_apart(by: Any, delayed: bool, device: torch.device, counted: _Counted) -> None:
-    """What a backward keeps beside saved tensors (scales, amaxes, main_grad) is that of its own layer."""
+def test_fp8_layers_of_one_shape_keep_apart(by: Any, kept: str, device: torch.device, counted: _Counted) -> None:
+    """What a backward keeps beside saved tensors (scales, amaxes, last scales, main_grad) is that of its own layer."""
     layers: list[dict[str, Any]] = []
     for layer in range(2):
         weight = torch.randn(32, 48, device=device).bfloat16().requires_grad_()
         options = {"main_grad": torch.zeros(32, 48, device=device)}
-        if delayed:
+        if kept == "last":
+            options["last"] = new_states(3, device)
+        if kept == "delayed":
             options["scales"] = torch.full((3,), 2.0**layer, device=device)
             options["amaxes"] = torch.zeros(3, device=device)
         layers.append({"weight": weight, **options})
@@ -566,6 +573,8 @@ def test_fp8_layers_of_one_shape_keep_apart(by: Any, delayed: bool, device: torc
             for name, ours in layer.items():
                 assert torch.equal(ours, whole[name]), name
     assert counted.routes >= 2 * 2 * (_CALLS - 4)  # forward and backward of each layer
+    if kept == "last":
+        assert all((layer["last"][:, 2] == _CALLS).all() and (layer["last"][0, 3] > 1) for layer in layers)
 
 
 def _fp8_step(x: Tensor, dy: Tensor, by: Any, layer: dict[str, Any]) -> tuple[Tensor, Tensor]:

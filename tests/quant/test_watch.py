@@ -48,6 +48,23 @@ def test_underflow_and_saturation_by_hand() -> None:
     assert reading.saturated == pytest.approx(1 / 320) and reading.error == pytest.approx(0.5, abs=1e-3)
 
 
+def test_the_share_of_tensors_that_were_read_twice() -> None:
+    """Of each operand: the first has no scale before it, a larger one has another."""
+    model, x = _layer(TensorRecipe()), torch.randn(5, 160)
+    for size in (1.0, 1.0, 16.0):
+        model(x * size).sum().backward()
+    with watch(model) as readings:
+        model(x * 16.0).sum().backward()
+    # of this call's dy too: its hook is called before it is quantized
+    assert {r.role: r.repeats for r in readings.list()} == {"x": 2 / 4, "weight": 1 / 4, "dy": pytest.approx(1 / 3)}
+    assert "read twice 50.00%" in str(readings)
+    for recipe in (TensorRecipe(power_of_two=False), Row()):
+        model = _layer(recipe)
+        with watch(model) as readings:
+            model(x)
+        assert all(r.repeats is None for r in readings.list()) and "read twice" not in str(readings)
+
+
 def test_nan_is_on_top_and_names_its_layer() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     quantize_model(model, Row())

@@ -15,12 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, dequantized
+from powertrain.ops.fp8.tested import serves
 from powertrain.ops.shapes import cdiv
-from powertrain.runtime import checks, recording, self_test
+from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel
-from powertrain.runtime.errors import WarmUpFirst
 from powertrain.runtime.launch import kernel
-from powertrain.runtime.target import Target
 
 _BLOCK_R = 32  # of rows of one group: 16 elements a thread of 8 warps, which are one load of 16 bytes
 
@@ -92,17 +91,7 @@ _tested: dict[torch.dtype, dict[int | None, str | None]] = {dtype: {} for dtype 
 
 def _kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel's values are right on a device; elsewhere plain PyTorch computes them."""
-    if not Target.of(device).has_fp8:
-        return False
-    if device.type != "cuda" or recording.state.recording is not None:
-        return True
-    tested = _tested[dtype]
-    if device.index not in tested and torch.cuda.is_current_stream_capturing():
-        raise WarmUpFirst(
-            f"fp8_dequantize would have to be tested on {device} inside graph capture: run it once before"
-        )
-    test = partial(_self_test, dtype=dtype)
-    return self_test.failure(tested, device, test, "fp8_dequantize: plain PyTorch is used") is None
+    return serves(_tested[dtype], device, "fp8_dequantize", partial(_self_test, dtype=dtype))
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:

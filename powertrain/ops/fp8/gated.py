@@ -24,12 +24,11 @@ from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, dequantized, p
 from powertrain.ops.fp8.plain import plain_function
 from powertrain.ops.fp8.quantize import same_bits, special_values
 from powertrain.ops.fp8.quantize_kernels import inverse_of, magnitude_of, scale_of_magnitude
+from powertrain.ops.fp8.tested import serves
 from powertrain.ops.shapes import as_rows, cdiv
-from powertrain.runtime import checks, recording, self_test
+from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel
-from powertrain.runtime.errors import WarmUpFirst
 from powertrain.runtime.launch import kernel
-from powertrain.runtime.target import Target
 
 _BLOCK_R = 16  # of rows of one group: 16 bytes of a 16-bit operand are 8 elements for each of 256 threads
 
@@ -208,15 +207,8 @@ _self_tests: dict[torch.dtype, dict[int | None, str | None]] = defaultdict(dict)
 
 def _kernel_serves(x: Tensor) -> bool:
     """Whether the kernels' bytes are right on x's device; elsewhere plain PyTorch computes them."""
-    if not Target.of(x.device).has_fp8:
-        return False
-    if x.device.type != "cuda" or recording.state.recording is not None:
-        return True
-    tested, what = _self_tests[x.dtype], f"fp8_gated_activation of {checks.name(x.dtype)}"
-    if x.device.index not in tested and torch.cuda.is_current_stream_capturing():
-        raise WarmUpFirst(f"{what} would have to be tested on {x.device} inside graph capture: run it once before")
-    test = partial(_self_test, dtype=x.dtype)
-    return self_test.failure(tested, x.device, test, f"{what}: plain PyTorch is used") is None
+    what = f"fp8_gated_activation of {checks.name(x.dtype)}"
+    return serves(_self_tests[x.dtype], x.device, what, partial(_self_test, dtype=x.dtype))
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:

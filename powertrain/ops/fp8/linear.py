@@ -16,7 +16,7 @@ W is quantized once for both. Scales of whole columns of x would need another pa
 
 Saved: xᵀ in FP8 (1 byte an element) with its scales, W and its scales; W's transposed copy is quantized in backward,
 from W, unless both copies are given; if W's data is given alone, it is transposed, and the values of W are never read.
-x and dy are read twice; once by tensor with scales that are given.
+x and dy are read twice; once by tensor with scales that are given, and with `last` in most calls (ops/fp8/current.py).
 
 Sources: TransformerEngine's recipes; DeepSeek-V3, arXiv:2412.19437, section 3.3, for groups and blocks.
 """
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.ops.batch_invariance import refuse_invariant
+from powertrain.ops.fp8.current import Current, fp8_quantize_current, quantize_current_op, write_state_op
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
 from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
 from powertrain.ops.fp8.plain import plain_function
@@ -46,7 +47,7 @@ GRANULARITIES = {
     "row": ("row", "row", "row", "group"),
     "block": ("group", "block", "group", "group"),
 }
-_INPUT, _WEIGHT, _GRAD = range(3)  # roles: places in `scales` and `amaxes`
+_INPUT, _WEIGHT, _GRAD = range(3)  # roles: places in `scales`, `amaxes` and `last`
 
 
 def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,8 +56,12 @@ def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x.to(acc), weight.to(acc), None if bias is None else bias.to(acc)).to(x.dtype)
 
 
-def quantized_weight(weight: Tensor, by: By, *, power_of_two: bool = True, scale: Tensor | None = None) -> Copies:
-    """Both copies of a weight [N, K], which several calls of `fp8_linear` may share."""
+def quantized_weight(
+    weight: Tensor, by: By, *, power_of_two: bool = True, scale: Tensor | None = None, last: Tensor | None = None
+) -> Copies:
+    """Both copies of a weight [N, K], which several calls of `fp8_linear` may share; last [3, 4] as of `fp8_linear`."""
+    if last is not None:
+        return fp8_quantize_current(weight, last[_WEIGHT])
     return fp8_quantize(
         weight, GRANULARITIES[by][_WEIGHT], power_of_two=power_of_two, scale=scale, measure=scale is not None
     )
@@ -79,10 +84,23 @@ def _role(scales: Tensor | None, role: int) -> Tensor | None:
     return None if scales is None else scales[role : role + 1]
 
 
+def _noted(
+    x: Tensor, role: int, by: str, format: str, power_of_two: bool, kernel: bool, scales: Tensor | None,
+    amaxes: Tensor | None, last: Tensor | None, *, rows: bool, columns: bool = False,
+) -> tuple[Copies, Tensor]:  # fmt: skip
+    """The copies of one operand, and what is noted of it: its amax [1], its next state [1, 4], or nothing [0]."""
+    if last is not None:
+        made = Current(*quantize_current_op(x, last[role], format, rows, columns, kernel))
+        return made.copies, made.state[None]
+    scale, measure = _role(scales, role), amaxes is not None
+    copies = _quantized(x, by, format, power_of_two, kernel, scale=scale, rows=rows, columns=columns, measure=measure)
+    return copies, copies.amax
+
+
 def _outputs(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, w: Tensor | None, w_inv: Tensor | None,
-    wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, by: str,
-    grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
+    wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, last: Tensor | None,
+    by: str, grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """keep: gradients are enabled; backward needs the transposed x and the scales of W."""
     (*lead, K), N = x.shape, weight.shape[0]
@@ -93,51 +111,50 @@ def _outputs(
     groups = none.new_empty((cdiv(M, GROUP), K)).T
     x_inv = (none.new_empty(1) if by == "tensor" else groups) if keep else none
     w_scale = none.new_empty({"tensor": 1, "row": N}.get(by, 0) if keep and w is None else 0)
-    return y, none.new_empty(0 if amaxes is None else 2), x_t, x_inv, w_scale
+    count = 1 if w is not None else 2
+    notes = none.new_empty(0 if amaxes is None else count) if last is None else last.new_empty((count, 4))
+    return y, notes, x_t, x_inv, w_scale
 
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, w: Tensor | None, w_inv: Tensor | None,
-    wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, by: str,
-    grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
+    wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, last: Tensor | None,
+    by: str, grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     in_x, in_w, _, in_wgrad = GRANULARITIES[by]
-    options = ("e4m3", power_of_two, kernel)
+    options, statistics = ("e4m3", power_of_two, kernel), (scales, amaxes, last)
     lead, x = x.shape[:-1], as_rows(x)
-    measure, none = amaxes is not None, x.new_empty(0, dtype=torch.float32)
+    none = x.new_empty(0, dtype=torch.float32)
     # one pass over x for both copies, where their scales are the same
     both = keep and in_x == in_wgrad
-    ours = _quantized(x, in_x, *options, scale=_role(scales, _INPUT), rows=True, columns=both, measure=measure)
+    ours, notes = _noted(x, _INPUT, in_x, *options, *statistics, rows=True, columns=both)
     transposed = ours if both or not keep else _quantized(x, in_wgrad, *options, columns=True)
     if w is not None and w_inv is not None:
-        weights, w_scale, w_amax = Quantized(w, w_inv), none, none
+        weights, w_scale = Quantized(w, w_inv), none
     else:
-        scale = _role(scales, _WEIGHT)
-        made = _quantized(weight, in_w, *options, scale=scale, rows=True, measure=measure)
-        weights, w_scale, w_amax = made.rows, made.scale if keep else none, made.amax
+        made, note = _noted(weight, _WEIGHT, in_w, *options, *statistics, rows=True)
+        weights, w_scale = made.rows, made.scale if keep else none
+        notes = torch.cat([notes, note]) if notes.numel() else notes
     y = _product(ours.rows, weights, x.dtype, fast, kernel, bias)
     # no view to autograd, which would refuse to change it in place
     y = torch.ops.aten._unsafe_view(y, (*lead, weight.shape[0]))
     columns = transposed.columns if keep else Quantized(x.new_empty(0, dtype=DTYPES["e4m3"]), none)
-    amax = x.new_empty(0, dtype=torch.float32)
-    if measure:
-        amax = torch.cat([ours.amax, w_amax if w_amax.numel() else none.new_zeros(1)])
-    return y, amax, columns.data, columns.scale_inv, w_scale
+    return y, notes, columns.data, columns.scale_inv, w_scale
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, _, scales, w, w_inv, wt, wt_inv, main_grad, amaxes, *ctx.options = inputs
-    _, amax, x_t, x_inv, w_scale = output
+    _, weight, _, scales, w, w_inv, wt, wt_inv, main_grad, amaxes, last, *ctx.options = inputs
+    _, notes, x_t, x_inv, w_scale = output
     ctx.save_for_backward(weight, w if wt is None else None, w_inv, wt, wt_inv, x_t, x_inv, w_scale)
     # not saved as tensors of the graph: they may change before backward, which needs their values at that time
-    ctx.scales, ctx.amaxes, ctx.main_grad = scales, amaxes, main_grad
-    ctx.mark_non_differentiable(x_t, x_inv, w_scale, amax)
+    ctx.scales, ctx.amaxes, ctx.last, ctx.main_grad = scales, amaxes, last, main_grad
+    ctx.mark_non_differentiable(x_t, x_inv, w_scale, notes)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 16
+        return (None,) * 17
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     # once: recomputation unpacks them once
     weight, w, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors
@@ -168,7 +185,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         if need_db:
             # of dy as it is: quantizing would lose digits for nothing
             db = dy.sum(0, dtype=acc_dtype(dy.dtype)).to(dy.dtype)
-    return dx, dw, db, *(None,) * 13
+    return dx, dw, db, *(None,) * 14
 
 
 def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool, fold: Tensor | None) -> tuple[Quantized, Quantized]:
@@ -177,10 +194,12 @@ def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool, fold: Tensor | No
     _, _, in_dgrad, in_wgrad = GRANULARITIES[by]
     options = (grad_format, power_of_two, kernel)
     if in_dgrad == in_wgrad:
-        scale, measure = _role(ctx.scales, _GRAD), ctx.amaxes is not None
-        both = _quantized(dy, in_dgrad, *options, scale=scale, rows=need_dx, columns=need_dw, measure=measure)
-        if measure:
-            _raise_op(ctx.amaxes, both.amax, _GRAD)
+        # a compiled backward that writes to `last` would refuse to run after another forward or backward has
+        last = None if is_traced(dy) else ctx.last
+        both, note = _noted(
+            dy, _GRAD, in_dgrad, *options, ctx.scales, ctx.amaxes, last, rows=need_dx, columns=need_dw
+        )  # fmt: skip
+        _write(ctx.amaxes, last, note, _GRAD)
         return both.rows, both.columns
     none = dy.new_empty(0, dtype=torch.float32)
     rows = columns = Quantized(none, none)
@@ -208,6 +227,14 @@ def _transposed_data(w: Tensor, w_inv: Tensor, columns: int, kernel: bool) -> Qu
     return Quantized(transpose_op(w, columns, kernel), w_inv)
 
 
+def _write(amaxes: Tensor | None, last: Tensor | None, notes: Tensor, first: int) -> None:
+    """What quantizations noted into the buffers that the call was given, from role `first` on."""
+    if amaxes is not None:
+        _raise_op(amaxes, notes, first)
+    elif last is not None:
+        write_state_op(last, notes, first)
+
+
 def _raise(amaxes: Tensor, amax: Tensor, first: int) -> None:
     part = amaxes[first : first + amax.shape[0]]
     torch.maximum(part, amax, out=part)
@@ -220,8 +247,8 @@ def _flops(x: Shape, weight: Shape, **_: Any) -> int:
 _raise_op = Op("fp8_raise(Tensor(a!) amaxes, Tensor amax, int first) -> ()", _raise, lambda amaxes, amax, first: None)
 _linear_op = Op(
     "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, Tensor? w, Tensor? w_inv, Tensor? wt, "
-    "Tensor? wt_inv, Tensor? main_grad, Tensor? amaxes, str by, str grad_format, bool power_of_two, bool fast, "
-    "bool keep, bool kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? wt_inv, Tensor? main_grad, Tensor? amaxes, Tensor? last, str by, str grad_format, bool power_of_two, "
+    "bool fast, bool keep, bool kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _outputs,
     backward=_backward,
@@ -246,6 +273,7 @@ def fp8_linear(
     fast: bool = True,
     scales: Tensor | None = None,
     amaxes: Tensor | None = None,
+    last: Tensor | None = None,
     weight_copies: Copies | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
@@ -263,6 +291,9 @@ def fp8_linear(
                                  these, not by scales of their own amax; 0: by the tensor's own scale
         amaxes         [3]       float32, only with by="tensor": in place, the maximum of each element and the largest
                                  magnitude of x, weight or dy; NaN if one of them is
+        last           [3, 4]    int32 of `new_states(3, device)`, only with by="tensor" and scales that are powers of
+                                 two: in place, the scales of the last call, which save a read of x, weight and dy where
+                                 the exponents are the same now. Results do not depend on them
         weight_copies            `quantized_weight(weight, by)`, shared by calls between which weight does not change;
                                  without data_t backward makes that, and the values of weight are not read
         main_grad      [N, K]    float32: backward adds the weight's gradient here, and weight.grad stays None
@@ -284,6 +315,7 @@ def fp8_linear(
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     grad_format = grad_format or ("e5m2" if by == "tensor" else "e4m3")
     _check(x, weight, bias, by, grad_format, scales, amaxes, weight_copies, main_grad)
+    _check_last(x, last, by, power_of_two, scales, amaxes)
     refuse_invariant("fp8_linear", "compute in bfloat16")
     served = use_kernel("fp8_linear", x)
     # x frozen: what only the weight's gradient needs is kept too, in one kernel. Weight frozen, with copies: nothing is
@@ -291,16 +323,15 @@ def fp8_linear(
     keep = torch.is_grad_enabled() and (weight.requires_grad or needs_scales)
     copies = _parts(weight_copies)
     args = (
-        x, weight, bias, scales, *copies, main_grad, amaxes, by, grad_format, power_of_two, fast, keep,
+        x, weight, bias, scales, *copies, main_grad, amaxes, last, by, grad_format, power_of_two, fast, keep,
         served,
     )  # fmt: skip
     if served or is_traced(x):
-        y, amax, *_ = _linear_op(*args)
+        y, notes, *_ = _linear_op(*args)
     else:
         with without_autocast(x.device):
-            y, amax, *_ = _Plain.apply(*args)
-    if amaxes is not None:
-        _raise_op(amaxes, amax.detach() if amax.requires_grad else amax, _INPUT)
+            y, notes, *_ = _Plain.apply(*args)
+    _write(amaxes, last, notes.detach() if notes.requires_grad else notes, _INPUT)
     found: Tensor = y
     return found
 
@@ -338,3 +369,18 @@ def _check(
     if copies is not None:
         expected = (weight.shape[0], padded(weight.shape[1]))
         checks.shape(op, "weight_copies", copies.data, expected, "rows of weight, columns padded to 16")
+
+
+def _check_last(
+    x: Tensor, last: Tensor | None, by: str, power_of_two: bool, scales: Tensor | None, amaxes: Tensor | None
+) -> None:
+    if last is None:
+        return
+    op = "fp8_linear"
+    checks.same_device(op, "x", x, last=last)
+    checks.shape(op, "last", last, (3, 4), "of x, weight and dy")
+    checks.require(last.dtype is torch.int32, op, "last", "be int32", checks.name(last.dtype))
+    checks.require(by == "tensor", op, "last", "be None unless by is 'tensor'", f"a tensor with by {by!r}")
+    checks.require(power_of_two, op, "last", "be None unless scales are powers of two", "a tensor")
+    given = "scales" if scales is not None else "amaxes" if amaxes is not None else None
+    checks.require(given is None, op, "last", "be None with delayed scaling", f"a tensor beside {given}")

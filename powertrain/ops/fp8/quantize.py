@@ -21,10 +21,10 @@ from torch import Tensor
 
 from powertrain.ops.fp8.formulas import BY, DTYPES, GROUP, Copies, padded, quantize_ref
 from powertrain.ops.fp8.quantize_kernels import launch
+from powertrain.ops.fp8.tested import serves
 from powertrain.ops.shapes import as_rows, cdiv
-from powertrain.runtime import checks, recording, self_test, tracing
+from powertrain.runtime import checks, tracing
 from powertrain.runtime.dispatch import Op, use_kernel
-from powertrain.runtime.errors import WarmUpFirst
 from powertrain.runtime.target import Target
 
 
@@ -97,16 +97,10 @@ def kernels_serve(x: Tensor) -> bool:
             tracing.event("dispatch", f"fp8: emulated, because sm_{target.arch} has no FP8 products", op="fp8_linear")
         return False
     # operands that are FP8 already were quantized by a kernel that was tested
-    if x.device.type != "cuda" or x.element_size() == 1 or recording.state.recording is not None:
+    if x.element_size() == 1:
         return True
-    tested = _self_tests[x.dtype]
-    if x.device.index not in tested and torch.cuda.is_current_stream_capturing():
-        what = f"fp8_quantize of {checks.name(x.dtype)}"
-        raise WarmUpFirst(
-            f"{what} would have to be tested on {x.device} inside graph capture: run the call once before"
-        )
-    otherwise = f"fp8_quantize of {checks.name(x.dtype)}: plain PyTorch is used"
-    return self_test.failure(tested, x.device, partial(_self_test, dtype=x.dtype), otherwise) is None
+    what = f"fp8_quantize of {checks.name(x.dtype)}"
+    return serves(_self_tests[x.dtype], x.device, what, partial(_self_test, dtype=x.dtype))
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -58,10 +58,6 @@ def _bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-# for other kernels that write FP8
-scale_of_magnitude, inverse_of, magnitude_of = _scale_of, _inverse, _bits
-
-
 @kernel(aligned=("C",), unaligned=("given_ptr",))
 def _amax_kernel(
     x_ptr,
@@ -253,6 +249,11 @@ def _load_part(x_ptr, fold_ptr, cols, C):
     return x
 
 
+# for other kernels that write FP8
+scale_of_magnitude, inverse_of, magnitude_of = _scale_of, _inverse, _bits
+raise_amax, store_rows = _raise_amax, _store_rows
+
+
 class _Plan(NamedTuple):
     block_r: int
     block_c: int
@@ -260,7 +261,7 @@ class _Plan(NamedTuple):
 
 
 @tunable("NVIDIA H200, 2026-11-23")
-def _plan_tile(by: str, rows: bool, columns: bool, target: Target) -> _Plan:
+def plan_tile(by: str, rows: bool, columns: bool, target: Target) -> _Plan:
     """Tiles for the copies wanted."""
     # 16384x4096 bf16, ms (a copy 0.066); tiles, warps:
     #   tensor, both        64x64 4  0.079   32x128 4  0.079   64x128 8  0.078   128x64 4  0.079   128x128 16  0.085
@@ -321,7 +322,7 @@ def _launch_tiles(
     amax: Tensor | None, by: str, options: dict[str, Any],
 ) -> None:  # fmt: skip
     (R, C), (data, data_t) = x.shape, copies
-    plan = _plan_tile(by, data is not None, data_t is not None, Target.of(x.device))
+    plan = plan_tile(by, data is not None, data_t is not None, Target.of(x.device))
     steps = [t.stride() if t is not None and t.dim() == 2 else (0, 0) for t in (inverse, inverse_t)]
     _quantize_tile_kernel[(cdiv(R, plan.block_r) * cdiv(C, plan.block_c),)](
         x, fold, scale, offsets, own_amax, data, data_t, own, inverse, inverse_t, amax,

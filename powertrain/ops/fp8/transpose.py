@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.fp8.formulas import DTYPES, padded
+from powertrain.ops.fp8.tested import serves
 from powertrain.ops.shapes import cdiv
-from powertrain.runtime import checks, recording, self_test
+from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel
-from powertrain.runtime.errors import WarmUpFirst
 from powertrain.runtime.launch import kernel
-from powertrain.runtime.target import Target
 
 _BLOCK = 64
 
@@ -78,13 +77,7 @@ _tested: dict[int | None, str | None] = {}
 
 def _kernel_serves(device: torch.device) -> bool:
     """Whether the kernel's bytes are right on a device; elsewhere plain PyTorch copies them."""
-    if not Target.of(device).has_fp8:
-        return False
-    if device.type != "cuda" or recording.state.recording is not None:
-        return True
-    if device.index not in _tested and torch.cuda.is_current_stream_capturing():
-        raise WarmUpFirst(f"fp8_transpose would have to be tested on {device} inside graph capture: run it once before")
-    return self_test.failure(_tested, device, _self_test, "fp8_transpose: plain PyTorch is used") is None
+    return serves(_tested, device, "fp8_transpose", _self_test)
 
 
 def _self_test(device: torch.device) -> str | None:

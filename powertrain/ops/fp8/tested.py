@@ -1,0 +1,33 @@
+"""Whether FP8 kernels may be used on a device: there they are compared with their formulas before the first use."""
+
+from collections.abc import Callable
+
+import torch
+
+from powertrain.runtime import recording, self_test
+from powertrain.runtime.errors import WarmUpFirst
+from powertrain.runtime.target import Target
+
+
+def serves(
+    tested: dict[int | None, str | None],
+    device: torch.device,
+    what: str,
+    test: Callable[[torch.device], str | None],
+    otherwise: str = "plain PyTorch is used",
+) -> bool:
+    """Whether a device has FP8 and `test` found no defect there; it runs once, and `tested` keeps what it found.
+
+    what       the op, in the warning of a defect
+    test       returns the defect of a small result, or None
+    otherwise  what computes in place of the kernels
+    Raises WarmUpFirst if the test would have to run while a CUDA graph is captured: the slower way, captured unnoticed,
+    would be replayed for good.
+    """
+    if not Target.of(device).has_fp8:
+        return False
+    if device.type != "cuda" or recording.state.recording is not None:
+        return True
+    if device.index not in tested and torch.cuda.is_current_stream_capturing():
+        raise WarmUpFirst(f"{what} would have to be tested on {device} inside graph capture: run the call once before")
+    return self_test.failure(tested, device, test, f"{what}: {otherwise}") is None
