@@ -79,8 +79,6 @@ WHY_NOT: dict[str, str] = {
     "transformer_engine.pytorch.*moe_*": "not yet; powertrain.moe_permute, moe_unpermute and moe_route",
     "transformer_engine.pytorch.router.*": "quantile balancing: not yet; powertrain.moe_update_bias_",
     "transformer_engine.pytorch.*Gated*": "linear attention: not yet",
-    "transformer_engine.pytorch.*InferenceParams": "not yet; powertrain.nn.KVCache",
-    "transformer_engine.pytorch.*KVCacheManager": "not yet; powertrain.nn.KVCache",
     "transformer_engine.pytorch.ops.*": "operations of one's own are not fused: a torch.nn.Module in ops.Sequential",
     "transformer_engine.pytorch.graph.*": "internal; make_graphed_callables",
     "transformer_engine.pytorch.cpu_offload.*": "internal; get_cpu_offload_context",

@@ -4,6 +4,7 @@ from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch import ops, optimizers
 from powertrain.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
+    InferenceParams,
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -65,8 +65,8 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """t turned by the angles freqs [positions, 1, 1, d] of its positions; channels from d on pass.
 
-    t is [s, b, h, dim] "sbhd", [b, s, h, dim] "bshd" or, with cu_seqlens, [tokens, h, dim] "thd"; start_positions [b]
-    is added to the positions. fused is a hint: one kernel either way.
+    t is [s, b, h, dim] "sbhd", [b, s, h, dim] "bshd" or, with cu_seqlens, [tokens, h, dim] "thd"; start_positions [b
+    or more] is added to the positions. fused is a hint: one kernel either way.
     """
     op = "apply_rotary_pos_emb"
     checks.one_of(op, "tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
@@ -76,16 +76,22 @@ def apply_rotary_pos_emb(
         (cu_seqlens is not None) == (tensor_format == "thd"), op, "cu_seqlens", 'be given for "thd", and only then',
         tensor_format,
     )  # fmt: skip
-    angles = freqs[:, 0, 0].float()
-    # our table has each angle once
-    angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
-    table = RopeTable(angles.cos(), angles.sin())
-    start: Tensor | int = 0 if start_positions is None else start_positions
-    if cu_seqlens is not None and start_positions is not None:
-        unsupported(op, "start_positions", "with thd", "position_ids of powertrain.rope")
-    turned = rope(t, table=table, layout=tensor_format, interleaved=interleaved, offset=start, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+    batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else t.shape[tensor_format.index("b")]
+    # longer in an InferenceParams, which has a place for max_batch_size sequences
+    start: Tensor | int = 0 if start_positions is None else start_positions[:batch]
+    turned = rope(
+        t, table=table_of(freqs, interleaved), layout=tensor_format, interleaved=interleaved, offset=start,  # type: ignore[arg-type]
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     assert isinstance(turned, Tensor)
     return turned
+
+
+def table_of(freqs: Tensor, interleaved: bool) -> RopeTable:
+    """cos and sin of angles [positions, 1, 1, d], each of which is there twice and once in the table."""
+    angles = freqs[:, 0, 0].float()
+    angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
+    return RopeTable(angles.cos(), angles.sin())
 
 
 __getattr__ = unknown(__name__)
