@@ -169,6 +169,25 @@ def test_rotary_function_with_start_positions_of_packed_sequences() -> None:
         torch.testing.assert_close(found[first:last], part[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_rotary_function_of_one_projection(layout: str, interleaved: bool) -> None:
+    rope = te.attention.rope
+    freqs = [te.RotaryPositionEmbedding(DIM, interleaved=interleaved, rotary_base=base)(LONGEST) for base in (1e4, 1e2)]
+    qkv, sizes = torch.randn(3, 2, 2, 4 * DIM, dtype=D), [2 * DIM, DIM, DIM]
+    start = torch.tensor([4, 1, 7])[: qkv.shape[layout.index("b")]]
+    found = rope.apply_fused_qkv_rotary_pos_emb(qkv, *freqs, sizes, layout, start, interleaved)
+    q, k, v = qkv.split(sizes, -1)
+    options: dict[str, Any] = {"tensor_format": layout, "start_positions": start, "interleaved": interleaved}
+    heads = [rope.apply_rotary_pos_emb(part, freqs[0], **options) for part in q.split(DIM, -1)]
+    assert found[0].shape == (3, 2, 4, DIM) and torch.equal(found[0], torch.stack(heads, -2).flatten(2, 3))
+    assert torch.equal(found[1], rope.apply_rotary_pos_emb(k, freqs[1], **options)) and torch.equal(found[2], v)
+    with pytest.raises(
+        ValueError, match="qkv_split_arg_list must be the sizes of queries, key and value in qkv's last"
+    ):
+        rope.apply_fused_qkv_rotary_pos_emb(qkv, *freqs, [DIM, DIM, DIM], layout)
+
+
 def test_sequences_and_pages() -> None:
     cache = params(is_paged=True)
     manager = cache.cache_manager

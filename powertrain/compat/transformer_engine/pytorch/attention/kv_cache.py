@@ -59,9 +59,7 @@ def batch_of(x: Tensor, qkv_format: str, when_packed: int) -> int:
 
 def device_of_caches() -> torch.device:
     # made on the GPU, as there
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class KVCacheManager:
