@@ -1,4 +1,4 @@
-"""Apex's FusedLAMB, FusedNovoGrad and FusedAdagrad on the functions of `compat.multi_tensor`."""
+"""Apex's FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad and FusedAdagrad on `compat.multi_tensor`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +10,7 @@ from powertrain.compat.multi_tensor import (
     multi_tensor_adagrad,
     multi_tensor_l2norm,
     multi_tensor_lamb,
+    multi_tensor_lamb_mp,
     multi_tensor_novograd,
 )
 from powertrain.ops.conversion import unsupported
@@ -108,6 +109,118 @@ class FusedLAMB(_Optimizer):
             group["bias_correction"], group["weight_decay"], group["grad_averaging"], self.adam_w_mode, self._norm,
             self.defaults["max_grad_norm"], self.use_nvlamb,
         )  # fmt: skip
+
+
+class FusedMixedPrecisionLamb(torch.optim.Optimizer):
+    """`FusedLAMB` with float32 copies of parameters of reduced_precision_dtype, which a step reads and rounds.
+
+    `step(grad_scaler=)` unscales the gradients, and leaves everything as it is where one is not finite; `step` counts
+    the others only. lr and step are tensors of a group: nothing waits for the GPU. States of the copied parameters are
+    float32, those of others as the parameter. amsgrad is refused.
+    The copies are made of the parameters by the first step, and again by the first after `load_state_dict`, as there:
+    no state dict has them.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        op = "FusedMixedPrecisionLamb"
+        if amsgrad:
+            unsupported(op, "amsgrad", True, "torch.optim.AdamW(amsgrad=True)")
+        checks.require(max_grad_norm > 0, op, "max_grad_norm", "be positive", max_grad_norm)
+        self.adam_w_mode, self.use_nvlamb = int(adam_w_mode), use_nvlamb
+        self.reduced_precision_dtype = reduced_precision_dtype
+        self._copies: dict[Tensor, Tensor] = {}
+        # torch.amp.GradScaler hands itself to step
+        self._step_supports_amp_scaling = True
+        defaults = {
+            "lr": torch.tensor(lr, dtype=torch.float32), "step": torch.tensor([step], dtype=torch.int32),
+            "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in ("lr", "step"):
+            # of its own: a default would be one tensor of all groups
+            value = torch.as_tensor(group[name], dtype=self.defaults[name].dtype)
+            group[name] = value.detach().clone().to(group["params"][0].device)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._copies = {}
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                # torch casts states to the parameter's dtype
+                self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+        for group in self.param_groups:
+            for name in ("lr", "step"):
+                group[name] = torch.as_tensor(group[name]).to(group["params"][0].device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        """One step; the closure's value. Raises RuntimeError for a sparse gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._copy_parameters()
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(g.is_sparse for g in grads):
+            raise RuntimeError("FusedMixedPrecisionLamb: gradients must be dense, got a sparse one")
+        if not grads:
+            return loss
+        device = grads[0].device
+        scale, found = torch.ones(1, device=device), torch.zeros(1, device=device)
+        if grad_scaler is not None:
+            scale = grad_scaler._get_scale_async().reshape(1).to(device)
+            found = grad_scaler._check_inf_per_device(self)[device].reshape(1)
+        flag = (found != 0).to(torch.int32)
+        norm, _ = multi_tensor_l2norm(_CHUNK, torch.zeros_like(flag), [grads])
+        for group in self.param_groups:
+            self._step_group(group, flag, norm, scale, found)
+        return loss
+
+    def _copy_parameters(self) -> None:
+        """float32 copies of the parameters, by the first step: until then broadcasts of them may come."""
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.dtype is self.reduced_precision_dtype and p not in self._copies:
+                self._copies[p] = p.detach().to(torch.float32, copy=True)
+
+    def _step_group(self, group: dict[str, Any], flag: Tensor, norm: Tensor, scale: Tensor, found: Tensor) -> None:
+        group["step"] += (flag == 0).to(torch.int32)
+        beta1, beta2 = group["betas"]
+        numbers = (
+            group["lr"], beta1, beta2, group["eps"], group["step"], group["bias_correction"], group["weight_decay"],
+            group["grad_averaging"], self.adam_w_mode, norm, self.defaults["max_grad_norm"] * scale, self.use_nvlamb,
+            found, scale.double().reciprocal().float(),
+        )  # fmt: skip
+        for copied in (False, True):
+            wanted = [p for p in group["params"] if p.grad is not None and (p in self._copies) == copied]
+            sources = [self._copies[p] if copied else p for p in wanted]
+            for p, source in zip(wanted, sources, strict=True):
+                if not self.state[p]:
+                    self.state[p].update({name: torch.zeros_like(source) for name in ("exp_avg", "exp_avg_sq")})
+            states = [[self.state[p][name] for p in wanted] for name in ("exp_avg", "exp_avg_sq")]
+            lists = [[p.grad for p in wanted], sources, *states, *([wanted] if copied else [])]
+            multi_tensor_lamb_mp(_CHUNK, flag, lists, *numbers)
 
 
 class FusedNovoGrad(_Optimizer):

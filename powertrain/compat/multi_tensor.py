@@ -262,20 +262,82 @@ def multi_tensor_lamb(
     """
     grads, parameters, means, squares = (list(tensors) for tensors in _lists("multi_tensor_lamb", tensor_lists, 4))
     clip = (global_grad_norm.reshape(()) / max_grad_norm).clamp(min=1)
-    correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    taken = 1 - beta1 if grad_averaging else 1.0
+    numbers = (lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging, mode, use_nvlamb)
     for g, p, m, v in zip(grads, parameters, means, squares, strict=True):
         x = _wide(p)
-        g = g.to(x.dtype) / clip
-        g = g + weight_decay * x if mode == 0 else g
-        mean, square = beta1 * m.to(x.dtype) + taken * g, beta2 * v.to(x.dtype) + (1 - beta2) * g * g
-        update = (mean / correction1) / ((square / correction2).sqrt() + epsilon)
-        update = update + weight_decay * x if mode == 1 else update
-        if use_nvlamb or weight_decay:
-            size, change = x.norm(), update.norm()
-            update = update * torch.where((size != 0) & (change != 0), size / change, 1.0)
-        for kept, new in ((m, mean), (v, square), (p, x - lr * update)):
+        for kept, new in zip((m, v, p), _lamb(g.to(x.dtype) / clip, x, m, v, *numbers), strict=True):
             kept.copy_(new)
+
+
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: Tensor,
+    use_nvlamb: bool,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_lamb` whose lr, step, max_grad_norm, inv_scale are tensors of one element: no wait for the GPU.
+
+    [gradients, parameters, exp_avg, exp_avg_sq], with a fifth list the second are float32 and the fifth their copies
+    in another dtype. The gradients count inv_scale times; global_grad_norm and max_grad_norm are of them as they are.
+    Where noop_flag is set, nothing changes. found_inf is not read, as there.
+    """
+    op, lists = "multi_tensor_lamb_mp", len(tensor_lists)
+    checks.require(lists in (4, 5), op, "tensor_lists", "be 4 or 5 lists", lists)
+    grads, parameters, means, squares = (list(tensors) for tensors in _lists(op, tensor_lists, lists)[:4])
+    copies: Sequence[Tensor | None] = tensor_lists[4] if lists == 5 else [None] * len(grads)
+    keep = noop_flag.reshape(()) == 0
+    clip = (global_grad_norm.reshape(()) / max_grad_norm.reshape(())).clamp(min=1)
+    # float64: 1 - beta ** step would lose digits in float32
+    at = step.reshape(()).double()
+    numbers = (
+        lr.reshape(()),
+        beta1,
+        beta2,
+        epsilon,
+        at,
+        bias_correction,
+        weight_decay,
+        grad_averaging,
+        mode,
+        use_nvlamb,
+    )
+    for g, p, m, v, copy in zip(grads, parameters, means, squares, copies, strict=True):
+        x = _wide(p)
+        g = g.to(x.dtype) * inv_scale.reshape(()).to(x.dtype) / clip.to(x.dtype)
+        for kept, new in zip((m, v, p), _lamb(g, x, m, v, *numbers), strict=True):
+            kept.copy_(torch.where(keep, new.to(kept.dtype), kept))
+        if copy is not None:
+            copy.copy_(torch.where(keep, p.to(copy.dtype), copy))
+
+
+def _lamb(
+    g: Tensor, x: Tensor, m: Tensor, v: Tensor, lr: float | Tensor, beta1: float, beta2: float, epsilon: float,
+    step: int | Tensor, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int, use_nvlamb: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """exp_avg, exp_avg_sq and parameter x after a step with the clipped gradient g, in x's dtype."""
+    correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    g = g + weight_decay * x if mode == 0 else g
+    taken = 1 - beta1 if grad_averaging else 1.0
+    mean, square = beta1 * m.to(x.dtype) + taken * g, beta2 * v.to(x.dtype) + (1 - beta2) * g * g
+    update = (mean / correction1) / ((square / correction2).sqrt() + epsilon)
+    update = update + weight_decay * x if mode == 1 else update
+    if use_nvlamb or weight_decay:
+        size, change = x.norm(), update.norm()
+        update = update * torch.where((size != 0) & (change != 0), size / change, 1.0)
+    return mean, square, x - lr * update
 
 
 def multi_tensor_novograd(

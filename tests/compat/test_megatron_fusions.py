@@ -7,6 +7,10 @@ from torch.nn import functional as F
 
 from powertrain.compat.megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
 from powertrain.compat.megatron.core.fusions.fused_indices_converter import fused_indices_to_multihot
+from powertrain.compat.megatron.core.fusions.fused_mla_yarn_rope_apply import (
+    fused_apply_mla_rope_for_kv,
+    fused_apply_mla_rope_for_q,
+)
 from powertrain.compat.megatron.core.fusions.fused_pad_routing_map import fused_pad_routing_map
 from powertrain.compat.megatron.core.fusions.fused_softmax import SoftmaxOne
 from powertrain.compat.megatron.core.fusions.fused_weighted_squared_relu import (
@@ -92,3 +96,52 @@ def test_softmax_with_an_offset() -> None:
     same(SoftmaxOne(), lambda x: plain(x, torch.ones(3).double()), [x])
     with pytest.raises(ValueError, match="dim must be"):
         SoftmaxOne(1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rotary_positions_of_latent_attention(packed: bool) -> None:
+    """Pairs are neighbours in the input and half a row apart in the result."""
+    emb, nope, v_dim, heads = 6, 4, 3, 2
+    leading = (5,) if packed else (4, 3)
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32) if packed else None
+    positions = [0, 1, 0, 1, 2] if packed else list(range(4))
+    q, kv, k_pos = tensors((*leading, heads, nope + emb), (*leading, heads, nope + v_dim), (*leading, 1, emb))
+    # float32, as Megatron makes them, with YaRN's factor in them
+    angle = torch.randn(5, 1, 1, emb // 2)
+    cos, sin = (torch.cat((x, x), -1) * 1.25 for x in (angle.cos(), angle.sin()))
+
+    def turned(x: Tensor) -> Tensor:
+        rows = []
+        for row, at in zip(x.unbind(0), positions, strict=True):
+            a, b = row[..., ::2], row[..., 1::2]
+            c, s = (t[at].flatten()[: emb // 2].double() for t in (cos, sin))
+            rows.append(torch.cat((a * c - b * s, b * c + a * s), -1))
+        return torch.stack(rows)
+
+    same(
+        lambda q: fused_apply_mla_rope_for_q(q, cos, sin, nope, emb, ends),
+        lambda q: torch.cat((q[..., :nope], turned(q[..., nope:])), -1), [q],
+    )  # fmt: skip
+
+    def ours(kv: Tensor, k_pos: Tensor) -> Tensor:
+        key, value = fused_apply_mla_rope_for_kv(kv, k_pos, cos, sin, emb, nope, v_dim, ends)
+        assert key.shape == (*leading, heads, nope + emb) and value.is_contiguous()
+        return torch.cat((key, value), -1)
+
+    def plain(kv: Tensor, k_pos: Tensor) -> Tensor:
+        shared = turned(k_pos).expand(*leading, heads, emb)
+        return torch.cat((kv[..., :nope], shared, kv[..., nope:]), -1)
+
+    same(ours, plain, [kv, k_pos])
+
+
+def test_rotary_positions_of_latent_attention_refuse() -> None:
+    t, table = torch.zeros(2, 1, 1, 6), torch.zeros(2, 1, 1, 4)
+    with pytest.raises(ValueError, match="t must have 4 dims, the last of them 7"):
+        fused_apply_mla_rope_for_q(t, table, table, 3, 4)
+    with pytest.raises(ValueError, match=r"k_pos_emb must have shape \[2, 1, 1, 4\]"):
+        fused_apply_mla_rope_for_kv(t, t, table, table, 4, 2, 4)
+    with pytest.raises(NotImplementedError, match="cp_size = 2"):
+        fused_apply_mla_rope_for_q(t, table, table, 2, 4, cp_size=2)
+    with pytest.raises(NotImplementedError, match="rotary_interleaved = True"):
+        fused_apply_mla_rope_for_q(t, table, table, 2, 4, rotary_interleaved=True)

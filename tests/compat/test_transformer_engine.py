@@ -388,7 +388,6 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match=message):
             module(q, k, v, **options)
     for options, message in [
-        ({"inference_params": object()}, "inference_params = .* not supported; nearest: .*decode_attention"),
         ({"num_splits": 4}, "num_splits = 4 is not supported; nearest: num_splits of"),
         ({"fp8_output": True}, "fp8_output = True is not supported"),
         ({"score_mod": max}, "score_mod = .* nearest: core_attention_bias"),

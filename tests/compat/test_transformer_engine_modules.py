@@ -360,7 +360,6 @@ def test_fuse_wgrad_accumulation(dtype: torch.dtype) -> None:
             lambda: te.GroupedLinear(2, 4, 6, **HERE)(torch.zeros(1, 4).double(), [1, 0], out=torch.zeros(1, 6)),
             "GroupedLinear: out = ",
         ),
-        (lambda: te.MultiheadAttention(8, 2, **HERE)(torch.zeros(1, 1, 8).double(), inference_params=1), "KVCache"),
     ],
 )  # fmt: skip
 def test_refused(made: Any, message: str) -> None:

@@ -1,12 +1,14 @@
 """transformer_engine.pytorch."""
 
 from powertrain.compat.missing import unknown
-from powertrain.compat.transformer_engine.pytorch import ops, optimizers
+from powertrain.compat.transformer_engine.pytorch import constants, ops, optimizers
 from powertrain.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
+    InferenceParams,
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
+from powertrain.compat.transformer_engine.pytorch.constants import DType
 from powertrain.compat.transformer_engine.pytorch.cpu_offload import (
     ManualOffloadSynchronizer,
     get_cpu_offload_context,
@@ -45,6 +47,20 @@ from powertrain.compat.transformer_engine.pytorch.quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from powertrain.compat.transformer_engine.pytorch.quantized_tensor import (
+    QuantizedTensorStorage,
+    Quantizer,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
+from powertrain.compat.transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8TensorStorage,
+)
 from powertrain.compat.transformer_engine.pytorch.transformer import TransformerLayer
 from powertrain.compat.transformer_engine.pytorch.versions import (
     get_cudnn_version,
@@ -55,21 +71,31 @@ from powertrain.compat.userbuffers import destroy_ub, initialize_ub
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "DType",
     "DotProductAttention",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8TensorStorage",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "ManualOffloadSynchronizer",
     "MultiheadAttention",
+    "QuantizedTensorStorage",
+    "Quantizer",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "autocast",
     "checkpoint",
+    "constants",
     "deinterleave_glu_tensor",
     "destroy_ub",
     "fp8_autocast",
@@ -95,7 +121,10 @@ __all__ = [
     "ops",
     "optimizers",
     "parallel_cross_entropy",
+    "prepare_for_saving",
     "quantized_model_init",
+    "restore_from_func_ctx",
+    "restore_from_saved",
     "torch_version",
 ]
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
+from powertrain.compat.transformer_engine.pytorch.attention.inference import InferenceParams
 from powertrain.compat.transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from powertrain.compat.transformer_engine.pytorch.module.base import in_autocast
 from powertrain.compat.transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
@@ -167,7 +168,7 @@ class TransformerLayer(nn.Module):
         enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from powertrain.compat.missing import unknown
+from powertrain.compat.transformer_engine.pytorch.attention.cached import attend_cached, check_cached
+from powertrain.compat.transformer_engine.pytorch.attention.inference import InferenceParams
 from powertrain.ops.attention import attention, attention_backend, varlen_attention
 from powertrain.ops.attention.backend_preferences import current_preference, nvte_forbids
 from powertrain.ops.attention.select import verdicts
@@ -42,10 +45,6 @@ _SCORES = "core_attention_bias, alibi_slopes, or softcap of powertrain.ops.atten
 # unsupported keywords of forward: allowed value, and the nearest alternative
 # a table: a keyword of a later release is an error by its name, not silently swallowed by **kwargs
 _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
-    "inference_params": (
-        (None,),
-        "powertrain.ops.attention.decode_attention, or flash_attn_with_kvcache of powertrain.compat.flash_attn",
-    ),
     "fp8_output": ((None, False), "the output in the query's dtype"),
     "bf16_backward": ((None, False), "a backward in the query's dtype"),
     "num_splits": ((None, 1), "num_splits of powertrain.ops.attention.decode_attention"),
@@ -80,10 +79,14 @@ class DotProductAttention(nn.Module):
     softmax_type  "off-by-one" is a sink of score 0, "learnable" one per head, the parameter softmax_offset [h]
     fast_zero_fill  is a hint there; here outputs beyond a sequence are zero either way
 
+    inference_params  keys and values join the cache of layer_number; the queries, at the end of their sequence, see all
+        of it. Needs a mask type with padding, "padding_causal" counting from the bottom right; lengths are the cache's,
+        attention_mask and cu_seqlens_* are not looked at. A backward raises
+
     Dropout is applied in training, under get_rng_state_tracker's fork unless sequence_parallel; with
     checkpoint_core_attention the same elements are dropped again in the recomputation.
-    Raises ValueError, or NotImplementedError naming the argument and the nearest thing (context parallelism, KV cache,
-    FP8, score_mod, return_max_logit).
+    Raises ValueError, or NotImplementedError naming the argument and the nearest thing (context parallelism, FP8,
+    score_mod, return_max_logit).
     Source: the documentation of transformer_engine.pytorch.DotProductAttention, and its forward's rules for lengths.
     """
 
@@ -131,6 +134,7 @@ class DotProductAttention(nn.Module):
         self.attention_dropout, self.attention_type = attention_dropout, attention_type
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
         self.layer_number, self.name = layer_number or 1, name
+        self.cache_number = layer_number
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
             (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         )
@@ -194,6 +198,7 @@ class DotProductAttention(nn.Module):
         core_attention_bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
         pad_between_seqs: bool | None = None,
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
@@ -216,6 +221,11 @@ class DotProductAttention(nn.Module):
         bias = _bias(core_attention_bias_type, core_attention_bias, alibi_slopes, self.softmax_scale, q)
         # ALiBi is an argument of its own in ours, a kind of bias there
         options["alibi_slopes"] = bias.pop("alibi_slopes", None)
+        if inference_params is not None:
+            drops, layer = self.training and self.attention_dropout > 0, self.cache_number
+            check_cached(mask_type, diagonal, options["window_size"], core_attention_bias, drops, layer)
+            qkv, run = unit_stride(q, k, v), partial(self._run, again=False)
+            return attend_cached(qkv, layout, layer, inference_params, max_seqlen_q, options, run).flatten(-2)
         lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         if layout == "thd":
             options |= _packed(mask_type, lengths, max_seqlen_q, max_seqlen_kv, pad_between_seqs, bias)

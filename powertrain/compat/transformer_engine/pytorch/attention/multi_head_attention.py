@@ -8,12 +8,15 @@ from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
-from powertrain.compat.transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from powertrain.compat.transformer_engine.pytorch.attention.inference import InferenceParams
+from powertrain.compat.transformer_engine.pytorch.attention.kv_cache import batch_of, new_tokens
+from powertrain.compat.transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb, table_of
 from powertrain.compat.transformer_engine.pytorch.module.base import results
 from powertrain.compat.transformer_engine.pytorch.module.linear import LayerNormLinear, Linear
 from powertrain.compat.transformer_engine.pytorch.module.norms import LayerNorm, RMSNorm
 from powertrain.compat.transformer_engine.pytorch.ops.basic import L2Normalization
 from powertrain.ops.conversion import unsupported
+from powertrain.ops.rope import rope
 from powertrain.runtime import checks
 
 __all__ = ["MultiheadAttention"]
@@ -31,7 +34,8 @@ class MultiheadAttention(nn.Module):
     (qkv_weight_interleaved), or all queries, all keys, all values.
     Results: the output, then proj's bias with return_bias, then the norm's output with return_layernorm_output and
     input_layernorm. The attention itself is never FP8. Arguments of attention: `DotProductAttention`; of parallelism:
-    `Linear`. inference_params is refused; seq_length and micro_batch_size are hints.
+    `Linear`. inference_params: of self attention, with layer_number; rotary_pos_emb then has the angles of every
+    position. seq_length and micro_batch_size are hints.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class MultiheadAttention(nn.Module):
             checks.fail(_OP, "num_gqa_groups", f"divide num_attention_heads {self.heads}", self.groups)
         self.head_dim = kv_channels or hidden_size // num_attention_heads
         self.qkv_format, self.attention_type, self.name = qkv_format, attention_type, name
+        self.layer_number = layer_number
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.bottom_right_diagonal, self.return_bias = bottom_right_diagonal, return_bias
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
@@ -151,7 +156,7 @@ class MultiheadAttention(nn.Module):
         bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,
@@ -167,7 +172,7 @@ class MultiheadAttention(nn.Module):
     ) -> Any:
         """Attention of hidden_states to themselves, or to encoder_output; the class documents the results."""
         if inference_params is not None:
-            unsupported(_OP, "inference_params", inference_params, "powertrain.nn.KVCache")
+            self._prepare_cache(inference_params)
         q, k, v, normed = self._queries_keys_values(hidden_states, encoder_output, is_first_microbatch)
         # before or after rotary: both exist in published models
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm_before_rope:
@@ -178,7 +183,10 @@ class MultiheadAttention(nn.Module):
             # with padding between sequences, positions count from the padded starts
             if pad_between_seqs:
                 starts = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
-            q, k = (self._turned(x, freqs, start) for x, freqs, start in zip((q, k), pair, starts, strict=True))
+            if inference_params is not None:
+                q, k = (self._turned_cached(x, freqs, inference_params) for x, freqs in zip((q, k), pair, strict=True))
+            else:
+                q, k = (self._turned(x, freqs, start) for x, freqs, start in zip((q, k), pair, starts, strict=True))
         if self.q_norm is not None and self.k_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
@@ -190,7 +198,7 @@ class MultiheadAttention(nn.Module):
             window_size=self.window_size if window_size is None else window_size,
             checkpoint_core_attention=checkpoint_core_attention, core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, fast_zero_fill=fast_zero_fill,
-            pad_between_seqs=pad_between_seqs,
+            inference_params=inference_params, pad_between_seqs=pad_between_seqs,
         )  # fmt: skip
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         output, bias = projected if self.return_bias else (projected, None)
@@ -235,6 +243,32 @@ class MultiheadAttention(nn.Module):
         return apply_rotary_pos_emb(
             x, freqs, self.qkv_format, cu_seqlens=starts, interleaved=self.rotary_pos_interleaved
         )
+
+    def _prepare_cache(self, params: InferenceParams) -> None:
+        """Make this layer's cache, if it is not there yet."""
+        if self.attention_type == "cross":
+            unsupported(_OP, "inference_params with attention_type", "cross", "keys of the encoder, without a cache")
+        checks.require(self.layer_number is not None, _OP, "layer_number", "be given for inference_params", None)
+        assert self.layer_number is not None
+        if self.layer_number not in params.cache_manager.cache:
+            params.allocate_memory(self.layer_number)
+
+    def _turned_cached(self, x: Tensor, freqs: Tensor, params: InferenceParams) -> Tensor:
+        """x turned by its tokens' positions in their sequences."""
+        batch = batch_of(x, self.qkv_format, params.max_batch_size)
+        tokens = new_tokens(x, self.qkv_format, params.cu_seqlens_q, batch)
+        # padding may lie beyond the last position that there are angles for
+        position = torch.where(tokens.counts, params.get_seqlens_pre_step()[tokens.sequence] + tokens.offset, 0)
+        if self.qkv_format != "thd":
+            position = position.view(x.shape[:2])
+            # batch first, in every format
+            position = position.T if self.qkv_format == "sbhd" else position
+        turned = rope(
+            x, table=table_of(freqs, self.rotary_pos_interleaved), layout=self.qkv_format,  # type: ignore[arg-type]
+            interleaved=self.rotary_pos_interleaved, position_ids=position,
+        )  # fmt: skip
+        assert isinstance(turned, Tensor)
+        return turned
 
 
 def _qk_norms(

@@ -9,7 +9,7 @@ from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
 
-__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+__all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -65,8 +65,8 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """t turned by the angles freqs [positions, 1, 1, d] of its positions; channels from d on pass.
 
-    t is [s, b, h, dim] "sbhd", [b, s, h, dim] "bshd" or, with cu_seqlens, [tokens, h, dim] "thd"; start_positions [b]
-    is added to the positions. fused is a hint: one kernel either way.
+    t is [s, b, h, dim] "sbhd", [b, s, h, dim] "bshd" or, with cu_seqlens, [tokens, h, dim] "thd"; start_positions [b
+    or more] is added to the positions. fused is a hint: one kernel either way.
     """
     op = "apply_rotary_pos_emb"
     checks.one_of(op, "tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
@@ -76,16 +76,54 @@ def apply_rotary_pos_emb(
         (cu_seqlens is not None) == (tensor_format == "thd"), op, "cu_seqlens", 'be given for "thd", and only then',
         tensor_format,
     )  # fmt: skip
-    angles = freqs[:, 0, 0].float()
-    # our table has each angle once
-    angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
-    table = RopeTable(angles.cos(), angles.sin())
-    start: Tensor | int = 0 if start_positions is None else start_positions
-    if cu_seqlens is not None and start_positions is not None:
-        unsupported(op, "start_positions", "with thd", "position_ids of powertrain.rope")
-    turned = rope(t, table=table, layout=tensor_format, interleaved=interleaved, offset=start, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+    batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else t.shape[tensor_format.index("b")]
+    # longer in an InferenceParams, which has a place for max_batch_size sequences
+    start: Tensor | int = 0 if start_positions is None else start_positions[:batch]
+    turned = rope(
+        t, table=table_of(freqs, interleaved), layout=tensor_format, interleaved=interleaved, offset=start,  # type: ignore[arg-type]
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     assert isinstance(turned, Tensor)
     return turned
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys turned, and values, out of one projection.
+
+    qkv is [s, b, groups, d] "sbhd" or [b, s, groups, d] "bshd": for each group its queries, its key and its value, of
+    the sizes in qkv_split_arg_list. Returns q with as many heads of the key's size as there are, k, and v (a view).
+    """
+    op = "apply_fused_qkv_rotary_pos_emb"
+    checks.one_of(op, "tensor_format", tensor_format, ("sbhd", "bshd"))
+    checks.require(cu_seqlens is None, op, "cu_seqlens", "be None: the formats are dense", "a tensor")
+    sizes = list(qkv_split_arg_list)
+    fits = qkv.dim() == 4 and len(sizes) == 3 and sum(sizes) == qkv.shape[-1] and sizes[0] % sizes[1] == 0
+    must = "be the sizes of queries, key and value in qkv's last dim, queries a multiple of the key"
+    checks.require(fits, op, "qkv_split_arg_list", must, f"{sizes} for {list(qkv.shape)}")
+    q, k, v = qkv.split(sizes, -1)
+    # every group's heads, one group after the other
+    q = q.unflatten(-1, (-1, sizes[1])).flatten(2, 3)
+    options = {"start_positions": start_positions, "interleaved": interleaved, "cp_size": cp_size, "cp_rank": cp_rank}
+    q, k = (apply_rotary_pos_emb(x, f, tensor_format, **options) for x, f in ((q, q_freqs), (k, k_freqs)))  # type: ignore[arg-type]
+    return q, k, v
+
+
+def table_of(freqs: Tensor, interleaved: bool) -> RopeTable:
+    """cos and sin of angles [positions, 1, 1, d], each of which is there twice and once in the table."""
+    angles = freqs[:, 0, 0].float()
+    angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
+    return RopeTable(angles.cos(), angles.sin())
 
 
 __getattr__ = unknown(__name__)
