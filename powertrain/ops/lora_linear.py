@@ -239,13 +239,19 @@ def lora_linear(
     for name, tensor in (("A", A), ("B", B), ("magnitude", magnitude)):
         good = tensor is None or tensor.dtype in (x.dtype, torch.float32)
         checks.require(good, op, name, f"be {checks.name(x.dtype)} or float32", None if good else tensor.dtype)  # type: ignore[union-attr]
-    if not use_kernel(op, x) or (x.is_cuda and x.shape[:-1].numel() * N * K <= _FEW):
+    if not use_kernel(op, x) or few_tokens(x, weight):
         with without_autocast(x.device):
             base = F.linear(x, weight)
         adapted = x if x_adapter is None else x_adapter
         return add_adapter(base, weight, A, B, adapted, scale=scale, bias=bias, magnitude=magnitude)
     y: Tensor = _fwd_op(x, weight, bias, A, B, magnitude, x_adapter, float(scale))[0]
     return y
+
+
+def few_tokens(x: Tensor, weight: Tensor) -> bool:
+    """Whether `lora_linear` leaves x [..., K] and weight [N, K] to products of PyTorch, whose autograd costs less time
+    of the host than one op saves on the GPU."""
+    return x.is_cuda and x.shape[:-1].numel() * weight.numel() <= _FEW
 
 
 def add_adapter(

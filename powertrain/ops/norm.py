@@ -13,8 +13,8 @@ in float32. M rows of N elements of e bytes: forward moves 2*M*N*e bytes (4*M*N*
 plus the partial weight gradients [programs, N] float32; about 8 and 16 operations an element.
 
 dw is summed per program over rows strided by the number of programs, then over programs by a second kernel: no atomics,
-so the same bits every time. Rows that do not fit in registers (for LayerNorm beyond 16384
-elements, RMSNorm also of 8193 to 12288 in forward, and in backward beyond 20480) are read twice, in blocks.
+so the same bits every time. Rows that do not fit in registers (beyond 32768 elements in forward, 20480 in backward) are
+read twice, in blocks; those of LayerNorm's backward beyond 12288 are read twice as wholes.
 
 Sources: Zhang and Sennrich, arXiv:1910.07467; Ba et al., arXiv:1607.06450; chunked variance after Chan et al. 1979.
 """
@@ -218,7 +218,7 @@ def layer_norm(
 
     Shapes, dtypes, results, memory and errors are those of `rms_norm`; 8 bytes a row are saved.
         zero_centered       multiply by 1 + weight (GPT-NeoX's and TransformerEngine's "1p")
-    Numerics: float32 throughout; mean first, then the variance of the differences (rows beyond 16384 elements by
+    Numerics: float32 throughout; mean first, then the variance of the differences (rows beyond 32768 elements by
         Chan's one-pass update). Deterministic.
     Source: Ba et al., arXiv:1607.06450.
     """

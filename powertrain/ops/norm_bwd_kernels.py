@@ -291,21 +291,34 @@ class _Plan(NamedTuple):
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps", "programs", "pipeline"))
-def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) -> _Plan:
+def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, weight_bytes: int, target: Target) -> _Plan:
+    """stage_bytes: of an element of each tensor that a row is read of; weight_bytes: of an element of the weight."""
     # measured as above; 1 program an SM, strided rows, 3 or 4 loads in flight:
     #   rms    4096: 2 rows 8 warps 3 stages 0.1071 (16 warps 0.1076, 1 row 0.110);   8192: 1 row 8 warps 0.2028
     #   layer  4096: 2 rows 16 warps 4 stages 0.1129 (8 warps 0.1136);                8192: 1 row 16 warps 0.2144
     # 32768 rows, ms rms / layer (8192 elements and one program an SM, 8 / 16 warps):
     #   768: 4 rows 4 warps, 2 programs an SM 0.0628 / 0.0690 (0.1044 / 0.3905);  1024: 0.0794 / 0.0863 (.1092 / .3940)
     #   2048: 4 rows 8 warps 0.1375 / 0.1432 (0.1375 / 0.4508);  2560, layer: 1 row 4 warps, 2 programs 0.1866 (0.2225)
-    block_n, tail, sum_rows_last = next_power_of_2(N), 0, False
+    block_n, tail, sum_rows_last, reload = next_power_of_2(N), 0, False, False
     if block_n > 16384:
         block_n, tail = 16384, next_power_of_2(N - 16384)
-        # LayerNorm's two sums and wider rows do not fit in registers: 1376 bytes of a thread would spill
-        if is_layer or tail > 4096:
+        # wider rows do not fit in registers
+        if tail > 4096:
             return _Plan(True, 1, 4096, 8, min(M, 64))
         # 18432, 16384 rows: 0.602 ms (2 stages 0.754, 32 warps 0.669; three passes 0.960, torch.compile 0.838)
-        block_m, warps, stages, per_sm = 1, 16, 1, 1
+        # layer 20480, 8192 rows: 0.462 (three passes 0.567, torch.compile 0.575)
+        block_m, warps, stages, per_sm, reload = 1, 16, 1, 1, is_layer
+    elif N > 12288:
+        # 8192 rows, ms rms / layer (torch.compile): 14336 0.217 / 0.316 (0.327 / 0.316), 16384 0.235 / 0.334 (0.357 /
+        # 0.422). Two stages 0.292 / 0.367; without reading a layer's rows again it spilled 1224 bytes: 3.6
+        block_m, warps, stages, per_sm, reload = 1, 16, 1, 1, is_layer
+    elif N > 8192 and N % 16 == 0:
+        # 8192 rows, ms rms / layer (torch.compile): 9216 0.124 / 0.174 (0.243 / 0.221), 10240 0.133 / 0.146 (0.254 /
+        # 0.238), 12288 0.160 / 0.177 (0.288 / 0.271). 16 warps 0.162 / 0.222; as one block 0.276 / 3.5, by spills
+        block_m, block_n, tail, warps, stages, per_sm = 1, 8192, max(256, next_power_of_2(N - 8192)), 8, 3, 1
+    elif N > 8192:
+        # loads of single elements cannot be ahead in shared memory: layer 10760, 900 rows, 0.082 (8 warps 0.084)
+        block_m, block_n, tail, warps, stages, per_sm = 1, 8192, max(256, next_power_of_2(N - 8192)), 16, 1, 1
     elif block_n <= 256:
         # heads (qk-norm): 16 to 24 warps an SM for the loads, where 16 rows on 2 warps took 213 registers and left 4
         block_m, warps, stages, per_sm, sum_rows_last = min(64, 4096 // block_n), 8, 2, 2 if is_layer else 3, True
@@ -324,10 +337,12 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) 
     else:
         warps, stages = 16 if is_layer or block_n > 8192 else 8, 4 if is_layer else 3
         block_m, per_sm = max(1, 8192 // block_n), 1
-    # pipelining keeps all stages but one in shared memory
-    room = (target.shared_per_block // per_sm - 4096) // (block_m * (block_n + tail) * stage_bytes)
+    # pipelining keeps all stages but one in shared memory, those of a weight that is read for each row too
+    column_bytes = stage_bytes + (weight_bytes if tail or reload else 0)
+    room = (target.shared_per_block // per_sm - 4096) // (block_m * (block_n + tail) * column_bytes)
     programs = min(cdiv(M, block_m), per_sm * target.num_sms)
-    return _Plan(False, block_m, block_n, warps, programs, min(stages, max(1, room + 1)), tail, sum_rows_last)
+    stages = min(stages, max(1, room + 1))
+    return _Plan(False, block_m, block_n, warps, programs, stages, tail, sum_rows_last, reload)
 
 
 def norm_bwd_outputs(
@@ -371,7 +386,8 @@ def norm_bwd(
     mean = mean if is_layer else None
     M, N = h.shape
     stage_bytes = dy.element_size() + h.element_size() + (0 if dh is None else dh.element_size())
-    plan = _plan_bwd(M, N, is_layer, stage_bytes, Target.of(h.device))
+    weight_bytes = 0 if weight is None else weight.element_size()
+    plan = _plan_bwd(M, N, is_layer, stage_bytes, weight_bytes, Target.of(h.device))
     dw_partial = None if dw is None else h.new_empty((plan.programs, N), dtype=torch.float32)
     db_partial = None if db is None else h.new_empty((plan.programs, N), dtype=torch.float32)
     strides = (dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0))

@@ -170,8 +170,12 @@ def test_packed_documents_do_not_see_each_other() -> None:
     positions = torch.tensor([[*range(5), *range(7)]])
     with torch.no_grad():
         packed = model(tokens, document_ids=documents, position_ids=positions)
+        by_starts = model(
+            tokens, document_starts=torch.tensor([0, 5, 12, 12], dtype=torch.int32), position_ids=positions
+        )
         alone = torch.cat((model(tokens[:, :5]), model(tokens[:, 5:])), 1)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(by_starts, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.func import functional_call
 
 from powertrain.models import build, configure, presets
 from powertrain.testing.numerics import check, evaluate
+from powertrain.train.data.loader import document_starts, positions
 from tests.models.plain import plain_logits, plain_loss
 
 SIZES: dict[str, Any] = {
@@ -150,6 +152,22 @@ def test_documents_do_not_see_each_other() -> None:
         packed = model(tokens, document_ids=documents, position_ids=positions)
         alone = torch.cat((model(tokens[:, :5]), model(tokens[:, 5:])), 1)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["pythia", "alibi"])
+def test_document_starts_are_document_ids(variant: str) -> None:
+    """Random documents in three rows: starts give the logits and gradients of ids."""
+    model, draws = make_model(**VARIANTS[variant]), np.random.default_rng(0)
+    ids = np.sort(draws.integers(0, 4, (3, 12)), axis=1).astype(np.int32)
+    documents, starts = torch.from_numpy(ids), torch.from_numpy(document_starts(ids))
+    places, tokens = torch.from_numpy(positions(ids)), torch.randint(0, 97, (3, 12))
+    losses = [
+        model(tokens, tokens, position_ids=places, **given)
+        for given in ({"document_ids": documents}, {"document_starts": starts})
+    ]
+    grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
 
 
 def test_labels_left_out_do_not_count() -> None:

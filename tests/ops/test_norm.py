@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.norm import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
+from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
 
 
@@ -22,12 +23,20 @@ def _check(op: object, ref: object, tensors: dict[str, Tensor | None], **options
     check(lambda **t: op(**t, **options), lambda **t: ref(**t, **options), lambda **t: ref(**t, **options), tensors)
 
 
-# 3: tiny; 2047: one under a power of two; 16384: the widest block; 16390, 20000: a tail behind it; 32770: looped,
-# ragged last block
-@pytest.mark.parametrize("N", [3, 2047, 16384, 16390, 20000, 32770], ids=lambda n: f"D{n}")
+# 3: tiny; 2047: one under a power of two; 9008, 9010: a tail behind 8192, in whole vectors or not; 16384: the widest
+# block; 20000: a tail behind it; 32770: looped, ragged last block
+@pytest.mark.parametrize("N", [3, 2047, 9008, 9010, 16384, 20000, 32770], ids=lambda n: f"D{n}")
 @pytest.mark.parametrize("op, ref", [(rms_norm, rms_norm_ref), (layer_norm, layer_norm_ref)], ids=["rms", "layer"])
 def test_sizes(op: object, ref: object, N: int, device: torch.device) -> None:
     _check(op, ref, _tensors(device, 3, N))
+
+
+# both have a program on each SM, which loops over rows
+@pytest.mark.parametrize("op, ref, N", [(rms_norm, rms_norm_ref, 16390), (layer_norm, layer_norm_ref, 10256)])
+def test_programs_of_several_rows(op: object, ref: object, N: int, device: torch.device) -> None:
+    x = torch.randn(2 * Target.of(device).num_sms + 3, N, device=device).bfloat16()
+    weight = torch.randn(N, device=device).bfloat16()
+    torch.testing.assert_close(op(x, weight), ref(x, weight), rtol=1.6e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("casting", ["llama", "gemma", "te"])

@@ -129,7 +129,8 @@ def attention(
         window_size      (left, right) keys before and after the position that are seen, -1: all; is_causal holds too
         chunk_size       positions see the keys of their own chunk of this size only; 0: no chunks
         prefix_lengths   [B] int: keys below it are seen, whatever causal, window and chunk say
-        document_ids     [B, Sq] int, or a pair ([B, Sq], [B, Sk]): equal ids see each other, a negative one nobody
+        document_ids     [B, Sq] int, or a pair ([B, Sq], [B, Sk]): equal ids see each other, a negative one nobody.
+                         Documents that lie one behind the other are faster as sequences of `varlen_attention`
         alibi_slopes     [H] or [B, H], floating, without a gradient
         softcap          None or 0: none
         sinks            [H] floating: one more score per head in the softmax's denominator, with no value, not scaled

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from powertrain.train.data.indexed import IndexedData, IndexedWriter
-from powertrain.train.data.loader import Batch, batches, positions
+from powertrain.train.data.loader import Batch, batches, document_starts, positions
 from powertrain.train.data.packed import PackedSamples, Sample
 from powertrain.train.data.samples import build_order
 
@@ -109,6 +109,17 @@ def test_positions_restart_in_each_document() -> None:
     assert positions(ids).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_starts_of_documents(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    rows, length = draws.integers(1, 6), draws.integers(1, 60)
+    ids = np.sort(draws.integers(0, 9, (rows, length)), axis=1).astype(np.int32)
+    starts = document_starts(ids).tolist()
+    expected = [r * length + s for r in range(rows) for s in range(length) if s == 0 or ids[r, s] != ids[r, s - 1]]
+    assert starts[: len(expected)] == expected and len(starts) in (16, 32, 64)
+    assert len(starts) > len(expected) and set(starts[len(expected) :]) == {ids.size}
+
+
 class Numbers:
     """Sample n holds n everywhere."""
 
@@ -164,6 +175,7 @@ def test_batches_of_packed_documents(tmp_path: Path) -> None:
         assert batch.tokens[row].tolist() == source.sample(n).tokens.tolist()
     assert batch.document_ids is not None and batch.document_ids.dtype == torch.int32
     assert batch.position_ids is not None and batch.position_ids.dtype == torch.int64
+    assert batch.document_starts is not None and batch.document_starts.dtype == torch.int32
     assert batch.to("cpu").indices == batch.indices
 
 

@@ -60,7 +60,8 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
         ("dropout", problem.dropout),
     ):
         if wanted:
-            yield Reason(f"it has no {name}", "use triton")
+            other = "use varlen_attention, or triton" if name == "documents" else "use triton"
+            yield Reason(f"it has no {name}", other)
 
 
 # results by device: of each forward plan, and of each backward (padded head dim, deterministic)
