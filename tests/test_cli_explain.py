@@ -276,7 +276,51 @@ def test_fp8_of_experts(run_file: str) -> None:
     code, output = _run("explain", "fp8", run_file, "train.micro_batch_size=8", *options)
     (line,) = (line for line in output.splitlines() if line.startswith("layers.*.mlp.experts.gate_up"))
     assert code == 0 and line.split()[1:3] == ["4096x7168", "bf16:"], output
-    assert "FP8 by row is not" in line  # cut at the width of the table
+    assert "FP8 by row is" in line and "expected to be slower" in output  # folded
+    # the figures that say so: three products and quantization, beside bf16's; they are in no sum of what is FP8
+    *times, fp8, bf16 = (float(word) for word in line.split()[-9:-3])
+    assert fp8 == pytest.approx(sum(times), abs=0.01) and fp8 > 1.5 * bf16 > 0
+    (total,) = (line for line in output.splitlines() if "layers in FP8:" in line)
+    assert float(total.split()[4]) < fp8 and "rows to" not in output
+    code, output = _run("explain", "fp8", run_file, *options[:-2], "fp8.keep=[lm_head, '*.experts']", "--arch", "H200")
+    (line,) = (line for line in output.splitlines() if line.startswith("layers.*.mlp.experts.gate_up"))
+    assert "keep has" in line and len(line.split()) < 8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wire", "row_bytes", "said"),
+    [
+        ("row", "bf16", 7184, "with fp8.wire fp8"),
+        ("block", "fp8", 7392, "so they travel here"),
+        ("tensor", "fp8", 0, ""),
+    ],
+)
+def test_fp8_of_rows_to_other_ranks(run_file: str, recipe: str, wire: str, row_bytes: int, said: str) -> None:
+    """Bytes as FP8Rows packs them, of 3 of 4 rows; weights of experts are gathered by the ranks that share none."""
+    model = (
+        "model={architecture: deepseek, hidden_size: 7168, num_layers: 4, num_heads: 8, intermediate_size: 2048, "
+        "moe_intermediate_size: 2048, num_experts: 32, experts_per_token: 8, vocab_size: 64, "
+        "max_position_embeddings: 4096}"
+    )
+    options = (model, f"fp8.recipe={recipe}", f"fp8.wire={wire}", "fp8.keep=[lm_head]", "train.seq_length=4096")
+    code, output = _run("explain", "fp8", run_file, *options, "parallel.expert=4", "--arch", "H200")
+    assert code == 0, output
+    rows = 2 * 4096 * 8 * 3 // 4
+    assert f"rows to layers.*.mlp.experts of 3 layers, over 4 ranks: a rank sends {rows} to others" in output
+    there = 3 * rows * 14336 / 2**20
+    assert f"14336 bytes a row, {there:.0f} MiB a forward; with results and backward {4 * there:.0f} MiB" in output
+    if row_bytes:
+        fp8 = 3 * rows * row_bytes / 2**20
+        assert f"in FP8 with scales, {said}: {row_bytes} bytes a row, {fp8:.0f} MiB a forward" in output
+        assert f"which stay as they are, {fp8 + 3 * there:.0f} MiB" in output
+        assert "experts spread over 4" in output
+    else:
+        assert "in FP8: by row and by block only" in output
+    # 32 / 4 experts, shared by 8 / 4 ranks
+    (line,) = (line for line in output.splitlines() if line.startswith("layers.*.mlp.experts.gate_up"))
+    assert int(line.split()[-1]) == 8 * 4096 * 7168 * 2 / 2**20
+    code, output = _run("explain", "fp8", run_file, *options, "parallel.expert=5", "--arch", "H200")
+    assert code == 2 and "parallel.expert must divide model.num_experts (32), got 5" in output
 
 
 def test_fp8_that_cannot_be_explained(run_file: str) -> None:

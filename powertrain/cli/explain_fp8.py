@@ -1,4 +1,4 @@
-"""`powertrain explain fp8 run.yml`: what FP8 would do to each linear layer of a run, on any GPU, without that GPU."""
+"""`powertrain explain fp8 run.yml`: what FP8 would do to a run's layers and experts, on any GPU, without that GPU."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from powertrain.cli.lint import read_run, sized
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
-    from powertrain.train.explain_fp8 import Line
+    from powertrain.train.explain_fp8 import Line, SentRows
 
 _COLUMNS = (
     "layers", "N x K", "recipe", "y", "dx", "dW", "quantize", "FP8 ms", "bf16 ms", "saved MiB", "bf16 MiB", "wire MiB",
@@ -20,7 +20,7 @@ _COLUMNS = (
 def show(files: list[str], arch: list[str]) -> None:
     """Print a table for each GPU; the command ends with 2 if there is nothing to explain."""
     run = read_run(files)
-    from powertrain.train.explain_fp8 import explain, shard_ranks
+    from powertrain.train.explain_fp8 import explain, sent_rows, shard_ranks
 
     # wider than most terminals, since a table of twelve columns that wraps cannot be read
     console, config = Console(width=150, highlight=False, soft_wrap=False), sized(run)
@@ -33,10 +33,13 @@ def show(files: list[str], arch: list[str]) -> None:
             raise typer.Exit(2) from None
         tokens = config.train.micro_batch_size * config.train.seq_length
         console.print(f"{target.name}: fp8.recipe {config.fp8.recipe}, {tokens} tokens in a micro-batch; times of one")
-        console.print("layer, forward and backward, expected from rates measured at 16384x14336x4096 on one H200")
+        console.print("layer, forward and backward, expected from rates measured on one H200: at 16384x14336x4096, of")
+        console.print("experts at 32768 rows for 32 of 4096x7168")
         console.print(_table(lines))
         console.print(_sums(lines, target))
         console.print(_wire(lines, shard_ranks(config)))
+        for sent in sent_rows(config):
+            console.print(_sent(sent), soft_wrap=True)
 
 
 def _table(lines: "tuple[Line, ...]") -> Table:
@@ -45,7 +48,7 @@ def _table(lines: "tuple[Line, ...]") -> Table:
         row = [f"{line.name}" + (f" ({line.count})" if line.count > 1 else ""), "{}x{}".format(*line.shape)]
         plain, fp8 = line.wire
         wire = f"{plain / 2**20:.0f}" if fp8 is None else f"{fp8 / 2**20:.0f}"
-        if line.why:
+        if line.why and line.expected is None:
             table.add_row(*row, f"{line.recipe}: {line.why}", *[""] * 8, wire)
             continue
         e = line.expected
@@ -54,12 +57,13 @@ def _table(lines: "tuple[Line, ...]") -> Table:
         )
         memory = [""] * 2 if e is None else [f"{size / 2**20:.0f}" for size in (e.saved, e.saved_bf16)]
         slower = "" if e is None or e.wins else ", slower than bf16 with so few tokens"
-        table.add_row(*row, line.recipe + slower, *figures, *memory, wire)
+        recipe = f"{line.recipe}: {line.why}" if line.why else line.recipe + slower
+        table.add_row(*row, recipe, *figures, *memory, wire)
     return table
 
 
 def _sums(lines: "tuple[Line, ...]", target: Target) -> str:
-    counted = [line for line in lines if line.expected is not None]
+    counted = [line for line in lines if line.expected is not None and not line.why]
     quantized = sum(line.count for line in lines if not line.why)
     if not counted:
         # an expectation from another arch's rates would look like a measurement
@@ -78,3 +82,23 @@ def _wire(lines: "tuple[Line, ...]", ranks: int) -> str:
     fp8 = sum(line.count for line in lines if line.wire[1] is not None)
     whole = f"{plain / 2**20:.0f} MiB in 16 bits" + (f", {sent / 2**20:.0f} MiB with fp8.wire fp8" if fp8 else "")
     return f"wire: {fp8} of these weights gathered in FP8 by {ranks} ranks; once for all layers {whole}\n"
+
+
+def _sent(sent: "SentRows") -> str:
+    """Bytes of the rows that go to experts on other ranks, in 16 bits and in FP8."""
+    (plain, plain_all), layers = sent.bytes_(False), "1 layer" if sent.count == 1 else f"{sent.count} layers"
+    lines = [
+        f"rows to {sent.name} of {layers}, over {sent.ranks} ranks: a rank sends {sent.rows} to others on the mean, if "
+        "tokens choose every expert equally often",
+        f"  as they are: {sent.plain} bytes a row, {plain / 2**20:.0f} MiB a forward; with results and backward "
+        f"{plain_all / 2**20:.0f} MiB",
+    ]
+    if sent.fp8 is None:
+        return "\n".join([*lines, "  in FP8: by row and by block only, whose scales are a row's own\n"])
+    fp8, fp8_all = sent.bytes_(True)
+    state = "so they travel here" if sent.is_fp8 else "with fp8.wire fp8"
+    lines.append(
+        f"  in FP8 with scales, {state}: {sent.fp8} bytes a row, {fp8 / 2**20:.0f} MiB a forward; with results and "
+        f"backward, which stay as they are, {fp8_all / 2**20:.0f} MiB\n"
+    )
+    return "\n".join(lines)

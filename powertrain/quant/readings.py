@@ -60,13 +60,15 @@ class Readings:
         self._found: dict[tuple[str, str], Tensor] = {}
 
     def reduce(self, group: dist.ProcessGroup) -> None:
-        """Take the worst of all ranks of `group`, which have watched the same layers."""
+        """Take the worst of all ranks of `group`, which have watched the same layers, and the mean of `repeats`."""
         if self._found:
             rows = torch.stack(list(self._found.values()))
             # NaN has no place in a maximum over ranks
-            rows = torch.where(rows.isnan(), torch.inf, rows)
-            dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=group)
-            self._found = dict(zip(self._found, rows, strict=True))
+            worst = torch.where(rows.isnan(), torch.inf, rows)[:, :-1].contiguous()
+            repeats = rows[:, -1:] / group.size()
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(repeats, group=group)
+            self._found = dict(zip(self._found, torch.cat([worst, repeats], 1), strict=True))
 
     def list(self) -> list[Reading]:
         """All of them, the largest errors first (NaN on top). Waits for the device."""
@@ -97,9 +99,10 @@ class Readings:
             self._note(name, "kept", _compared(rows, fp8_quantize(rows, "group", columns=False, measure=True), "e4m3"))
 
     def _note(self, name: str, role: str, found: Tensor, repeats: Tensor | None = None) -> None:
-        found = torch.cat([found, found.new_full((1,), -1.0) if repeats is None else repeats])
-        before = self._found.get((name, role), found)
-        self._found[name, role] = torch.maximum(before, found)
+        before = self._found.get((name, role))
+        worst = found if before is None else torch.maximum(before[:-1], found)
+        # the share so far, of which the last one counts
+        self._found[name, role] = torch.cat([worst, found.new_full((1,), -1.0) if repeats is None else repeats])
 
 
 def _measured(layer: FP8State, role: int, x: Tensor) -> Tensor:

@@ -1,21 +1,28 @@
-"""What FP8 would do to a run: each linear layer's recipe or why it stays, expected times and memory; without a GPU."""
+"""What FP8 would do to a run: each linear layer's recipe or why it stays, with expected times and memory; the same of
+experts' products, and bytes of the rows sent to them. Without a GPU."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from powertrain.models import build
+from powertrain.models.parallelize import check_expert
+from powertrain.nn.moe import Experts
 from powertrain.ops.shapes import cdiv
+from powertrain.parallel.fp8_rows import FP8Rows
 from powertrain.quant.cost import Expected, expected, expected_grouped
-from powertrain.quant.grouped import GroupedProducts
+from powertrain.quant.grouped import GroupedProducts, why_not_grouped
 from powertrain.quant.model import Part
+from powertrain.quant.recipe import Block, Row
 from powertrain.quant.wire import why_not_shards, wire_bytes
 from powertrain.runtime.target import Target
 from powertrain.train.config.schema import RunConfig
-from powertrain.train.fp8 import quantize
+from powertrain.train.fp8 import quantize, recipe_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Line:
 
     why        they stay in the run's precision; "" if they are FP8
     wire       bytes of one gather of a weight in 16 bits, and in FP8, None where fp8.wire or the sizes rule it out
-    expected   None where that is so, and where no rate was measured
+    expected   None where no rate was measured, and of layers that stay for another reason than these figures
     """
 
     name: str
@@ -36,12 +43,40 @@ class Line:
     expected: Expected | None
 
 
+@dataclass(frozen=True)
+class SentRows:
+    """Rows that a rank sends to experts on other ranks, in one layer's forward of a micro-batch, if tokens choose every
+    expert equally often. As many results return, and backward sends and returns as many, all unquantized.
+
+    name, count    the experts' name with the block's number as *, and how many layers have such
+    ranks          that share the experts
+    rows           on the mean
+    plain, fp8     bytes of one row in the run's precision, and in FP8 with its scales and padding; None: by tensor
+    is_fp8         they travel in FP8 (fp8.wire)
+    """
+
+    name: str
+    count: int
+    ranks: int
+    rows: int
+    plain: int
+    fp8: int | None
+    is_fp8: bool
+
+    def bytes_(self, is_fp8: bool) -> tuple[int, int]:
+        """Of all these layers: to the experts, and on all four ways."""
+        there = self.count * self.rows * (self.fp8 if is_fp8 and self.fp8 is not None else self.plain)
+        return there, there + 3 * self.count * self.rows * self.plain
+
+
 def explain(config: RunConfig, target: Target) -> tuple[Line, ...]:
     """Every linear layer of a run on `target`, for a micro-batch. Raises ValueError where fp8.recipe is none."""
     model = build(config.model)
     report = quantize(model, config.fp8, target)
     if report is None:
         raise ValueError("fp8.recipe must be tensor, tensor-delayed, row or block to be explained, got none")
+    if config.parallel.expert > 1:
+        check_expert(config.model, config.parallel.expert, _shard(config), config.parallel.tensor)
     parts = {part.name: part for part in (*report.quantized, *report.left)}
     found: dict[tuple[object, ...], Line] = {}
     for name, part in _in_order(model, parts):
@@ -62,26 +97,58 @@ def _lines(name: str, part: Part, layer: Any, config: RunConfig, target: Target)
         figures = expected(tokens, N, K, recipe, target) if recipe else None
         yield Line(where, 1, (N, K), str(recipe or plain), part.why, _wire(N, K, part, config), figures)
         return
-    rows = tokens * getattr(config.model, "experts_per_token", 1)
+    spread, stated, why = config.parallel.expert, recipe_of(config.fp8), part.why
+    assert stated is not None  # quantize has returned a report
+    # not so of those that fp8.keep names
+    is_considered = recipe is not None or why == why_not_grouped(layer, stated, target)
+    if is_considered and spread > 1:
+        is_considered, why = False, f"experts spread over {spread} ranks compute in 16 bits"
     for weight, (E, N, K) in layer.grouped_weights().items():
-        figures = expected_grouped(rows, E, N, K, recipe, target) if recipe else None
-        why = part.why
-        if figures is not None and not figures.wins:
-            why, figures = f"FP8 by {recipe} would take {figures.total:.2f} ms, bf16 {figures.bf16:.2f}", None
-        wire = _wire(E * N, K, Part(name), config)
-        yield Line(f"{where}.{weight}", 1, (N, K), plain if why else str(recipe), why, wire, figures)
+        rows = tokens * _experts_per_token(config)
+        figures = expected_grouped(rows, E, N, K, stated, target) if is_considered else None
+        reason = why if figures is None else "" if figures.wins else f"FP8 by {stated} is expected to be slower"
+        wire = _wire(E // spread * N, K, Part(name), config, spread)
+        yield Line(f"{where}.{weight}", 1, (N, K), plain if reason else str(recipe), reason, wire, figures)
+
+
+def _experts_per_token(config: RunConfig) -> int:
+    found: int = getattr(config.model, "experts_per_token", 1)
+    return found
+
+
+def sent_rows(config: RunConfig) -> tuple[SentRows, ...]:
+    """Of a run whose experts are spread over ranks (parallel.expert); () of others."""
+    ranks, recipe = config.parallel.expert, recipe_of(config.fp8)
+    if ranks == 1:
+        return ()
+    rows = config.train.micro_batch_size * config.train.seq_length * _experts_per_token(config)
+    itemsize = 4 if config.train.precision == "fp32" else 2
+    found: Counter[tuple[str, int]] = Counter()
+    for name, module in build(config.model).named_modules():
+        if isinstance(module, Experts):
+            found[re.sub(r"\.\d+\.", ".*.", name), module.gate_up.shape[2]] += 1
+    wire = recipe if isinstance(recipe, Row | Block) else None
+    sent, is_fp8 = rows - rows // ranks, config.fp8.wire == "fp8" and wire is not None
+    sizes = {K: None if wire is None else FP8Rows(wire, K, torch.bfloat16).row_bytes for _, K in found}
+    return tuple(
+        SentRows(name, count, ranks, sent, itemsize * K, sizes[K], is_fp8) for (name, K), count in found.items()
+    )
+
+
+def _shard(config: RunConfig) -> int:
+    """parallel.shard; where that depends on the number of ranks, 8, or the next multiple of parallel.expert."""
+    parallel = config.parallel
+    return parallel.shard if parallel.shard > 0 else cdiv(8, parallel.expert) * parallel.expert
 
 
 def shard_ranks(config: RunConfig) -> int:
     """Ranks that share a weight: parallel.shard times context; 8 where it depends on the number of ranks."""
-    parallel = config.parallel
-    if parallel.strategy == "ddp":
-        return 1
-    return (8 if parallel.shard < 1 else parallel.shard) * parallel.context
+    return 1 if config.parallel.strategy == "ddp" else _shard(config) * config.parallel.context
 
 
-def _wire(N: int, K: int, part: Part, config: RunConfig) -> tuple[int, int | None]:
-    ranks, recipe = shard_ranks(config), part.recipe
+def _wire(N: int, K: int, part: Part, config: RunConfig, spread: int = 1) -> tuple[int, int | None]:
+    """spread: so many of the ranks divide the experts, and gather none of each other's."""
+    ranks, recipe = shard_ranks(config) // spread, part.recipe
     plain = 2 * K * cdiv(N, ranks) * ranks
     if config.fp8.wire != "fp8" or recipe is None or why_not_shards(N, recipe, ranks):
         return plain, None

@@ -1,7 +1,10 @@
 """Readings of FP8 layers: each number by its definition, the same bits inside, where NaN and outliers are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from powertrain.quant import Block, Row, quantize_model, watch
@@ -72,3 +75,28 @@ def test_nan_is_on_top_and_names_its_layer() -> None:
     with watch(model) as readings:
         model(torch.ones(2, 16))
     assert readings.list()[0][:2] == ("1", "weight") and readings.list()[0].amax != readings.list()[0].amax
+
+
+def test_readings_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst of two ranks, the other one's read of values 4 times as large; of shares the mean."""
+    model, x = _layer(TensorRecipe()), torch.randn(5, 160)
+    model(x)
+    ranks = []
+    for size in (1.0, 4.0):
+        with watch(model) as readings:
+            model(x * size)
+        ranks.append(readings)
+    other = torch.stack(list(ranks[1]._found.values()))
+
+    def all_reduce(rows: torch.Tensor, op: object = dist.ReduceOp.SUM, group: object = None) -> None:
+        is_worst = op == dist.ReduceOp.MAX
+        rows.copy_(torch.maximum(rows, other[:, :-1]) if is_worst else rows + other[:, -1:] / 2)
+
+    alone = {r.role: r for r in ranks[0].list()}
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    ranks[0].reduce(SimpleNamespace(size=lambda: 2))
+    both = {r.role: r for r in ranks[0].list()}
+    assert both["x"].amax == 4 * alone["x"].amax and both["weight"].amax == alone["weight"].amax
+    # x: once in 2 calls, then twice in 3
+    assert both["x"].repeats == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert both["weight"].repeats == pytest.approx((1 / 2 + 1 / 3) / 2)

@@ -10,9 +10,9 @@ on the scale of last time. Nothing is read on the host; a CUDA graph may contain
 x is read once (twice where the exponent has changed) instead of twice, and both copies are written once (twice).
 
 State, of each tensor int32 [4]: bits of the last scale (0: none yet), 0, calls, calls that had to quantize again. Its
-first two elements are copied before the first kernel, and amax is collected in the second: both kernels read the copy,
-so another stream that runs the same layer changes nothing that they use. The new state is a result, which a second op
-writes in place of the old one, so that the first has no side effects.
+first two elements are copied before the first kernel, and amax is collected in the second: both kernels take the scale
+from the copy, so another stream that runs the same layer changes no result. The new state is a result, which a second
+op writes in place of the old one, so that the first has no side effects.
 """
 
 from collections import defaultdict
