@@ -14,6 +14,7 @@ from torch import Tensor
 
 from powertrain.models.causal_lm import Unsharded
 from powertrain.nn.attention import Context
+from powertrain.ops.shapes import document_starts
 from powertrain.parallel.context.api import ContextParallel
 from powertrain.parallel.context.sharding import Sharding
 
@@ -71,11 +72,12 @@ class ContextSharding(Unsharded):
         return mean_of_ranks(loss, self.cp.peers.group)
 
     def _sharding_of(self, tokens: Tensor, context: Context) -> Sharding:
-        if context.document_starts is not None:
+        starts = context.document_starts
+        if starts is None and context.document_ids is not None:
+            starts = document_starts(context.document_ids)
+        if starts is not None:
             # without the empty documents at the end
-            return self.cp.sharding(cu_seqlens=context.document_starts.cpu().unique_consecutive())
-        if context.document_ids is not None:
-            return self.cp.sharding(cu_seqlens=_starts(context.document_ids))
+            return self.cp.sharding(cu_seqlens=starts.cpu().unique_consecutive())
         # the same lengths come in every step, documents do not
         return self._of_length(tokens.shape[1])
 
@@ -88,15 +90,6 @@ class ContextSharding(Unsharded):
             # packed documents are one row
             return sharding.shard(x.flatten(), dim=0)[0][None]
         return sharding.shard(x, dim=1)[0]
-
-
-def _starts(document_ids: Tensor) -> Tensor:
-    """[documents + 1] on the CPU: where documents begin among the tokens of all rows, and the end."""
-    ids = document_ids.cpu()
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    # a row's first token begins a document
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([ids.numel()])])
 
 
 def _attend(cp: ContextParallel, sharding: Sharding, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -34,6 +34,22 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Where documents begin among the tokens of all rows, one row behind the other, and the end: [n] int32.
+
+    document_ids [B, S]: tokens of a document lie together and have one number, its neighbours another one.
+    n is a power of two, 16 at least, and the end repeated, as the start of empty documents: a call of an op is
+    recorded, and a compiled graph made, for each shape, and the number of documents differs from batch to batch.
+    A GPU's ids are waited for, once.
+    """
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    # a row's first token begins a document
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = first.flatten().nonzero()[:, 0].int()
+    length = max(16, 1 << len(starts).bit_length())
+    return torch.nn.functional.pad(starts, (0, length - len(starts)), value=document_ids.numel())
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up. (triton.cdiv costs 4 us from Python.)"""
     return -(-a // b)

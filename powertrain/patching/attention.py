@@ -4,8 +4,9 @@ Grouped heads, softcap (Gemma 2), sinks (gpt-oss), sliding windows, position bia
 may have a head dim of their own. A mask keeps its short form where it says all: None (causal, a window or full, no
 padding), or the [B] lengths of right-padded sequences. Other masks are transformers' own, bool [b, 1, queries, keys],
 which our attention could only read element by element; one that is causal or a sliding window, padded or not, is
-marked with the arguments that say the same, and with these whole blocks of keys are skipped. A mask that lost its mark
-(sliced, copied) or never had one is taken as it is.
+marked with the arguments that say the same, and with these whole blocks of keys are skipped. Rows of packed sequences,
+which transformers finds by positions that start again (without a cache and a padding mask), are marked with where the
+sequences begin, and computed as such. A mask that lost its mark (sliced, copied) or never had one is taken as it is.
 """
 
 import inspect
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.conversion import known, unit_stride, unsupported
+from powertrain.ops.shapes import document_starts
 from powertrain.runtime import checks
 from powertrain.testing import numerics
 
@@ -24,6 +26,7 @@ KIND = "attention"
 NAME = "powertrain"
 _OP = "attention"
 _MARK = "_powertrain_mask"
+_STARTS = "starts"  # of a mark: where the sequences of packed rows begin
 
 
 def register(name: str = NAME) -> None:
@@ -73,6 +76,9 @@ def attention_forward(
     # `**model_arguments` takes the rest: transformers 5 passes whatever the model's forward was given
     marked = getattr(attention_mask, _MARK, None)
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
+    if marked is not None and _STARTS in marked and position_bias is not None:
+        # positions in a row are not those in its sequences, so that the mask is read as it is
+        marked = None
     if marked is not None:
         options |= marked
         attention_mask = None
@@ -84,9 +90,14 @@ def attention_forward(
         if attention_mask is not None:
             options["seqused_k"] = attention_mask
             attention_mask = None
+    starts = options.pop(_STARTS, None)
     bias = _combined(attention_mask, position_bias)
     # the head dim of a sliced projection may have another stride
     query, key, value = unit_stride(query, key, value)
+    if starts is not None:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out: Tensor = varlen_attention(q, k, v, starts, max_seqlen_q=queries, **options)
+        return out.unflatten(0, (-1, queries)), None
     # packed sequences by their lengths: the mask of transformers for them would be read element by element
     if cu_seq_lens_q is not None and bias is None and marked is None:
         lengths = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
@@ -186,17 +197,21 @@ def attention_mask(
         allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         use_vmap=use_vmap, **options,
     )  # fmt: skip
-    # a function of the caller's, or one about packed sequences, comes with one of these two
-    own = use_vmap or not allow_is_causal_skip
+    packed = None if use_vmap else _packed_rows(mask_function)
+    # a function of the caller's, or one about blocks of images, comes with one of these two
+    own = use_vmap or (packed is None and not allow_is_causal_skip)
     if mask is None or own or isinstance(q_offset, Tensor) or torch.compiler.is_compiling():
         return mask
     # only the two alignments that our arguments can express
     if not (q_offset + q_length == kv_offset + kv_length or q_offset == kv_offset == 0):
         return mask
-    window = _known(mask_function, local_size, masking_utils.causal_mask_function)
-    if window is None:
+    window = _known(mask_function if packed is None else packed[1], local_size, masking_utils.causal_mask_function)
+    if window is None or (packed is not None and not _agrees(mask, packed[0], window)):
         return mask
     marks: dict[str, Any] = {"window_size": window}
+    if packed is not None:
+        # whole rows are packed, without a cache and padding
+        marks[_STARTS] = document_starts(packed[0])
     marks["causal_align"] = "bottom_right" if q_offset + q_length == kv_offset + kv_length else "top_left"
     # their helper knows how the padding mask lies in the cache
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -207,6 +222,46 @@ def attention_mask(
     # on the tensor, which passes through every layer of a model unchanged
     setattr(mask, _MARK, marks)
     return mask
+
+
+def _packed_rows(function: Any) -> tuple[Tensor, Any] | None:
+    """Of a mask function of packed rows: which sequence each token is in, [b, queries], and the function within one.
+
+    transformers finds such rows by positions that start again, and joins two functions. What they close over has no
+    other name; `_agrees` compares the result with the mask that the functions make.
+    """
+    parts = _cells(function).get("mask_functions", ()) if getattr(function, "__name__", "") == "and_mask" else ()
+    ids = [cells["packed_sequence_mask"] for part in parts if "packed_sequence_mask" in (cells := _cells(part))]
+    others = [part for part in parts if "packed_sequence_mask" not in _cells(part)]
+    if len(parts) != 2 or len(ids) != 1 or not isinstance(ids[0], Tensor) or ids[0].dim() != 2:
+        return None
+    # transformers 5.23 counts positions from each sequence's beginning, which leaves distances as they are; 5.17 not
+    return ids[0], _cells(others[0]).get("mask_function", others[0])
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """What a function closes over, by name; nothing of functions that are not transformers' own."""
+    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or closure is None or function.__module__ != "transformers.masking_utils":
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)}
+
+
+def _agrees(mask: Tensor, ids: Tensor, window: tuple[int, int]) -> bool:
+    """Whether 4096 elements of a mask [b, 1, queries, keys], at random and near the diagonal, are those of this window
+    in packed rows."""
+    generator, (rows, length) = torch.Generator().manual_seed(0), ids.shape
+    if mask.shape[-2:] != (length, length) or mask.dtype is not torch.bool:
+        return False
+    row, q, k, near = (
+        torch.randint(n, (4096,), generator=generator) for n in (rows, length, length, 2 * window[0] + 9)
+    )
+    k = torch.where(torch.arange(4096) % 2 == 0, k, (q + 4 - near).clamp(0, length - 1))
+    left = length if window[0] < 0 else window[0]
+    seen = (q - k >= 0) & (q - k <= left)
+    row, q, k, seen = (x.to(ids.device) for x in (row, q, k, seen))
+    wanted = seen & (ids[row, q] == ids[row, k])
+    return bool((mask.expand(rows, 1, length, length)[row, 0, q, k] == wanted).all())
 
 
 def _short_form(padding: Tensor | None, keys: int) -> tuple[bool, Tensor | None]:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from powertrain.models import build, configure, presets
+from powertrain.ops.shapes import document_starts
 from powertrain.testing.numerics import check, evaluate
-from powertrain.train.data.loader import document_starts, positions
+from powertrain.train.data.loader import positions
 from tests.models.plain import plain_logits, plain_loss
 
 SIZES: dict[str, Any] = {
@@ -159,7 +160,7 @@ def test_document_starts_are_document_ids(variant: str) -> None:
     """Random documents in three rows: starts give the logits and gradients of ids."""
     model, draws = make_model(**VARIANTS[variant]), np.random.default_rng(0)
     ids = np.sort(draws.integers(0, 4, (3, 12)), axis=1).astype(np.int32)
-    documents, starts = torch.from_numpy(ids), torch.from_numpy(document_starts(ids))
+    documents, starts = torch.from_numpy(ids), document_starts(torch.from_numpy(ids))
     places, tokens = torch.from_numpy(positions(ids)), torch.randint(0, 97, (3, 12))
     losses = [
         model(tokens, tokens, position_ids=places, **given)

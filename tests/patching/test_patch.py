@@ -100,6 +100,39 @@ def test_masks(name: str, padding: str) -> None:
     torch.testing.assert_close(new[seen], old[seen], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3Text", "Gemma2"])
+def test_packed_rows_are_packed_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that start again, as collators for packing give them: no mask is read, with windows and softcap too."""
+    from powertrain.patching import attention as module
+
+    draws = torch.Generator().manual_seed(0)
+    model, tokens = causal(name), torch.randint(3, 131, (2, 20), generator=draws)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((7, 13), (1, 11, 8))])
+    inputs = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "use_cache": False}
+    exact, old = run(copy.deepcopy(model).double(), inputs), run(model, inputs)
+    pt.patch(model, kinds=["attention"])
+    monkeypatch.setattr(module, "attention", None)
+    judge(run(model, inputs), old, exact, torch.float32)
+
+
+def test_a_mask_beside_packed_rows_is_read() -> None:
+    """Blocks that see each other both ways, as images' tokens do, are no packed sequences."""
+    from transformers.masking_utils import create_causal_mask
+
+    model = causal("Llama").eval()
+    pt.patch(model, kinds=["attention"])
+    positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
+    options = dict(
+        config=model.config, inputs_embeds=torch.zeros(1, 20, 4), attention_mask=None, past_key_values=None,
+        position_ids=positions,
+    )  # fmt: skip
+    marked = [
+        getattr(create_causal_mask(**options, **more), "_powertrain_mask", None)
+        for more in ({}, {"or_mask_function": lambda b, h, q, k: k == 19})
+    ]
+    assert marked[0] is not None and marked[0]["starts"].tolist()[:3] == [0, 7, 20] and marked[1] is None
+
+
 def test_packed_positions_and_a_given_mask() -> None:
     model = causal("Llama").eval()
     tokens = batch("none")["input_ids"]

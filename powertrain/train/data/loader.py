@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from powertrain.ops.shapes import document_starts
 from powertrain.train.data.packed import Completions, Sample, SampleSource
 from powertrain.train.data.workers import WorkerLost, read_ahead
 
@@ -158,7 +159,7 @@ def _stacked(samples: list[Sample], numbers: list[int]) -> Batch:
         None if documents is None else torch.from_numpy(positions(documents)),
         tuple(numbers),
         _stacked_completions([sample.completions for sample in samples if sample.completions is not None]),
-        document_starts=None if documents is None else torch.from_numpy(document_starts(documents)),
+        document_starts=None if documents is None else document_starts(torch.from_numpy(documents)),
     )
     # here, not in a worker: workers have no CUDA context
     return batch.pin_memory() if torch.cuda.is_available() else batch
@@ -187,20 +188,6 @@ def positions(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     # prepend -1, which is no id: the first token of a row always begins a document
     starts = np.where(np.diff(document_ids, axis=1, prepend=-1) != 0, here, 0)
     return here - np.maximum.accumulate(starts, axis=1)
-
-
-def document_starts(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Where documents begin among the tokens of all rows, one row behind the other, then their number until the end.
-
-    The length is a power of two, 16 at least: the end is repeated, as the start of empty documents. A call of an op is
-    recorded, and a compiled graph made, for each shape, and the number of documents differs from batch to batch.
-    """
-    first = np.ones(document_ids.shape, dtype=bool)
-    # a row's first token begins a document
-    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    starts = np.flatnonzero(first)
-    length = max(16, 1 << len(starts).bit_length())
-    return np.pad(starts, (0, length - len(starts)), constant_values=document_ids.size).astype(np.int32)
 
 
 def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator[Batch]:

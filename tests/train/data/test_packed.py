@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from powertrain.ops.shapes import document_starts
 from powertrain.train.data.indexed import IndexedData, IndexedWriter
-from powertrain.train.data.loader import Batch, batches, document_starts, positions
+from powertrain.train.data.loader import Batch, batches, positions
 from powertrain.train.data.packed import PackedSamples, Sample
 from powertrain.train.data.samples import build_order
 
@@ -114,7 +115,7 @@ def test_starts_of_documents(seed: int) -> None:
     draws = np.random.default_rng(seed)
     rows, length = draws.integers(1, 6), draws.integers(1, 60)
     ids = np.sort(draws.integers(0, 9, (rows, length)), axis=1).astype(np.int32)
-    starts = document_starts(ids).tolist()
+    starts = document_starts(torch.from_numpy(ids)).tolist()
     expected = [r * length + s for r in range(rows) for s in range(length) if s == 0 or ids[r, s] != ids[r, s - 1]]
     assert starts[: len(expected)] == expected and len(starts) in (16, 32, 64)
     assert len(starts) > len(expected) and set(starts[len(expected) :]) == {ids.size}
