@@ -94,7 +94,7 @@ def _fit(run: "Run", launch_env: Any, console: Console, *, quiet: bool = False, 
         raise typer.Exit(2) from None
     stopped: Exception | None = None
     is_reporter = launch_env.rank == 0
-    with stop_on_signals(trainer, is_last=not quiet):
+    with stop_on_signals(trainer, is_last=not quiet, quiet=quiet):
         try:
             with naming_lost_ranks(trainer.ranks):
                 trainer.fit()

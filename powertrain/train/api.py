@@ -67,7 +67,7 @@ def train(
 
     trainer = start(run, launch_env, sinks, fresh=fresh)
     try:
-        with stop_on_signals(trainer), ranks.naming_lost_ranks(trainer.ranks):
+        with stop_on_signals(trainer, quiet=quiet), ranks.naming_lost_ranks(trainer.ranks):
             progress = trainer.fit()
     finally:
         trainer.close()

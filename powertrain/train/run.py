@@ -1,5 +1,6 @@
 """From a config to a trained model: ranks, kernels, data, the trainer, and those who watch it."""
 
+import os
 import signal
 import threading
 import time
@@ -124,6 +125,11 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     return trainer
 
 
+def _acknowledged(number: signal.Signals) -> str:
+    again = "; Ctrl-C once more ends it at once" if number is signal.SIGINT else ""
+    return f"\npowertrain: {number.name}: the run ends after the current step{again}\n"
+
+
 def _refuse_checkpoint(config: RunConfig) -> None:
     folder = config.checkpoint_folder()
     if find(folder) is not None:
@@ -144,12 +150,13 @@ _SAME = 2.0
 
 
 @contextmanager
-def stop_on_signals(trainer: Trainer, *, is_last: bool = False) -> Iterator[None]:
+def stop_on_signals(trainer: Trainer, *, is_last: bool = False, quiet: bool = False) -> Iterator[None]:
     """Signals that ask the process to end, once or repeated, end the run after the current step, with a checkpoint.
 
     Only a second Ctrl-C, two seconds after the first, ends it at once. A signal that somebody handles, or ignores
     (nohup), is left to them; SIGTERM and SIGINT are not.
     is_last   the process ends after it: a signal that comes once more while it does must not make a failure of it
+    quiet     the first signal is not acknowledged on stderr
     """
     # where Python takes no handlers
     if threading.current_thread() is not threading.main_thread():
@@ -161,7 +168,11 @@ def stop_on_signals(trainer: Trainer, *, is_last: bool = False) -> Iterator[None
         nonlocal asked
         if number == signal.SIGINT and asked and time.monotonic() - asked > _SAME:
             raise KeyboardInterrupt
+        if not asked and trainer.ranks.is_first and not quiet:
+            # a step may take minutes. Not by print: the signal may have come in the middle of one
+            os.write(2, _acknowledged(signal.Signals(number)).encode())
         asked = asked or time.monotonic()
+        trainer.stop_reason = trainer.stop_reason or signal.Signals(number).name
         trainer.should_stop = True
 
     ours = (signal.SIGTERM, signal.SIGINT)

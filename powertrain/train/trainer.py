@@ -92,6 +92,7 @@ class Trainer:
         self.peak_flops = _peak_flops(config, ranks)
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
+        self.stop_reason = ""  # of should_stop, such as the name of a signal
         self._stopping, self._started_at = False, 0
         self._skipped = 0  # steps in a row
         self._failed_sinks: set[Sink] = set()
@@ -106,7 +107,8 @@ class Trainer:
     def fit(self) -> Progress:
         """Train to the configured number of steps, from wherever the run is.
 
-        `should_stop`, set on any rank (by a signal handler, say), ends it early with a checkpoint on all.
+        `should_stop`, set on any rank (by a signal handler, say), ends it early with a checkpoint on all; a note says
+        so, with `stop_reason`.
         A checkpoint that cannot be written is reported and the next one tried when due; NotWritten is raised only if
         the last one fails.
         """
@@ -162,7 +164,16 @@ class Trainer:
         if self._ends() and self.config.checkpoint.save and not self._saver.is_due(self.progress.step):
             self.save()
         self._saver.finish()
+        if self._ends() and self.progress.step < train.steps:
+            self._note(self._ending())
         return self.progress
+
+    def _ending(self) -> str:
+        reason = self.stop_reason or ("another rank was asked to" if self._stopping else "train.exit_interval")
+        then = "the same command continues from its checkpoint"
+        if not self.config.checkpoint.save:
+            then = "nothing was saved, since checkpoint.save is false"
+        return f"ended early, after step {self.progress.step} of {self.config.train.steps} ({reason}); {then}"
 
     def _order(self) -> contextlib.AbstractContextManager[None]:
         """Of a forward's sums: the same whatever the batch, if configured."""

@@ -84,12 +84,16 @@ def test_accumulation_equals_a_larger_batch(tmp_path: Path) -> None:
     assert [a[1] for a in small] == pytest.approx([b[1] for b in large], rel=1e-5)
 
 
-def test_sigterm_ends_with_a_checkpoint(tmp_path: Path) -> None:
-    trainer = open_trainer(tmp_path, sinks=lambda t: [At(3, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+def test_sigterm_ends_with_a_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sink = At(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trainer = open_trainer(tmp_path, sinks=lambda t: [sink])
     with stop_on_signals(trainer):
         trainer.fit()
     trainer.close()
     assert 3 <= trainer.progress.step < 12
+    assert capfd.readouterr().err.count("powertrain: SIGTERM: the run ends after the current step\n") == 1
+    said = f"ended early, after step {trainer.progress.step} of 12 (SIGTERM); the same command continues from its"
+    assert sink.notes[-1].startswith(said)
     again = open_trainer(tmp_path, sinks=lambda t: [])
     assert again.progress.step == trainer.progress.step
     again.close()

@@ -46,6 +46,7 @@ class At:
 
     def __init__(self, step: int, act: Callable[[], Any]) -> None:
         self.at, self.act = step, act
+        self.notes: list[str] = []
 
     def step(self, record: StepRecord) -> None:
         if record.step == self.at:
@@ -57,6 +58,7 @@ class At:
 
     def kernels(self, table: KernelTable) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def close(self) -> None: ...
