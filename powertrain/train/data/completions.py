@@ -152,7 +152,9 @@ def _value(where: str, record: Mapping[str, Any], key: str, kind: Any) -> Any:
 
 
 def _bad(where: str, key: str, must: str, got: Any) -> Any:
-    raise BadDocument(f"{where}: {key} must be {must}, got {str(got)[:60]!r}")
+    # a number is not shown as the text "5", nor a missing key as one named None
+    shown = "nothing" if got is None else repr(got[:60]) if isinstance(got, str) else repr(got)[:60]
+    raise BadDocument(f"{where}: {key} must be {must}, got {shown}")
 
 
 # --- on disk ---

@@ -77,7 +77,7 @@ def test_only_the_assistants_turns_count() -> None:
 @pytest.mark.parametrize(
     "form, record, words",
     [
-        ("messages", {"prompt": "a"}, r"file\.jsonl:1: completion must be a string or a list of messages, got 'None'"),
+        ("messages", {"prompt": "a"}, r"file\.jsonl:1: completion must be a string or a list of messages, got nothing"),
         ("pairs", {"chosen": "a", "rejected": 3}, "rejected must be a string or a list of messages, got '3'"),
         ("labels", {"completion": "a", "label": 1}, "label must be true or false, got '1'"),
         ("advantages", {"completion": "a", "advantage": True}, "advantage must be a number, got 'True'"),
