@@ -78,13 +78,13 @@ def test_only_the_assistants_turns_count() -> None:
     "form, record, words",
     [
         ("messages", {"prompt": "a"}, r"file\.jsonl:1: completion must be a string or a list of messages, got nothing"),
-        ("pairs", {"chosen": "a", "rejected": 3}, "rejected must be a string or a list of messages, got '3'"),
-        ("labels", {"completion": "a", "label": 1}, "label must be true or false, got '1'"),
-        ("advantages", {"completion": "a", "advantage": True}, "advantage must be a number, got 'True'"),
+        ("pairs", {"chosen": "a", "rejected": 3}, "rejected must be a string or a list of messages, got 3"),
+        ("labels", {"completion": "a", "label": 1}, "label must be true or false, got 1"),
+        ("advantages", {"completion": "a", "advantage": True}, "advantage must be a number, got True"),
         (
             "advantages",
             {"completion": "ab", "advantage": 1, "log_probs": [0.0]},
-            "log_probs must be one number for each of the completion's 3 tokens, got '1'",
+            "log_probs must be one number for each of the completion's 3 tokens, got 1",
         ),
         (
             "messages",
@@ -92,7 +92,7 @@ def test_only_the_assistants_turns_count() -> None:
             "prompt must be a list of messages, as completion is, got 'p'",
         ),
         ("pairs", {"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}, "prompt must be a string, as chosen"),
-        ("messages", {"prompt": 0, "completion": "a"}, "prompt must be a string, as completion is, got '0'"),
+        ("messages", {"prompt": 0, "completion": "a"}, "prompt must be a string, as completion is, got 0"),
         ("messages", {"prompt": ["p"], "completion": []}, "prompt must be a list of messages with a role"),
         ("messages", ["a"], "must be an object, got list"),
         ("messages", {"messages": [{"role": "user", "content": "u"}]}, "must be a message of the assistant"),
