@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 
 INTERPRET = os.environ.get("POWERTRAIN_INTERPRET") == "1"
@@ -50,6 +51,14 @@ importlib.import_module("powertrain.ops.lora_linear")._FEW = 0  # type: ignore[a
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a profiled step takes as long as ten others of a small run: done only where its table is looked at."""
+    kernel_profile = sys.modules.get("powertrain.train.reporting.kernel_profile")
+    if kernel_profile is not None and not HAS_GPU:
+        monkeypatch.setattr(kernel_profile, "PROFILED", 0)
 
 
 @pytest.fixture
