@@ -9,6 +9,7 @@ INTERPRET = os.environ.get("POWERTRAIN_INTERPRET") == "1"
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -24,9 +25,15 @@ SLOW_IN_INTERPRETER = pytest.mark.slow if INTERPRET else ()
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of the children that it has waited for."""
+    """Of this process and the children that it has waited for; the same of the server that forks ranks for it."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    seconds = times.user + times.system + times.children_user + times.children_system
+    forkserver = sys.modules.get("multiprocessing.forkserver")
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if server is not None and psutil.pid_exists(server):
+        of_server = psutil.Process(server).cpu_times()
+        seconds += of_server.user + of_server.system + of_server.children_user + of_server.children_system
+    return seconds
 
 
 _STARTED = pytest.StashKey[float]()
