@@ -95,7 +95,7 @@ IN_TURN = {"deterministic": True}
 
 
 def _slow(*values: Any, id: str) -> Any:
-    """A kernel whose parts are each in a case that is not slow: to compile one takes one to two seconds."""
+    """A kernel that is not much unlike one of another case: to compile one takes one to two seconds."""
     return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
@@ -106,7 +106,7 @@ def _slow(*values: Any, id: str) -> Any:
     [
         pytest.param(128, torch.bfloat16, ALL, {}, id="causal"),
         _slow(128, torch.float16, ALL, {"right": -1}, id="full"),
-        _slow(128, torch.bfloat16, [False, True, True], {"right": -1}, id="full-no-dq"),
+        pytest.param(128, torch.bfloat16, [False, True, True], {"right": -1}, id="full-no-dq"),
         _slow(128, torch.bfloat16, ALL, {"right": -1, "softcap": 30.0}, id="full-softcap"),
         pytest.param(64, torch.bfloat16, ALL, {}, id="d64"),
         _slow(128, torch.bfloat16, [False, True, True], {}, id="no-dq"),
@@ -114,7 +114,7 @@ def _slow(*values: Any, id: str) -> Any:
         pytest.param(
             128, torch.bfloat16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}, id="thd"
         ),
-        _slow(80, torch.bfloat16, ALL, {"slopes": _empty(4, dtype=torch.float32)}, id="alibi-d80"),
+        pytest.param(80, torch.bfloat16, ALL, {"slopes": _empty(4, dtype=torch.float32)}, id="alibi-d80"),
         pytest.param(
             64,
             torch.float16,
@@ -176,8 +176,8 @@ def test_products_run_beside_everything_else(
     ("head_dim", "need", "given"),
     [
         pytest.param(256, ALL, {}, id="causal"),
-        _slow(200, ALL, {"right": -1}, id="full-d200"),
-        _slow(256, [False, True, True], {}, id="no-dq"),
+        pytest.param(200, ALL, {"right": -1}, id="full-d200"),
+        pytest.param(256, [False, True, True], {}, id="no-dq"),
         _slow(256, ALL, {"left": 100, "softcap": 30.0}, id="window-softcap"),
         pytest.param(
             256,
