@@ -2,12 +2,14 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 
 INTERPRET = os.environ.get("POWERTRAIN_INTERPRET") == "1"
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -23,9 +25,15 @@ SLOW_IN_INTERPRETER = pytest.mark.slow if INTERPRET else ()
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of the children that it has waited for."""
+    """Of this process and the children that it has waited for; the same of the server that forks ranks for it."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    seconds = times.user + times.system + times.children_user + times.children_system
+    forkserver = sys.modules.get("multiprocessing.forkserver")
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if server is not None and psutil.pid_exists(server):
+        of_server = psutil.Process(server).cpu_times()
+        seconds += of_server.user + of_server.system + of_server.children_user + of_server.children_system
+    return seconds
 
 
 _STARTED = pytest.StashKey[float]()
@@ -50,6 +58,14 @@ importlib.import_module("powertrain.ops.lora_linear")._FEW = 0  # type: ignore[a
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a profiled step takes as long as ten others of a small run: done only where its table is looked at."""
+    kernel_profile = sys.modules.get("powertrain.train.reporting.kernel_profile")
+    if kernel_profile is not None and not HAS_GPU:
+        monkeypatch.setattr(kernel_profile, "PROFILED", 0)
 
 
 @pytest.fixture

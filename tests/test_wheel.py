@@ -140,14 +140,20 @@ def test_a_missing_extra_in_python(bare: Path, tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1].endswith("pip install 'powertrain[train]'")
 
 
-def test_first_steps(full: Path, tmp_path: Path) -> None:
-    words = ["model.num_layers=1", "train.seq_length=32", "train.micro_batch_size=1"]
-    quick = _run([str(full / "powertrain"), "train", "quickstart", *words, "train.steps=2"], tmp_path)
+SMALL = ["model.num_layers=1", "train.seq_length=32", "train.micro_batch_size=1"]
+
+
+def test_the_first_run(full: Path, tmp_path: Path) -> None:
+    quick = _run([str(full / "powertrain"), "train", "quickstart", *SMALL, "train.steps=2"], tmp_path)
     assert quick.returncode == 0, quick.stdout + quick.stderr
     assert (tmp_path / "runs/quickstart/checkpoints/step_00000002/checkpoint.json").is_file()
+
+
+@pytest.mark.slow  # tests/test_cli_init.py reads what `init` writes, and the run above starts from the wheel
+def test_a_run_of_ones_own_text(full: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("to be or not to be, that is the question. " * 200)
     written = _run([str(full / "powertrain"), "init", "--data", "book.txt", "--steps", "2"], tmp_path)
     assert written.returncode == 0, written.stderr
-    own = _run([str(full / "powertrain"), "train", "run.yml", *words], tmp_path)
+    own = _run([str(full / "powertrain"), "train", "run.yml", *SMALL], tmp_path)
     assert own.returncode == 0 and "validation loss" in own.stdout, own.stdout + own.stderr
     assert "runs/run/checkpoints" in own.stdout and list((tmp_path / "runs/run/checkpoints").glob("step_*"))

@@ -111,8 +111,19 @@ def _without_sequences(layer: nn.Linear, mesh: DeviceMesh) -> nn.Module:
 
 @_check
 def compiled(mesh: DeviceMesh) -> None:
+    _compiled(mesh, Row())
+
+
+def compiled_by_other_recipes(mesh: DeviceMesh) -> None:
+    _compiled(mesh, TensorRecipe(), Block())
+
+
+SLOW = {"fp8_compiled_by_other_recipes": compiled_by_other_recipes}
+
+
+def _compiled(mesh: DeviceMesh, *recipes: Recipe) -> None:
     """fullgraph, the same bits; and so with recomputation."""
-    for recipe in (TensorRecipe(), Row(), Block()):
+    for recipe in recipes:
         _, spread = _spread(mesh, recipe)
 
         def both(x: Tensor, up: nn.Module = spread[1], down: nn.Module = spread[2]) -> Tensor:

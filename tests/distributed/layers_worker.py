@@ -47,7 +47,7 @@ from tests.distributed import fp8_layers_checks
 from tests.distributed.worker import MODELS
 
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = dict(fp8_layers_checks.CHECKS)
-SLOW: dict[str, Callable[[DeviceMesh], None]] = {}
+SLOW: dict[str, Callable[[DeviceMesh], None]] = dict(fp8_layers_checks.SLOW)
 B, S, D, N = 3, 5, 8, 16  # 15 tokens: no number of ranks divides them
 
 

@@ -1,7 +1,5 @@
 """Two ranks under FSDP train an objective as one process does, with a copy of the reference and with LoRA's base."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,11 +36,8 @@ def test_two_ranks_are_one(case: str, tmp_path: Path) -> None:
         batch = f"train.micro_batch_size={micro}"
         arguments = [str(folder), objective, str(folder / "out.pt"), batch, *common, *mine]
         module = "tests.distributed.objective_worker"
-        if world == 1:
-            subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=120)
-        else:
-            ranks = run_ranks(2, "-m", module, *arguments)
-            assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout[-3000:] for rank in ranks)
+        ranks = run_ranks(world, "-m", module, *arguments)
+        assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout[-3000:] for rank in ranks)
         found.append(torch.load(folder / "out.pt", weights_only=True))
     for (loss, norm, metrics), (loss_2, norm_2, metrics_2) in zip(*found, strict=True):
         assert loss_2 == pytest.approx(loss, rel=1e-4) and norm_2 == pytest.approx(norm, rel=1e-3)

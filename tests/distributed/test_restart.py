@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.distributed.launch import ROOT, clean_environment
 
@@ -28,12 +29,14 @@ def _rank(torchrun: subprocess.Popen[str], rank: int) -> psutil.Process:
     raise AssertionError(f"torchrun has no child of rank {rank}")
 
 
-def test_a_killed_rank_restarts_the_run(tmp_path: Path) -> None:
+# a process of the trainer takes five seconds to start, and each rank starts twice
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_rank_restarts_the_run(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Every rank reads the same words, but not at the same time.\n" * 200)
     (tmp_path / "run.yml").write_text(CONFIG.format(folder=tmp_path))
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-        "--monitor-interval", "0.1", "-m", "powertrain", "train", str(tmp_path / "run.yml"),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+        "--max-restarts", "1", "--monitor-interval", "0.1", "-m", "powertrain", "train", str(tmp_path / "run.yml"),
     ]  # fmt: skip
     with open(tmp_path / "said", "w") as said:
         torchrun = subprocess.Popen(command, env=clean_environment(), cwd=ROOT, text=True, stdout=said, stderr=said)
@@ -42,7 +45,7 @@ def test_a_killed_rank_restarts_the_run(tmp_path: Path) -> None:
             while not (tmp_path / "run/step_00000010/checkpoint.json").exists():
                 assert torchrun.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()[-3000:]
                 time.sleep(0.02)
-            _rank(torchrun, 1).kill()
+            _rank(torchrun, ranks - 1).kill()
             assert torchrun.wait(timeout=120) == 0, (tmp_path / "said").read_text()[-3000:]
         finally:
             torchrun.kill()

@@ -9,7 +9,7 @@ import torch
 
 from powertrain.train.ranks import Ranks
 from tests.distributed.launch import run_ranks
-from tests.distributed.worker import fit
+from tests.distributed.worker import STEPS, fit
 
 TWO: dict[str, dict[str, Any]] = {
     "fsdp-gpt_neox": {"model": "gpt_neox"},
@@ -33,7 +33,9 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     "tp-sparse": {"model": "gpt_neox_sparse", "parallel": {"tensor": 2}},
     "fsdp-deepseek": {"model": "deepseek", "train": {"activation_checkpointing": "full"}},
     "fsdp-fp16": {"model": "llama", "train": {"precision": "fp16", "loss_scale": {"initial_power": 10}}},
-    "fsdp-fp16-overflow": {"model": "llama", "train": {"precision": "fp16", "loss_scale": {"initial_power": 22}}},
+    "fsdp-fp16-overflow": {
+        "model": "llama", "train": {"precision": "fp16", "loss_scale": {"initial_power": 22}, "steps": 10},
+    },
     "ddp-gpt_neox": {"model": "gpt_neox_rotary", "parallel": {"strategy": "ddp"}},
     "tp-rotary": {"model": "gpt_neox_rotary", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "full"}},
     "ep-deepseek": {"model": "deepseek", "parallel": {"expert": 2}, "train": {"activation_checkpointing": "full"}},
@@ -46,7 +48,7 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     },
     "pp-fp16-overflow": {
         "model": "gpt_neox", "parallel": {"pipeline": 2},
-        "train": {"precision": "fp16", "loss_scale": {"initial_power": 22}},
+        "train": {"precision": "fp16", "loss_scale": {"initial_power": 22}, "steps": 10},
     },
     "tp-selective": {"model": "llama", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "selective"}},
     # the embedding is tied and frozen
@@ -109,7 +111,7 @@ def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
     Not the biases of keys: softmax does not see them, so their gradient is rounding, which AdamW makes full steps of.
     """
-    assert len(got["losses"]) == len(expected["losses"]) == 10
+    assert len(got["losses"]) == len(expected["losses"]) == STEPS
     torch.testing.assert_close(got["losses"], expected["losses"], rtol=1e-5, atol=0)
     torch.testing.assert_close(got["norms"], expected["norms"], rtol=1e-3, atol=0)
     torch.testing.assert_close(got["evaluations"], expected["evaluations"], rtol=1e-5, atol=0)

@@ -274,6 +274,7 @@ def test_a_missing_file() -> None:
 def test_shapes_without_numbers_are_read_too(sizes: tuple[str, str]) -> None:
     """A log that lost characters on its way."""
     wanted, got = sizes
-    diagnose(
+    (found,) = diagnose(
         f"RuntimeError: Given normalized_shape={wanted}, expected input with shape [*, 768], but got input of size{got}"
     )
+    assert found.cause.name == "shape-mismatch"  # not sizes-differ, which says both sizes

@@ -1,9 +1,11 @@
 """Scripts that know nothing of us find ours under the libraries' names, in every process, with metadata."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TIME = 300
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def _environment(folder: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return _environment(tmp_path)
 
 
 def _run(names: str, code: str, environment: dict[str, str], tmp_path: Path, *flags: str) -> str:
@@ -30,11 +36,11 @@ def _run(names: str, code: str, environment: dict[str, str], tmp_path: Path, *fl
     command = [sys.executable, "-m", "powertrain", "shim", *flags, names, "--", sys.executable, str(script)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    return result.stderr + result.stdout
 
 
-def test_every_library_has_metadata(environment: dict[str, str], tmp_path: Path) -> None:
-    code = """
+# parts of two scripts, which `failures` runs
+METADATA = """
     import importlib, importlib.metadata as metadata, importlib.util, sys
     given = %r
     by_module = metadata.packages_distributions()
@@ -47,13 +53,9 @@ def test_every_library_has_metadata(environment: dict[str, str], tmp_path: Path)
             assert importlib.util.find_spec(module), module
             assert importlib.util.find_spec(ours).name == ours
             assert getattr(importlib.import_module(module), "__version__", version) == version
-    print("all there")
-    """ % [tuple(library) for library in LIBRARIES.values()]
-    assert "all there" in _run(",".join(LIBRARIES), code, environment, tmp_path)
+""" % [tuple(library) for library in LIBRARIES.values()]
 
-
-def test_modules_are_ours_and_not_copies(environment: dict[str, str], tmp_path: Path) -> None:
-    code = """
+MODULES = """
     import importlib.util, pickle
     import flash_attn
     from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
@@ -80,15 +82,12 @@ def test_modules_are_ours_and_not_copies(environment: dict[str, str], tmp_path: 
         flash_attn.nothing
     except AttributeError as error:
         assert "there is flash_attn_func" in str(error)
-    print("done")
-    """
-    assert "done" in _run("flash_attn", code, environment, tmp_path)
+"""
 
 
 def test_child_processes(environment: dict[str, str], tmp_path: Path) -> None:
     code = """
-    import multiprocessing, subprocess, sys
-    import torch
+    import subprocess, sys
     from torch.utils.data import DataLoader, Dataset
 
     class Lengths(Dataset):
@@ -98,17 +97,8 @@ def test_child_processes(environment: dict[str, str], tmp_path: Path) -> None:
             import flash_attn
             return len(flash_attn.__version__)
 
-    def child(queue):
-        import flash_attn
-        queue.put(flash_attn.flash_attn_func.__module__)
-
     if __name__ == "__main__":
-        context = multiprocessing.get_context("spawn")
-        queue = context.Queue()
-        process = context.Process(target=child, args=(queue,))
-        process.start()
-        assert queue.get(timeout=120).startswith("powertrain.")
-        process.join()
+        # a worker is a process of multiprocessing
         batches = list(DataLoader(Lengths(), num_workers=1, multiprocessing_context="spawn"))
         assert [int(batch) for batch in batches] == [5, 5]
         ask = "import flash_attn; print(flash_attn.__version__)"
@@ -221,13 +211,7 @@ TRANSFORMERS = """
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert utils._flash_fn is flash_attn.flash_attn_func and utils._flash_varlen_fn is flash_attn.flash_attn_varlen_func
-    print("same")
 """
-
-
-def test_transformers_flash_attention_2(environment: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    assert "same" in _run("flash_attn", TRANSFORMERS, environment, tmp_path)
 
 
 # after the first examples of each library's README, on the CPU
@@ -284,12 +268,55 @@ EXAMPLES = """
         te.InferenceParams()
     except AttributeError as error:
         assert "InferenceParams is not in Powertrain (not yet; powertrain.nn.KVCache" in str(error), error
-    print("examples done")
 """
 
 
-def test_examples_of_the_readmes(environment: dict[str, str], tmp_path: Path) -> None:
-    assert "examples done" in _run(",".join(LIBRARIES), EXAMPLES, environment, tmp_path)
+# the libraries of a process, and its parts in this order: the first looks at modules that are not imported yet
+PROCESSES = {
+    ",".join(LIBRARIES): {"metadata": METADATA, "examples": EXAMPLES},
+    "flash_attn": {"modules": MODULES, "transformers": TRANSFORMERS},
+}
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of each part: what it raised, or nothing."""
+    found: dict[str, str] = {}
+    for names, parts in PROCESSES.items():
+        folder = tmp_path_factory.mktemp("shim")
+        for name, part in parts.items():
+            (folder / f"part_{name}.py").write_text(textwrap.dedent(part))
+        code = f"""
+        import json, traceback
+        found = {{}}
+        for name in {list(parts)}:
+            try:
+                path = f"{folder}/part_{{name}}.py"
+                exec(compile(open(path).read(), path, "exec"), {{"__name__": name}})
+                found[name] = ""
+            except BaseException:
+                found[name] = traceback.format_exc()
+        print(json.dumps(found))
+        """
+        found |= json.loads(_run(names, code, _environment(folder), folder).splitlines()[-1])
+    return found
+
+
+def test_every_library_has_metadata(failures: dict[str, str]) -> None:
+    assert not failures["metadata"], failures["metadata"]
+
+
+def test_modules_are_ours_and_not_copies(failures: dict[str, str]) -> None:
+    assert not failures["modules"], failures["modules"]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_transformers_flash_attention_2(failures: dict[str, str]) -> None:
+    assert not failures["transformers"], failures["transformers"]
+
+
+def test_examples_of_the_readmes(failures: dict[str, str]) -> None:
+    assert not failures["examples"], failures["examples"]
 
 
 def test_a_module_runs_as_a_program(environment: dict[str, str]) -> None:

@@ -20,6 +20,11 @@ from tests.train.tiny_run import MICRO, SEQ, VOCAB, At, open_trainer, read, writ
 PEAK = 1e-3  # TFLOP/s, made up: what matters is the division
 
 
+@pytest.fixture(autouse=True)
+def no_kernel_table() -> None:
+    """Tables are looked at here."""
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """(folder, what it said, what it said when resumed) of a run of 12 steps that was then given 4 more."""

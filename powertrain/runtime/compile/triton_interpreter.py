@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+
+from powertrain.runtime.compile import interpreter_bookkeeping
 
 _TORCH_DTYPE = {
     tl.bfloat16: torch.bfloat16,
@@ -123,9 +126,13 @@ def _patch_once() -> None:
     the second time changes nothing."""
     patch_lang = interpreter._patch_lang
     patched: set[Any] = set()  # modules in force until the launch ends
+    modules_of: dict[Any, set[Any]] = {}
 
     def patch(fn: Any) -> Any:
-        modules = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
+        modules = modules_of.get(fn)
+        if modules is None:
+            modules = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
+            modules_of[fn] = modules
         if modules and modules <= patched:
             # nothing to restore
             return interpreter._LangPatchScope()
@@ -151,6 +158,8 @@ def install() -> None:
     _repair_index()
     _repair_masks(interpreter.InterpreterBuilder)
     _patch_once()
+    if triton.__version__.startswith("3.6."):
+        interpreter_bookkeeping.install()
     # The check that no 32-bit sum or product overflows ends in a device_assert, which does nothing without `debug`.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._powertrain_repaired = True

@@ -94,59 +94,53 @@ USED = _empty(2, dtype=torch.int32)
 IN_TURN = {"deterministic": True}
 
 
+def _slow(*values: Any, id: str) -> Any:
+    """A kernel that is not much unlike one of another case: to compile one takes one to two seconds."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 @pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "need", "given"),
     [
-        (128, torch.bfloat16, ALL, {}),
-        (128, torch.float16, ALL, {"right": -1}),
-        (128, torch.bfloat16, [False, True, True], {"right": -1}),
-        (128, torch.bfloat16, ALL, {"right": -1, "softcap": 30.0}),
-        (64, torch.bfloat16, ALL, {}),
-        (128, torch.bfloat16, [False, True, True], {}),
-        (128, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}),
-        (128, torch.bfloat16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}),
-        (80, torch.bfloat16, ALL, {"slopes": _empty(4, dtype=torch.float32)}),
-        (64, torch.float16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED}),
-        (128, torch.bfloat16, ALL, IN_TURN),
-        (64, torch.bfloat16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, **IN_TURN}),
-        (64, torch.bfloat16, ALL, {"right": -1}),
-        (64, torch.bfloat16, [False, True, True], {"left": 100}),
-        (64, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}),
-        (64, torch.float16, ALL, {"slopes": _empty(4, dtype=torch.float32), **IN_TURN}),
-        (96, torch.bfloat16, ALL, {}),
-        (96, torch.bfloat16, ALL, {"right": -1}),
-        (72, torch.float16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}),
-        (80, torch.bfloat16, ALL, IN_TURN),
-        (128, torch.bfloat16, ALL, {"repeats": 8}),
-        (64, torch.bfloat16, ALL, {"repeats": 8, "right": -1}),
-        (96, torch.bfloat16, [True, False, True], {"repeats": 8, **IN_TURN}),
-    ],
-    ids=[
-        "causal",
-        "full",
-        "full-no-dq",
-        "full-softcap",
-        "d64",
-        "no-dq",
-        "window-softcap",
-        "thd",
-        "alibi-d80",
-        "thd-lengths-d64",
-        "in-turn",
-        "in-turn-thd-d64",
-        "full-d64",
-        "window-no-dq-d64",
-        "window-softcap-d64",
-        "in-turn-alibi-d64",
-        "d96",
-        "full-d96",
-        "thd-d72",
-        "in-turn-d80",
-        "split",
-        "split-full-d64",
-        "split-in-turn-no-dk-d96",
+        pytest.param(128, torch.bfloat16, ALL, {}, id="causal"),
+        _slow(128, torch.float16, ALL, {"right": -1}, id="full"),
+        pytest.param(128, torch.bfloat16, [False, True, True], {"right": -1}, id="full-no-dq"),
+        _slow(128, torch.bfloat16, ALL, {"right": -1, "softcap": 30.0}, id="full-softcap"),
+        pytest.param(64, torch.bfloat16, ALL, {}, id="d64"),
+        _slow(128, torch.bfloat16, [False, True, True], {}, id="no-dq"),
+        pytest.param(128, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}, id="window-softcap"),
+        pytest.param(
+            128, torch.bfloat16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}, id="thd"
+        ),
+        pytest.param(80, torch.bfloat16, ALL, {"slopes": _empty(4, dtype=torch.float32)}, id="alibi-d80"),
+        pytest.param(
+            64,
+            torch.float16,
+            ALL,
+            {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED},
+            id="thd-lengths-d64",
+        ),
+        pytest.param(128, torch.bfloat16, ALL, IN_TURN, id="in-turn"),
+        _slow(
+            64,
+            torch.bfloat16,
+            ALL,
+            {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, **IN_TURN},
+            id="in-turn-thd-d64",
+        ),
+        _slow(64, torch.bfloat16, ALL, {"right": -1}, id="full-d64"),
+        _slow(64, torch.bfloat16, [False, True, True], {"left": 100}, id="window-no-dq-d64"),
+        _slow(64, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}, id="window-softcap-d64"),
+        _slow(64, torch.float16, ALL, {"slopes": _empty(4, dtype=torch.float32), **IN_TURN}, id="in-turn-alibi-d64"),
+        pytest.param(96, torch.bfloat16, ALL, {}, id="d96"),
+        _slow(96, torch.bfloat16, ALL, {"right": -1}, id="full-d96"),
+        _slow(72, torch.float16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}, id="thd-d72"),
+        _slow(80, torch.bfloat16, ALL, IN_TURN, id="in-turn-d80"),
+        pytest.param(128, torch.bfloat16, ALL, {"repeats": 8}, id="split"),
+        _slow(64, torch.bfloat16, ALL, {"repeats": 8, "right": -1}, id="split-full-d64"),
+        pytest.param(96, torch.bfloat16, [True, False, True], {"repeats": 8, **IN_TURN}, id="split-in-turn-no-dk-d96"),
     ],
 )
 def test_products_run_beside_everything_else(
@@ -181,28 +175,21 @@ def test_products_run_beside_everything_else(
 @pytest.mark.parametrize(
     ("head_dim", "need", "given"),
     [
-        (256, ALL, {}),
-        (200, ALL, {"right": -1}),
-        (256, [False, True, True], {}),
-        (256, ALL, {"left": 100, "softcap": 30.0}),
-        (256, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED}),
-        (256, ALL, {"slopes": _empty(4, dtype=torch.float32)}),
-        (256, ALL, IN_TURN),
-        (192, ALL, {}),
-        (160, ALL, {"right": -1}),
-        (136, ALL, IN_TURN),
-    ],
-    ids=[
-        "causal",
-        "full-d200",
-        "no-dq",
-        "window-softcap",
-        "thd-lengths",
-        "alibi",
-        "in-turn",
-        "d192",
-        "full-d160",
-        "in-turn-d136",
+        pytest.param(256, ALL, {}, id="causal"),
+        pytest.param(200, ALL, {"right": -1}, id="full-d200"),
+        pytest.param(256, [False, True, True], {}, id="no-dq"),
+        _slow(256, ALL, {"left": 100, "softcap": 30.0}, id="window-softcap"),
+        pytest.param(
+            256,
+            ALL,
+            {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED},
+            id="thd-lengths",
+        ),
+        _slow(256, ALL, {"slopes": _empty(4, dtype=torch.float32)}, id="alibi"),
+        pytest.param(256, ALL, IN_TURN, id="in-turn"),
+        pytest.param(192, ALL, {}, id="d192"),
+        _slow(160, ALL, {"right": -1}, id="full-d160"),
+        _slow(136, ALL, IN_TURN, id="in-turn-d136"),
     ],
 )
 def test_wide_products_run_beside_everything_else(
@@ -226,7 +213,15 @@ def test_wide_products_run_beside_everything_else(
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
-@pytest.mark.parametrize("dims", [(128, 64), (64, 128), (128, 96), (88, 104), (80, 128), (136, 256)])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (64, 128),
+        (88, 104),
+        (136, 256),
+        *(pytest.param(dims, marks=pytest.mark.slow) for dims in ((128, 64), (128, 96), (80, 128))),
+    ],
+)
 def test_head_dims_of_keys_and_values_differ(dims: tuple[int, int]) -> None:
     """Each is padded by itself: a panel of 64 columns wholly outside its tensor would be read by TMA."""
     entry = _entry(dims[0], torch.bfloat16, ALL, d_v=dims[1])
