@@ -15,8 +15,22 @@ CAUSES = (
         "https://docs.pytorch.org/docs/stable/distributed.html",
     ),
     Cause(
+        "nccl-proxy",
+        r"Proxy Call to rank (?P<rank>\d+) failed",
+        "NCCL could not set up the connection on rank {rank}'s side: that rank ended, or its transport failed there "
+        "(GPU "
+        "peer access, /dev/shm, InfiniBand, sockets)",
+        "the log of rank {rank} with NCCL_DEBUG=INFO: its first WARN is the cause; in a container --ipc=host "
+        "--shm-size=16g; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 or NCCL_SHM_DISABLE=1 shows which transport",
+        "NCCL 无法在 rank {rank} 一侧建立连接：该 rank 已退出，或其传输失败（GPU 互访、/dev/shm、InfiniBand、套接字）",
+        "以 NCCL_DEBUG=INFO 查看 rank {rank} 的日志：第一个 WARN 即原因；容器中使用 --ipc=host --shm-size=16g；用 "
+        "NCCL_P2P_DISABLE=1、NCCL_IB_DISABLE=1 或 NCCL_SHM_DISABLE=1 判断是哪种传输",
+        "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+        confidence="likely",
+    ),
+    Cause(
         "collective-mismatch",
-        r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes|"
+        r"Detected mismatch between collectives|Mismatched collective|op\.preamble\.length <= op\.nbytes|"
         r"ranks are running different collectives|appears not to match|Mismatched? (?:sizes|shapes) across ranks",
         "ranks called different collectives, or the same one with different shapes",
         "TORCH_DISTRIBUTED_DEBUG=DETAIL names both; look for branches on the rank or on data, and batches of "

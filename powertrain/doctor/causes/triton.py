@@ -206,6 +206,24 @@ CAUSES = (
         confidence="possible",
     ),
     Cause(
+        "triton-own-assertion",
+        r"(?:mlir::|lib/(?:Analysis|Dialect|Conversion|Target|"
+        r"Tools)/)\S{0,400}[^\n]{0,600}: Assertion `[^\n]{1,200} failed|"
+        r"Unexpected mma -> mma layout|unsupported mma version|Unsupported conversion from .{1,60} to .{1,60}"
+        r"(?:LLVM ERROR|$)",
+        "a check inside Triton's own compiler failed: this release does not handle the kernel on this GPU (early ones "
+        "on GPUs before sm_80, each on newer GPUs than it)",
+        "a newer Triton with its torch; where that cannot be: switch off what has the kernel (a fused layer, "
+        "torch.compile), or other tiles (BLOCK sizes, num_warps, num_stages=1)",
+        "Triton 编译器自身的检查失败：该版本无法为此 GPU 编译该核函数（早期版本在 sm_80 之前的 GPU 上，或 GPU 比 "
+        "Triton 新）",
+        "连同 torch 升级 Triton；否则关闭含有该核函数的功能（融合层、torch.compile），或换用其他分块（BLOCK、"
+        "num_warps、"
+        "num_stages=1）",
+        "https://github.com/qwopqwop200/GPTQ-for-LLaMa/issues/179",
+        confidence="likely",
+    ),
+    Cause(
         "triton-compiler",
         r"PassManager::run failed|Internal Triton PTX codegen error|PTXASError|`ptxas` failed|ptxas fatal|"
         r"LLVM ERROR: Cannot select|lib/(?:Conversion|Dialect|Target)/Triton[^\n]{1,400}: Assertion|"
