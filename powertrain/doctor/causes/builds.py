@@ -285,7 +285,8 @@ CAUSES = (
         "compiler-missing",
         r"No CMAKE_C(?:XX)?_COMPILER could be found|unable to execute '[\w.+-]*(?:gcc|g\+\+|cc|c\+\+)'|"
         r"error: command '[\w./+-]*(?:gcc|g\+\+|c\+\+)' failed: No such file|"
-        r"\['(?:which|where)', '(?:c\+\+|g\+\+|gcc|cc|cl|clang\+\+)'\]|\b(?:g\+\+|c\+\+|gcc): (?:command )?not found",
+        r"\['which', '(?:c\+\+|g\+\+|gcc|cc|clang\+\+)'\]|\['where', '(?:cl|c\+\+)'\]|"
+        r"\b(?:g\+\+|c\+\+|gcc): (?:command )?not found",
         "there is no C++ compiler on PATH",
         "apt install build-essential (or: conda install -c conda-forge gxx), or set CC and CXX",
         "PATH 中没有 C++ 编译器",

@@ -207,3 +207,16 @@ COVERS["extension-part-missing"] = {
 }  # fmt: skip
 COVERS["missing-key"] |= {"deepspeed-config-key"}
 COVERS["shared-library"] |= {"deepspeed-extension"}
+COVERS["header-missing"] |= {"openmp-missing"}
+COVERS["cuda-source-release"] = COVERS.get("cuda-source-release", set()) | {"host-compiler-old-for-torch"}
+COVERS["undeclared-name"] |= {"host-compiler-old-for-torch"}
+COVERS["headers-of-another-release"] = COVERS.get("headers-of-another-release", set()) | {"host-compiler-old-for-torch"}
+COVERS["inductor-cpp"] = COVERS.get("inductor-cpp", set()) | {
+    "openmp-missing", "host-compiler-old-for-torch", "msvc-options",
+}  # fmt: skip
+COVERS["nvcc-ended"] = {"compiler-killed", "compiler-memory"}
+COVERS["linker-library"] |= {"openmp-missing"}
+COVERS["connection-refused"] = COVERS.get("connection-refused", set()) | {"gloo-address", "store-unreachable"}
+COVERS["store-unreachable"] = {"master-unreachable", "gloo-address", "rendezvous-lost", "store-timeout"}
+COVERS["ptxas-does-not-run"] = COVERS.get("ptxas-does-not-run", set()) | {"nvidia-triton-elsewhere"}
+COVERS["network"] = COVERS.get("network", set()) | {"store-unreachable"}

@@ -4,6 +4,77 @@ from powertrain.doctor.causes.cause import Cause
 
 CAUSES = (
     Cause(
+        "openmp-missing",
+        r"\bomp\.h\W{0,3} ?(?:file not found|No such file)|OpenMP support not found|unsupported option '-fopenmp'|"
+        r"cannot find -l(?:i?omp5?|gomp)\b|library not found for -l(?:i?omp)",
+        "the compiler that is used has no OpenMP: Apple's clang brings none, other clangs and small images need a "
+        "package",
+        "macOS: brew install libomp, then CXX of brew's llvm or CPATH and LIBRARY_PATH of libomp; Linux: apt install "
+        "libomp-dev (clang) or g++; conda install -c conda-forge llvm-openmp; without it TORCHDYNAMO_DISABLE=1",
+        "所用编译器没有 OpenMP：Apple 的 clang 不带，其他 clang 和小型镜像需要安装软件包",
+        "macOS：brew install libomp，再设置 brew 的 llvm 为 CXX，或 libomp 的 CPATH、LIBRARY_PATH；"
+        "Linux：apt install libomp-dev（clang）或使用 g++；conda install -c conda-forge llvm-openmp；"
+        "否则 TORCHDYNAMO_DISABLE=1",
+        "https://github.com/pytorch/pytorch/issues/95708",
+        confidence="likely",
+    ),
+    Cause(
+        "host-compiler-old-for-torch",
+        r"include/(?:ATen/(?:cpu/)?vec|c10/util|ATen/core)\S{0,200}:\d+:\d+: error|"
+        r"#error .{0,30}(?:C\+\+17|C\+\+20|GCC \d+|PyTorch).{0,60}(?:required|or (?:later|newer)|need)|"
+        r"too old version of GCC|unrecognized command[- ]line option .-std=c\+\+(?:17|20|2a)",
+        "the host compiler is too old for the headers of this torch (2.0 wants C++17 and gcc 9, later releases more)",
+        "g++ 10 to 12 first on PATH: CC=gcc-11 CXX=g++-11 (apt install g++-11; scl or module load on clusters; conda "
+        "install -c conda-forge gxx=11), rm -r /tmp/torchinductor_$USER ~/.cache/torch_extensions, then the same "
+        "command",
+        "主机编译器对该 torch 的头文件而言太旧（2.0 需要 C++17 和 gcc 9，更新的版本要求更高）",
+        "让 g++ 10 至 12 排在 PATH 最前：CC=gcc-11 CXX=g++-11（apt install g++-11；集群上用 scl 或 module load；"
+        "conda install -c conda-forge gxx=11），删除 /tmp/torchinductor_$USER 和 ~/.cache/torch_extensions 后重试",
+        "https://github.com/pytorch/pytorch/issues/130815",
+        confidence="likely",
+    ),
+    Cause(
+        "host-compiler-vendor",
+        r"[Uu]nsupported (?:NVHPC|PGI|ICC|Intel|IBM|XL) (?:C\+\+ )?(?:compiler|version)|nvc\+\+ is the only|"
+        r"\bICC\b.{0,30}(?:not supported|unsupported)|#error.{0,30}(?:Intel|PGI|nvc) compiler",
+        "the host compiler is another vendor's (a cluster's module sets CC, CXX or nvcc's -ccbin): nvcc and torch's "
+        "extensions are made for GNU's",
+        "module unload nvhpc intel; CC=gcc CXX=g++ CUDAHOSTCXX=g++ NVCC_PREPEND_FLAGS='-ccbin g++' <the same command>, "
+        "with a g++ that this CUDA takes",
+        "主机编译器是其他厂商的（集群的 module 设置了 CC、CXX 或 nvcc 的 -ccbin）：nvcc 和 torch 扩展面向 GNU 编译器",
+        "module unload nvhpc intel；CC=gcc CXX=g++ CUDAHOSTCXX=g++ NVCC_PREPEND_FLAGS='-ccbin g++' <原命令>，"
+        "g++ 版本需被该 CUDA 支持",
+        "https://github.com/NVIDIA/apex/issues/1833",
+        confidence="likely",
+    ),
+    Cause(
+        "msvc-options",
+        r"command[- ]line error D8\d{3}|error D8\d{3}\s?:|: \S+ D8016\b",
+        "Visual Studio's cl refuses options that torch or the build gives it: they do not go together, or not in this "
+        "release of cl",
+        "the Visual Studio toolset of this torch's time (vcvarsall.bat x64 -vcvars_ver=14.3x), or a newer torch; for "
+        'torch.compile on a CPU: TORCHDYNAMO_DISABLE=1 or backend="aot_eager"; WSL',
+        "Visual Studio 的 cl 拒绝 torch 或构建给出的选项：它们互斥，或该版本不支持",
+        "使用与该 torch 同期的 Visual Studio 工具集（vcvarsall.bat x64 -vcvars_ver=14.3x），或升级 torch；"
+        'CPU 上的 torch.compile 可用 TORCHDYNAMO_DISABLE=1 或 backend="aot_eager"；WSL',
+        "https://github.com/EnragedAntelope/comfyui-sdnq/issues/21",
+        confidence="likely",
+    ),
+    Cause(
+        "nvcc-ended",
+        r"nvcc(?:\.exe)?'? failed with exit (?:status|code) (?:255|137|139|-9|-11|9|11)\b",
+        "a part of nvcc ended without an error of the source: most often memory ran out (many compilers at once), else "
+        "the compiler itself crashed",
+        "powertrain build -- <the same command>, or MAX_JOBS=1 NVCC_THREADS=1; dmesg -T | grep -i 'killed process'; "
+        "if it "
+        "ends alone too: a newer CUDA toolkit",
+        "nvcc 的某个部分在没有源码错误的情况下结束：多为内存耗尽（同时编译过多），否则是编译器自身崩溃",
+        "powertrain build -- <原命令>，或 MAX_JOBS=1 NVCC_THREADS=1；dmesg -T | grep -i 'killed process'；"
+        "单独编译仍失败则升级 CUDA",
+        "https://github.com/Dao-AILab/flash-attention/issues/298",
+        confidence="possible",
+    ),
+    Cause(
         "cpu-instructions",
         r"target specific option mismatch|vector return without \w{1,20} enabled changes the ABI|"
         r"(?:unrecognized|unknown|invalid) (?:command[- ]line )?option .{0,3}-m(?:avx|sse|fma|amx|arch|cpu)\S{0,20}|"

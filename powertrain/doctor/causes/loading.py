@@ -257,11 +257,14 @@ CAUSES = (
     Cause(
         "flash-attention-extras",
         r"No module named '?(?P<module>dropout_layer_norm|rotary_emb|xentropy_cuda_lib|fused_dense_lib|"
-        r"fused_softmax_lib)|import flash_attn (?P<part>rotary|rms_norm|layer_norm) fail",
-        "{module}{part} is an extension in flash-attn's csrc folder, which pip install flash-attn does not build",
+        r"fused_softmax_lib)|ImportError: (?P<extra>fused_dense|rotary_emb|dropout_layer_norm|dropout_add_layer_norm|"
+        r"xentropy\w*|FusedDense|FusedMLP) (?:is|are) not installed|import flash_attn (?P<part>rotary|rms_norm|"
+        r"layer_norm) fail",
+        "{module}{part}{extra} is an extension in flash-attn's csrc folder, which pip install flash-attn does not "
+        "build",
         "in its source: cd csrc/layer_norm (rotary, xentropy, fused_dense_lib) && pip install --no-build-isolation .; "
         "powertrain.ops has layer_norm, rms_norm, rope and cross_entropy without a build",
-        "{module} 是 flash-attn 的 csrc 目录中的扩展，pip install flash-attn 不会编译它",
+        "{module}{part}{extra} 是 flash-attn 的 csrc 目录中的扩展，pip install flash-attn 不会编译它",
         "在其源码中：cd csrc/layer_norm（rotary、xentropy、fused_dense_lib）&& pip install --no-build-isolation .；"
         "powertrain.ops 无需编译即有 layer_norm、rms_norm、rope、cross_entropy",
         _FA + "250",

@@ -81,8 +81,8 @@ CAUSES = (
     ),
     Cause(
         "nccl-shm-transport",
-        r"transport/shm\.cc:\d+ -> \d|(?:include|misc)/shm\w*\.(?:h|cc):\d+ (?:NCCL WARN|-> \d)|ncclShmOpen|"
-        r"posix_fallocate failed",
+        r"transport/shm\.cc:\d+ -> \d|include/shm\w*\.h:\d+ (?:NCCL WARN|-> \d)|"
+        r"misc/shm\w*\.cc:\d+ (?:NCCL WARN|-> \d)|ncclShmOpen|posix_fallocate failed",
         "NCCL cannot make or open its shared memory: /dev/shm is too small or full (Docker gives a container 64 MiB), "
         "or the ranks do not share it (two containers, another user)",
         "docker run --shm-size=16g (or --ipc=host for all ranks of the host); rm /dev/shm/nccl-*; NCCL_SHM_DISABLE=1 "

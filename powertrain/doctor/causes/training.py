@@ -4,24 +4,6 @@ from powertrain.doctor.causes.cause import Cause
 
 CAUSES = (
     Cause(
-        "loss-not-finite",
-        r"(?:Error|Exception|ERROR|CRITICAL)\b.{0,60}\b(?:[Ff]ound NaN in|(?:NaN|nan|inf|Inf) (?:in|detected in|"
-        r"found in) "
-        r"(?:local )?(?:the )?(?:loss|grad)|[Ll]oss (?:is|became|=) ?(?:nan|NaN|inf|not finite))|"
-        r"[Ll]oss is (?:nan|NaN|inf), stopping|found NaN in local (?:forward loss|grad)|Unexpected result (?:nan|inf) ",
-        "the loss or a gradient is NaN or infinite: the training diverged, fp16 overflowed, or data or weights have it",
-        "bf16 instead of fp16; a lower learning rate, warm-up, clipping; the batch and checkpoint of the first bad "
-        "step "
-        "(torch.isfinite of inputs, parameters, activations); torch.autograd.set_detect_anomaly(True) names the "
-        "operation; one rank only: its hardware",
-        "损失或梯度为 NaN 或无穷：训练发散、fp16 溢出，或数据、权重中已有",
-        "用 bf16 代替 fp16；降低学习率、预热、裁剪；检查第一个出错步骤的 batch 和检查点（对输入、参数、激活用 "
-        "torch.isfinite）；"
-        "torch.autograd.set_detect_anomaly(True) 指出算子；若只有一个 rank：检查其硬件",
-        "https://github.com/NVIDIA/Megatron-LM/issues/624",
-        confidence="likely",
-    ),
-    Cause(
         "deepspeed-batch",
         r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size ?(?P<numbers>[\d "
         r"!=*]{0,40})|AssertionError: train_batch_size (?P<sizes>[\w !=*]{3,60})|"
