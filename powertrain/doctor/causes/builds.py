@@ -182,9 +182,10 @@ CAUSES = (
         r"pybind11|"
         r"numpy|cmake|Cython|einops|hatchling|scikit_build_core|skbuild)'",
         "setup.py imports {module}, which --no-build-isolation does not install",
-        "pip install {module} wheel setuptools packaging ninja psutil, then the same command",
+        "pip install {module} (such builds ask for wheel, setuptools, packaging, ninja and psutil next), then the same "
+        "command",
         "setup.py 需要 {module}，而 --no-build-isolation 不会安装它",
-        "先执行 pip install {module} wheel setuptools packaging ninja psutil，再执行原命令",
+        "先执行 pip install {module}（此类构建常还需要 wheel、setuptools、packaging、ninja、psutil），再执行原命令",
         "https://github.com/llm-jp/llm-jp-sft/pull/41",
         also=r"metadata|requirements to build|setup\.py|bdist_wheel|subprocess-exited",
     ),

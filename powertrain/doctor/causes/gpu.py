@@ -147,7 +147,7 @@ CAUSES = (
     ),
     Cause(
         "triton-shared-memory",
-        r"out of resource: shared memory,? Required: (?P<need>\d+),? Hardware limit(?:ation)?: (?P<have>\d+)",
+        r"out of resource: shared memory,? ?Required: (?P<need>\d+),? ?Hardware limit(?:ation)?: (?P<have>\d+)",
         "a Triton kernel's tile wants {need} bytes of shared memory, this GPU has {have} a block: it was tuned for "
         "a larger one",
         "smaller block sizes or num_stages in that kernel; Powertrain plans its tiles by the GPU",
