@@ -138,7 +138,7 @@ CAUSES = (
         "the compiler does not accept the source: it is of another time than this CUDA toolkit or these torch "
         "headers (it "
         "uses C++ or functions that they do not have, or that changed)",
-        "the release of what is built that is as old as this CUDA and torch (an older tag for an old toolkit), or a "
+        "the release of the package that is as old as this CUDA and torch (an older tag for an old toolkit), or a "
         "newer toolkit with its torch; one toolkit on the include path; NVIDIA's pytorch image has a set that fits",
         "编译器不接受该源码：源码与该 CUDA 工具包或 torch 头文件年代不同（使用了其没有或已改变的 C++ 特性或函数）",
         "使用与该 CUDA、torch 同期的源码版本（旧工具包用旧标签），或升级工具包和 torch；include "

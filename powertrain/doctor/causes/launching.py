@@ -38,7 +38,7 @@ CAUSES = (
         "store-protocol",
         r"Stop_waiting response is expected|Ping failed, invalid nonce|invalid (?:nonce|magic) returned|"
         r"TCPStore.{0,60}(?:unexpected|invalid) (?:response|query|magic)",
-        "what answers at MASTER_ADDR:MASTER_PORT is not the store of this job: another job or service has that port, "
+        "the server at MASTER_ADDR:MASTER_PORT is not the store of this job: another job or service has that port, "
         "or "
         "the ranks run different releases of torch",
         "another, free MASTER_PORT, the same everywhere; end earlier processes (ss -ltnp shows who listens); one "

@@ -27,7 +27,7 @@ CAUSES = (
         "deepspeed-config-key",
         r"KeyError: '(?P<key>train_(?:micro_)?batch_size\w*|gradient_accumulation_steps|zero_optimization|"
         r"stage3_\w+|fp16|bf16)'",
-        "the DeepSpeed config has no {key}, and what reads it does not fill it in (\"auto\" is only for the Trainer of "
+        "the DeepSpeed config has no {key}, and the program does not fill it in (\"auto\" is only for the Trainer of "
         "transformers and for accelerate)",
         "write {key} into the config as a number or section; with transformers give the config to TrainingArguments, "
         "which replaces \"auto\"",

@@ -249,7 +249,7 @@ CAUSES = (
         r"Unexpected mma -> mma layout|unsupported mma version|Unsupported conversion from [^\n]{1,60} to ",
         "a check inside Triton's own compiler failed: this release does not handle the kernel on this GPU (early ones "
         "on GPUs before sm_80, each on newer GPUs than it)",
-        "a newer Triton with its torch; where that cannot be: switch off what has the kernel (a fused layer, "
+        "a newer Triton with its torch; where that cannot be: switch off the feature with the kernel (a fused layer, "
         "torch.compile), or other tiles (BLOCK sizes, num_warps, num_stages=1)",
         "Triton 编译器自身的检查失败：该版本无法为此 GPU 编译该核函数（早期版本在 sm_80 之前的 GPU 上，或 GPU 比 "
         "Triton 新）",
