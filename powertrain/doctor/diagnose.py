@@ -25,7 +25,7 @@ _HOLLOW = re.compile(
     r"BackendCompilerFailed|^\s*File \"|errors?\.(?:py|h|cpp)\b|\b0 errors?\b|^\s*(?:raise|assert|except|return) ",
     re.I,
 )
-_PREFIX = r"(?:\[?rank\s?\d+\]?:?\s*|\[default\d+\]:\s*|\[stderr\]\s*|ERROR:\s+|\(\w+ pid=\d+\)\s*)?"
+_PREFIX = r"(?:\[?rank\s?\d+\]?:?\s*|\[default\d+\]:\s*|\[stderr\]\s*|ERROR:\s+|E\s+|\(\w+ pid=\d+\)\s*)?"
 _REAL = re.compile(
     rf"^\s*{_PREFIX}(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b\s*(?::|$)|\berror\s*:|"
     r"\bCMake Error\b|"

@@ -40,6 +40,10 @@ _DEMANDS = (
      "go without {that}, or without {this}; a newer release may have both"),
     (r"(?P<this>.{3,80}?) only (?:supports?|works? (?:with|on|for)|accepts?|allows?) (?P<that>.{2,100})",
      "give it {that}, or use another than {this}"),
+    (r"(?P<this>.{3,80}?) (?:is|are) (?:currently )?only (?:enabled|supported|available|implemented|allowed|valid|"
+     r"defined) "
+     r"(?:for|with|on|in|when|if) (?P<that>.{2,100})",
+     "give it {that}, or leave {this} out; a newer release may have both"),
     (r"(?P<this>.{3,80}?) requires (?P<that>.{2,100})", "give it {that}: install, set or choose that"),
     (r"(?P<this>.{2,80}?) (?:must|should|has to|needs to) (?:be|have|match|equal|contain) (?P<that>.{2,100})",
      "make {this} so: {that}"),

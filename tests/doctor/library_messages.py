@@ -210,4 +210,45 @@ LIBRARY_MESSAGES = [
         "shape-mismatch",
         "RuntimeError: shape mismatch: value tensor of shape [2] cannot be broadcast to indexing result of shape [3]",
     ),
+    (
+        "loss-nan",
+        "RuntimeError: Rank 3, node host1, device 3, iteration 812: Unexpected result nan (message='found "
+        "NaN in local forward loss calculation')",
+    ),
+    (
+        "nccl-p2p",
+        "transport/p2p.cc:248 NCCL WARN failed to open CUDA IPC handle : 1 invalid argument",
+    ),
+    (
+        "nvcc-ended",
+        "error: command '/usr/local/cuda/bin/nvcc' failed with exit status 255",
+    ),
+    (
+        "deepspeed-config-key",
+        "KeyError: 'train_micro_batch_size_per_gpu'",
+    ),
+    (
+        "extension-part-missing",
+        "ModuleNotFoundError: No module named 'sparse_attn_cuda_ext'",
+    ),
+    (
+        "te-outside-autocast",
+        "AssertionError: Data types for parameters must match when outside of autocasted region.  Found "
+        "input dtype: torch.float32 and 'weight' dtype: torch.bfloat16",
+    ),
+    (
+        "megatron-of-another-project",
+        "ModuleNotFoundError: No module named 'megatron.model.fused_softmax'",
+    ),
+    (
+        "nccl-proxy",
+        "proxy.cc:1533 NCCL WARN [Service thread] Proxy Call to rank 5 failed (Connect)",
+    ),
+    (
+        "oom-other-process",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity "
+        "of 79.10 GiB of which 1.20 GiB is free. Process 4211 has 61.30 GiB memory in use. Process 977 has "
+        "16.50 GiB memory in use. Of the allocated memory 14.90 GiB is allocated by PyTorch, and 900.00 MiB "
+        "is reserved by PyTorch but unallocated.",
+    ),
 ]

@@ -641,7 +641,7 @@ MESSAGES = [
         "gloo-address",
         "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
     ),
-    ("nccl-p2p", "NCCL WARN Call to posix_fallocate failed : No space left"),
+    ("nccl-shm-transport", "NCCL WARN Call to posix_fallocate failed : No space left"),
     ("nccl-nvls", "transport/nvls.cc:241 NCCL WARN Cuda failure 1 'invalid argument'"),
     ("parallel-sizes", "AssertionError: world size (6) is not divisible by tensor_model_parallel_size (4)"),
     (

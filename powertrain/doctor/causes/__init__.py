@@ -17,6 +17,7 @@ from powertrain.doctor.causes import (
     fine_tuning,
     gpu,
     headers,
+    host_builds,
     hosts,
     installing,
     interfaces,
@@ -47,6 +48,7 @@ from powertrain.doctor.causes.cause import Cause, Confidence
 
 CAUSES = (
     *builds.CAUSES,
+    *host_builds.CAUSES,
     *compilers.CAUSES,
     *toolchain.CAUSES,
     *packages.CAUSES,

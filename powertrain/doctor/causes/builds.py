@@ -10,7 +10,8 @@ CAUSES = (
     Cause(
         "compiler-killed",
         r"'?(?P<program>cicc|ptxas|cudafe\+\+|nvcc|cc1plus)'? died due to signal 9|"
-        r"Killed signal terminated program (?P<host>\w+)",
+        r"Killed signal terminated program (?P<host>\w+)|"
+        r"line \d+: +\d+ Killed +.{0,80}(?:nvcc|cicc|ptxas|cc1plus|g\+\+|ninja|make)",
         "the kernel killed a compiler because memory ran out: too many compile at once",
         "powertrain build -- <the same command>   # starts only as many as fit; or MAX_JOBS=1 NVCC_THREADS=1",
         "内存耗尽，内核杀死了编译器：同时编译的任务太多",
@@ -63,10 +64,12 @@ CAUSES = (
     ),
     Cause(
         "nvcc-missing",
-        r"(?<!\w)(?P<package>\w+) was requested, but nvcc was not found",
-        "{package} is compiled here, and there is no nvcc: this is a runtime image, or no CUDA toolkit is installed",
+        r"(?<!\w)(?P<package>\w+) was requested, but nvcc was not found|"
+        r"name '(?P<unset>bare_metal_version|CUDA_HOME|cuda_version)' is not defined",
+        "{package}{unset}: it is compiled here, and there is no nvcc: this is a runtime image, or no CUDA toolkit is "
+        "installed",
         "install the CUDA toolkit of torch's version, or use an image with -devel in its name, or a prebuilt wheel",
-        "{package} 需要在本机编译，但没有 nvcc：这是 runtime 镜像，或没有安装 CUDA 工具包",
+        "{package}{unset}：需要在本机编译，但没有 nvcc：这是 runtime 镜像，或没有安装 CUDA 工具包",
         "安装与 torch 同版本的 CUDA 工具包，或使用名称含 -devel 的镜像，或使用预编译 wheel",
         _FA + "948",
     ),
@@ -179,9 +182,10 @@ CAUSES = (
         r"pybind11|"
         r"numpy|cmake|Cython|einops|hatchling|scikit_build_core|skbuild)'",
         "setup.py imports {module}, which --no-build-isolation does not install",
-        "pip install {module} wheel setuptools packaging ninja psutil, then the same command",
+        "pip install {module} (such builds ask for wheel, setuptools, packaging, ninja and psutil next), then the same "
+        "command",
         "setup.py 需要 {module}，而 --no-build-isolation 不会安装它",
-        "先执行 pip install {module} wheel setuptools packaging ninja psutil，再执行原命令",
+        "先执行 pip install {module}（此类构建常还需要 wheel、setuptools、packaging、ninja、psutil），再执行原命令",
         "https://github.com/llm-jp/llm-jp-sft/pull/41",
         also=r"metadata|requirements to build|setup\.py|bdist_wheel|subprocess-exited",
     ),
@@ -281,7 +285,9 @@ CAUSES = (
     Cause(
         "compiler-missing",
         r"No CMAKE_C(?:XX)?_COMPILER could be found|unable to execute '[\w.+-]*(?:gcc|g\+\+|cc|c\+\+)'|"
-        r"error: command '[\w./+-]*(?:gcc|g\+\+|c\+\+)' failed: No such file",
+        r"error: command '[\w./+-]*(?:gcc|g\+\+|c\+\+)' failed: No such file|"
+        r"\['which', '(?:c\+\+|g\+\+|gcc|cc|clang\+\+)'\]|\['where', '(?:cl|c\+\+)'\]|"
+        r"\b(?:g\+\+|c\+\+|gcc): (?:command )?not found",
         "there is no C++ compiler on PATH",
         "apt install build-essential (or: conda install -c conda-forge gxx), or set CC and CXX",
         "PATH 中没有 C++ 编译器",

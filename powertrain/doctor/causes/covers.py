@@ -186,3 +186,37 @@ for _name in (
     COVERS[_name] = COVERS.get(_name, set()) | _INTERFACES
 COVERS["library-newer"] = {"numpy-names", "pkg-resources", "setuptools-version", "pydantic-version", "distutils-gone"}
 COVERS["python-dropped"] = {"distutils-gone"}
+COVERS["undeclared-name"] = COVERS.get("undeclared-name", set()) | {"gcc-intrinsics", "cuda-source-release"}
+COVERS["glibc-cuda-headers"] = COVERS.get("glibc-cuda-headers", set()) | {"gcc-intrinsics", "cpu-instructions"}
+COVERS["gcc-intrinsics"] = {"cpu-instructions"}
+COVERS["file-missing"] |= {"object-missing"}
+COVERS["cuda-out-of-memory"] |= {"oom-other-process"}
+COVERS["oom-other-process"] = {"oom-but-free"}
+COVERS["triton-compiler"] = COVERS.get("triton-compiler", set()) | {"triton-own-assertion"}
+COVERS["nccl-p2p"] = COVERS.get("nccl-p2p", set()) | {"nccl-shared-memory", "nccl-shm-transport"}
+COVERS["nccl-shm-transport"] = {"nccl-shared-memory"}
+COVERS["module-missing"] |= {"extension-part-missing", "causal-conv1d", "megatron-of-another-project"}
+COVERS["submodule-missing"] |= {"megatron-of-another-project"}
+COVERS["own-module-path"] = COVERS.get("own-module-path", set()) | {"megatron-of-another-project"}
+COVERS["import-name"] |= {"megatron-of-another-project"}
+COVERS["module-attribute"] |= {"megatron-of-another-project"}
+COVERS["megatron-of-another-project"] = {"megatron-helpers", "library-older", "library-newer"}
+COVERS["extension-part-missing"] = {
+    "apex-extensions", "causal-conv1d", "flash-attention-extension", "flash-attention-extras", "te-extension-missing",
+    "deepspeed-extension", "vllm-extension",
+}  # fmt: skip
+COVERS["missing-key"] |= {"deepspeed-config-key"}
+COVERS["shared-library"] |= {"deepspeed-extension"}
+COVERS["header-missing"] |= {"openmp-missing"}
+COVERS["cuda-source-release"] = COVERS.get("cuda-source-release", set()) | {"host-compiler-old-for-torch"}
+COVERS["undeclared-name"] |= {"host-compiler-old-for-torch"}
+COVERS["headers-of-another-release"] = COVERS.get("headers-of-another-release", set()) | {"host-compiler-old-for-torch"}
+COVERS["inductor-cpp"] = COVERS.get("inductor-cpp", set()) | {
+    "openmp-missing", "host-compiler-old-for-torch", "msvc-options",
+}  # fmt: skip
+COVERS["nvcc-ended"] = {"compiler-killed", "compiler-memory"}
+COVERS["linker-library"] |= {"openmp-missing"}
+COVERS["connection-refused"] = COVERS.get("connection-refused", set()) | {"gloo-address", "store-unreachable"}
+COVERS["store-unreachable"] = {"master-unreachable", "gloo-address", "rendezvous-lost", "store-timeout"}
+COVERS["ptxas-does-not-run"] = COVERS.get("ptxas-does-not-run", set()) | {"nvidia-triton-elsewhere"}
+COVERS["network"] = COVERS.get("network", set()) | {"store-unreachable"}

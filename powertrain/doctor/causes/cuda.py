@@ -1,6 +1,9 @@
 """Errors of CUDA's runtime and of its libraries."""
 
+import re
+
 from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.gpu import bytes_of
 from powertrain.doctor.cuda_errors import MEANINGS
 
 
@@ -10,7 +13,34 @@ def _number(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
     return None if meaning is None else {"number": str(number), "meaning": meaning[0], "advice": meaning[1]}
 
 
+def _others(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    """Whether processes hold a third of the GPU that torch's allocator here has not got."""
+    own = bytes_of(groups["own"]) + bytes_of(groups.get("reserved") or "0 B")
+    rest = sum(map(bytes_of, _HELD.findall(passage.line))) - own
+    return {"rest": f"{rest / 2**30:.1f} GiB"} if rest > bytes_of(groups["total"]) / 3 else None
+
+
+_HELD = re.compile(r"(?:Process \d+ has|this process has) ([\d.]+ \wi?B) memory in use")
+
 CAUSES = (
+    Cause(
+        "oom-other-process",
+        r"CUDA out of memory\. Tried to allocate (?P<size>[\d.]+ \wi?B)\. GPU \d+ has a total capacity of "
+        r"(?P<total>[\d.]+ \wi?B) of which .{0,600}?Of the allocated memory (?P<own>[\d.]+ \wi?B) is allocated by "
+        r"PyTorch(?:.{0,120}?and (?P<reserved>[\d.]+ \wi?B) is reserved)?",
+        "other processes, or libraries outside of torch's allocator, hold {rest} of this GPU: too little is left for "
+        "{size} here",
+        "nvidia-smi names the processes: end those left over from earlier runs, or take another GPU "
+        "(CUDA_VISIBLE_DEVICES, one rank a GPU: set_device(LOCAL_RANK)); in vLLM a smaller gpu_memory_utilization",
+        "其他进程，或 torch 分配器之外的库，占用了该 GPU 的 {rest}：剩余不足 {size}",
+        "nvidia-smi 查看进程：结束此前遗留的进程，或换一块 GPU（CUDA_VISIBLE_DEVICES；每个 rank 一块："
+        "set_device(LOCAL_RANK)）；"
+        "vLLM 中减小 gpu_memory_utilization",
+        "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",
+        confidence="likely",
+        derive=_others,
+        derives=("rest",),
+    ),
     Cause(
         "driver-combination",
         r"unsupported display driver / cuda driver combination|[Ee]rror 803\b|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
@@ -29,10 +59,11 @@ CAUSES = (
         "CUDA could not start: the driver's module nvidia_uvm is not loaded (after a suspend), the driver and its "
         "library differ, or a forked child uses CUDA",
         "nvidia-smi; sudo modprobe -r nvidia_uvm && sudo modprobe nvidia_uvm, or reboot; set CUDA_VISIBLE_DEVICES "
-        "before python starts; the start method spawn",
+        "before python starts; the start method spawn; in a container: no libcuda of its own (ldconfig -p | grep "
+        "libcuda; a cuda-compat folder in LD_LIBRARY_PATH)",
         "CUDA 无法启动：nvidia_uvm 模块未加载（休眠之后）、驱动与库不一致，或 fork 的子进程使用了 CUDA",
         "nvidia-smi；sudo modprobe -r nvidia_uvm && sudo modprobe nvidia_uvm，或重启；在 python 启动前设置 "
-        "CUDA_VISIBLE_DEVICES；使用 spawn",
+        "CUDA_VISIBLE_DEVICES；使用 spawn；容器内不要有自带的 libcuda（LD_LIBRARY_PATH 中的 cuda-compat）",
         "https://docs.pytorch.org/docs/stable/notes/multiprocessing.html",
         confidence="likely",
     ),

@@ -7,6 +7,21 @@ _DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
 
 CAUSES = (
     Cause(
+        "te-outside-autocast",
+        r"Data types for parameters must match when outside of autocasted region",
+        "a TransformerEngine layer got an input of another dtype than its parameters, outside of torch.autocast: an "
+        "embedding, a norm or an input is float32 beside bfloat16 parameters",
+        "with torch.autocast(\"cuda\", torch.bfloat16) around the call; or one dtype for all: params_dtype=, "
+        "model.to(torch.bfloat16), x.to(layer.weight.dtype)",
+        "TransformerEngine 层的输入与参数 dtype 不同，且不在 torch.autocast 内：嵌入、归一化或输入为 float32，"
+        "而参数为 bfloat16",
+        "在调用外加 with torch.autocast(\"cuda\", torch.bfloat16)；或统一 dtype：params_dtype=、"
+        "model.to(torch.bfloat16)、"
+        "x.to(layer.weight.dtype)",
+        _TE + "/issues/403",
+        confidence="likely",
+    ),
+    Cause(
         "te-parts-differ",
         r"(?:TransformerEngine|transformer.engine) package version mismatch|Could not find shared object "
         r"file.{0,40}ransformer|"

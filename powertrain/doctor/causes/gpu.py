@@ -9,10 +9,12 @@ _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 
 def _enough_is_free(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
     """Whether twice the refused size was free: then it is not the GPU's memory that ran out."""
-    return {} if 2 * _bytes(groups["size"]) <= _bytes(groups["free"]) else None
+    free = groups.get("free") or groups["left"]
+    return {} if 2 * bytes_of(groups["size"]) <= bytes_of(free) else None
 
 
-def _bytes(size: str) -> float:
+def bytes_of(size: str) -> float:
+    """A size as torch prints it, "15.52 GiB"."""
     number, unit = size.split()
     return float(number) * 1024 ** "bkmgt".index(unit[0].lower())
 
@@ -145,7 +147,7 @@ CAUSES = (
     ),
     Cause(
         "triton-shared-memory",
-        r"out of resource: shared memory,? Required: (?P<need>\d+),? Hardware limit(?:ation)?: (?P<have>\d+)",
+        r"out of resource: shared memory,? ?Required: (?P<need>\d+),? ?Hardware limit(?:ation)?: (?P<have>\d+)",
         "a Triton kernel's tile wants {need} bytes of shared memory, this GPU has {have} a block: it was tuned for "
         "a larger one",
         "smaller block sizes or num_stages in that kernel; Powertrain plans its tiles by the GPU",
@@ -357,14 +359,14 @@ CAUSES = (
     ),
     Cause(
         "oom-but-free",
-        r"CUDA out of memory\. Tried to allocate (?P<size>[\d.]+ \wi?B).{0,60}?total capacity;? .{0,60}?already "
-        r"allocated; "
-        r"(?P<free>[\d.]+ \wi?B) free",
-        "{size} were refused though {free} of the GPU are free: the limit is another, such as WSL's memory, host "
-        "memory that is pinned, or a fraction set for the process",
+        r"CUDA out of memory\. Tried to allocate (?P<size>[\d.]+ \wi?B)(?:.{0,60}?total capacity;? .{0,60}?already "
+        r"allocated; (?P<free>[\d.]+ \wi?B) free|. GPU \d+ has a total capacity of [\d.]+ \wi?B of which "
+        r"(?P<left>[\d.]+ \wi?B) is free)",
+        "{size} were refused though {free}{left} of the GPU are free: the limit is another, such as WSL's memory, "
+        "host memory that is pinned, or a fraction set for the process",
         ".wslconfig memory= (WSL), ulimit -v and the cgroup; no set_per_process_memory_fraction; a defect driver: "
         "nvidia-smi, reboot",
-        "GPU 还有 {free} 空闲却拒绝了 {size}：限制在别处，例如 WSL 的内存、锁页内存，或进程的显存比例",
+        "GPU 还有 {free}{left} 空闲却拒绝了 {size}：限制在别处，例如 WSL 的内存、锁页内存，或进程的显存比例",
         "WSL 的 .wslconfig memory=，ulimit -v 和 cgroup；检查 set_per_process_memory_fraction；nvidia-smi，重启",
         "https://github.com/liucongg/ChatGLM-Finetuning/issues/28",
         confidence="likely",

@@ -53,7 +53,8 @@ CAUSES = (
     Cause(
         "triton-power-of-two",
         r"arange's (?:range must be a power of 2|arguments must be of type tl\.constexpr|end argument must be)|"
-        r"Shape element \d+ must be a power of 2|numel \(\d+\) exceeds triton maximum tensor numel",
+        r"Shape element \d+ must be a power of 2|numel \(\d+\) exceeds triton maximum tensor numel|"
+        r"Maximum allowed number of elements is \d+",
         "a block size of the kernel is no power of two, no constant, or too large",
         "BLOCK = triton.next_power_of_2(size) with a mask, and BLOCK: tl.constexpr; sizes of 2**20 elements at most",
         "核函数的块大小不是 2 的幂、不是常量，或太大",

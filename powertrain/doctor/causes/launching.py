@@ -15,8 +15,57 @@ CAUSES = (
         "https://docs.pytorch.org/docs/stable/distributed.html",
     ),
     Cause(
+        "store-unreachable",
+        r"(?:RuntimeError|ConnectionError|DistNetworkError|TimeoutError): (?:\[Errno \d+\] )?(?P<why>Connection timed "
+        r"out|Connection refused|No route to host|Network is unreachable|Interrupted system call|Broken pipe)",
+        "the ranks do not meet: this one does not reach rank 0's store ({why}): MASTER_ADDR or MASTER_PORT is wrong, "
+        "rank "
+        "0 does not run there, or a firewall closes the port",
+        "MASTER_ADDR an address of rank 0's host that the others reach (ping, nc -zv ADDR PORT; not localhost, no "
+        "leading "
+        "zeros in its numbers), one MASTER_PORT everywhere and open; WORLD_SIZE and RANK that fit; powertrain doctor "
+        "--hostfile FILE",
+        "各 rank 无法会合：该 rank 连不上 rank 0 的 store（{why}）：MASTER_ADDR 或 MASTER_PORT 错误、rank 0 "
+        "未在那里运行，"
+        "或防火墙关闭端口",
+        "MASTER_ADDR 用其他主机能到达的 rank 0 地址（ping、nc -zv ADDR PORT；不是 localhost，数字不带前导零），"
+        "各处 MASTER_PORT 相同且开放；WORLD_SIZE、RANK 正确；powertrain doctor --hostfile FILE",
+        "https://github.com/huggingface/transformers/issues/1795",
+        also=r"TCPStore\(|rendezvous|init_process_group|init_distributed",
+        confidence="likely",
+    ),
+    Cause(
+        "store-protocol",
+        r"Stop_waiting response is expected|Ping failed, invalid nonce|invalid (?:nonce|magic) returned|"
+        r"TCPStore.{0,60}(?:unexpected|invalid) (?:response|query|magic)",
+        "the server at MASTER_ADDR:MASTER_PORT is not the store of this job: another job or service has that port, "
+        "or "
+        "the ranks run different releases of torch",
+        "another, free MASTER_PORT, the same everywhere; end earlier processes (ss -ltnp shows who listens); one "
+        "release of "
+        "torch on all hosts",
+        "MASTER_ADDR:MASTER_PORT 上应答的不是本作业的 store：端口被其他作业或服务占用，或各 rank 的 torch 版本不同",
+        "换一个空闲的 MASTER_PORT，各处相同；结束此前的进程（ss -ltnp 查看）；所有主机使用同一 torch 版本",
+        "https://github.com/pytorch/pytorch/issues/114357",
+        confidence="likely",
+    ),
+    Cause(
+        "nccl-proxy",
+        r"Proxy Call to rank (?P<rank>\d+) failed",
+        "NCCL could not set up the connection on rank {rank}'s side: that rank ended, or its transport failed there "
+        "(GPU "
+        "peer access, /dev/shm, InfiniBand, sockets)",
+        "the log of rank {rank} with NCCL_DEBUG=INFO: its first WARN is the cause; in a container --ipc=host "
+        "--shm-size=16g; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 or NCCL_SHM_DISABLE=1 shows which transport",
+        "NCCL 无法在 rank {rank} 一侧建立连接：该 rank 已退出，或其传输失败（GPU 互访、/dev/shm、InfiniBand、套接字）",
+        "以 NCCL_DEBUG=INFO 查看 rank {rank} 的日志：第一个 WARN 即原因；容器中使用 --ipc=host --shm-size=16g；用 "
+        "NCCL_P2P_DISABLE=1、NCCL_IB_DISABLE=1 或 NCCL_SHM_DISABLE=1 判断是哪种传输",
+        "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+        confidence="likely",
+    ),
+    Cause(
         "collective-mismatch",
-        r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes|"
+        r"Detected mismatch between collectives|Mismatched collective|op\.preamble\.length <= op\.nbytes|"
         r"ranks are running different collectives|appears not to match|Mismatched? (?:sizes|shapes) across ranks",
         "ranks called different collectives, or the same one with different shapes",
         "TORCH_DISTRIBUTED_DEBUG=DETAIL names both; look for branches on the rank or on data, and batches of "
@@ -28,7 +77,8 @@ CAUSES = (
     Cause(
         "gloo-address",
         r"gloo connectFullMesh failed|Gloo connectFullMesh failed|makeDeviceForHostname\(\)|"
-        r"makeDeviceForInterface\(\)|unable to resolve hostname to a \(local\) address|Unable to find address for",
+        r"makeDeviceForInterface\(\)|unable to resolve hostname to a \(local\) address|Unable to find address for|"
+        r"connect \[(?:127\.|::1)\S{0,40}: Connection refused",
         "gloo finds no address of this host that the others can reach: its name resolves to nothing, or to "
         "127.0.0.1",
         "GLOO_SOCKET_IFNAME=eth0 (ip addr shows the names); the host's real address in /etc/hosts",
@@ -38,7 +88,7 @@ CAUSES = (
     ),
     Cause(
         "nccl-p2p",
-        r"cudaIpcOpenMemHandle|failed to open CUDA IPC|Call to posix_fallocate failed|[Cc]ould not enable P2P|"
+        r"cudaIpcOpenMemHandle|failed to open CUDA IPC|[Cc]ould not enable P2P|"
         r"ncclP2pImportShareableBuffer|pidfd_getfd|cuMemImportFromShareableHandle",
         "ranks of one host cannot share GPU memory: P2P is off (IOMMU, container, another user's namespace), or "
         "/dev/shm is full",

@@ -4,6 +4,22 @@ from powertrain.doctor.causes.cause import Cause
 
 CAUSES = (
     Cause(
+        "extension-part-missing",
+        r"No module named '?(?P<module>\w{2,60}(?:_cuda|_cuda_ext|_cuda_lib|_ext|_kernels|_cpp|_C|_gpu|_hip))\b",
+        "{module} is no package of its own but the compiled part of one: that package was installed without compiling "
+        "it (no nvcc, a CPU torch, pip in an empty environment), or is of a release that has it not",
+        "pip install -v --no-build-isolation --no-cache-dir --force-reinstall the package that has {module}, with "
+        "nvcc of "
+        "torch's CUDA (CUDA_HOME); its log says why it is not compiled",
+        "{module} 不是独立的包，而是某个包的编译部分：该包安装时没有编译它（没有 nvcc、CPU 版 torch、隔离环境），"
+        "或该版本没有它",
+        "安装含有 {module} 的包：pip install -v --no-build-isolation --no-cache-dir --force-reinstall，需要与 torch "
+        "同 CUDA 的 "
+        "nvcc（CUDA_HOME）；日志会说明为何没有编译",
+        "https://github.com/hustvl/Vim/issues/82",
+        confidence="likely",
+    ),
+    Cause(
         "torch-libraries",
         r"lib(?:torch|c10|torch_cuda|torch_cpu|torch_python|c10_cuda|torch_cuda_cpp|torch_cuda_cu)\.so: cannot open|"
         r"operator torchvision::nms does not exist|Couldn't load custom C\+\+ ops|_torchtext\.so|"

@@ -257,11 +257,14 @@ CAUSES = (
     Cause(
         "flash-attention-extras",
         r"No module named '?(?P<module>dropout_layer_norm|rotary_emb|xentropy_cuda_lib|fused_dense_lib|"
-        r"fused_softmax_lib)|import flash_attn (?P<part>rotary|rms_norm|layer_norm) fail",
-        "{module}{part} is an extension in flash-attn's csrc folder, which pip install flash-attn does not build",
+        r"fused_softmax_lib)|ImportError: (?P<extra>fused_dense|rotary_emb|dropout_layer_norm|dropout_add_layer_norm|"
+        r"xentropy\w*|FusedDense|FusedMLP) (?:is|are) not installed|import flash_attn (?P<part>rotary|rms_norm|"
+        r"layer_norm) fail",
+        "{module}{part}{extra} is an extension in flash-attn's csrc folder, which pip install flash-attn does not "
+        "build",
         "in its source: cd csrc/layer_norm (rotary, xentropy, fused_dense_lib) && pip install --no-build-isolation .; "
         "powertrain.ops has layer_norm, rms_norm, rope and cross_entropy without a build",
-        "{module} 是 flash-attn 的 csrc 目录中的扩展，pip install flash-attn 不会编译它",
+        "{module}{part}{extra} 是 flash-attn 的 csrc 目录中的扩展，pip install flash-attn 不会编译它",
         "在其源码中：cd csrc/layer_norm（rotary、xentropy、fused_dense_lib）&& pip install --no-build-isolation .；"
         "powertrain.ops 无需编译即有 layer_norm、rms_norm、rope、cross_entropy",
         _FA + "250",
@@ -292,7 +295,8 @@ CAUSES = (
     Cause(
         "causal-conv1d",
         r"'NoneType' object has no attribute '(?:causal_conv1d|selective_scan|flash_attn)\w*'|"
-        r"(?:causal_conv1d|selective_scan)_\w+\(\): incompatible function arguments",
+        r"(?:causal_conv1d|selective_scan)_\w+\(\): incompatible function arguments|"
+        r"No module named '?(?:causal_conv1d_cuda|selective_scan_cuda\w*)\b",
         "a compiled package (causal-conv1d, selective scan) is missing, does not load, or is of another version than "
         "its caller",
         "python -c 'import causal_conv1d_cuda' says why; pip install --no-build-isolation causal-conv1d and mamba-ssm "
@@ -330,7 +334,8 @@ CAUSES = (
     Cause(
         "megatron-helpers",
         r"No module named '?(?:megatron\.(?:core\.datasets|data)\.)?helpers(?:_cpp)?\b|"
-        r"cannot import name 'helpers(?:_cpp)?' from",
+        r"cannot import name 'helpers(?:_cpp)?' from|"
+        r"make(?:\[\d+\])?: \*\*\* \[(?:Makefile:\d+: )?helpers\S{0,40}\] Error",
         "Megatron's data set helpers, a small C++ module, were not compiled",
         "make -C megatron/core/datasets (GPT-NeoX: make -C megatron/data) with pybind11 and g++ there",
         "Megatron 的数据集辅助模块（C++）没有编译",
@@ -358,7 +363,9 @@ CAUSES = (
     Cause(
         "deepspeed-extension",
         r"No module named '?(?:fused_adam|cpu_adam|fused_lamb|async_io)\b|has no attribute 'ds_opt_\w+'|"
-        r"undefined symbol: curandCreateGenerator",
+        r"undefined symbol: curandCreateGenerator|"
+        r"/(?P<op>fused_adam|cpu_adam|fused_lamb|async_io|utils|transformer_inference|cpu_adagrad|quantizer|"
+        r"inference_core_ops|ragged_device_ops)\.so: cannot open shared object file",
         "DeepSpeed's op was not built, or its build failed earlier: this line is the consequence",
         "look for the first error above; rm -r ~/.cache/torch_extensions, then ds_report; CUDA_HOME with nvcc and "
         "libcurand",
@@ -372,7 +379,11 @@ CAUSES = (
         r"cannot import name '(?P<name>\w+)' from '(?P<module>triton[\w.]*)'|"
         r"module '(?P<of>triton[\w.]*)' has no attribute '(?P<attribute>\w+)'|"
         r"No module named '(?P<gone>triton\.[\w.]+)'|"
-        r"target must be of GPUTarget type",
+        r"target must be of GPUTarget type|"
+        r"KeyError: .{0,3}(?:Unknown key: )?'(?P<key>cubin|hsaco|ptx|ttgir|ttir|num_ctas|cluster_dims|"
+        r"launch_cooperative_grid)'|"
+        r"'(?P<object>CompiledKernel|KernelMetadata|JITFunction|GPUTarget|CUDAOptions|ASTSource)' object has no "
+        r"attribute",
         "Triton is of another version than the package that imports it was made for",
         "the Triton that torch requires: pip install torch==<yours> triton (powertrain doctor --only versions); or a "
         "newer version of the package that imports it",
@@ -380,6 +391,7 @@ CAUSES = (
         "安装 torch 要求的 Triton：pip install torch==<当前版本> triton（powertrain doctor --only versions）；"
         "或升级导入它的包",
         "https://github.com/FoundationVision/Infinity/issues/31",
+        confidence="likely",
     ),
     Cause(
         "partially-initialized",

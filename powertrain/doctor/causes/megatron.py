@@ -6,6 +6,37 @@ _MEGATRON = "https://github.com/NVIDIA/Megatron-LM"
 
 CAUSES = (
     Cause(
+        "megatron-of-another-project",
+        r"(?:cannot import name '(?P<name>\w+)' from|module) '(?P<module>megatron(?:\.(?!core\b)[\w.]+)?)'|"
+        r"No module named '?(?P<gone>megatron\.(?!core\b|data\.helpers)[\w.]{1,80})",
+        "Python finds another project's package megatron: Megatron-LM, Megatron-DeepSpeed, GPT-NeoX and packages on "
+        "the "
+        "index all have that name, and their modules moved between releases (megatron.model and mpu to megatron.core)",
+        "python -c 'import megatron; print(megatron.__path__)' names the one found; start from the root of the "
+        "repository with PYTHONPATH=$PWD first, pip uninstall the other; the tag of Megatron-LM that the program names",
+        "Python 找到的是别的项目的 megatron 包：Megatron-LM、Megatron-DeepSpeed、GPT-NeoX 和索引上的包同名，"
+        "且模块在版本间"
+        "移动过（megatron.model、mpu 移到 megatron.core）",
+        "python -c 'import megatron; print(megatron.__path__)' 查看实际使用的包；在仓库根目录以 PYTHONPATH=$PWD "
+        "启动，卸载"
+        "另一个；使用程序指定的 Megatron-LM 标签",
+        _MEGATRON,
+        confidence="likely",
+    ),
+    Cause(
+        "deepspeed-config-key",
+        r"KeyError: '(?P<key>train_(?:micro_)?batch_size\w*|gradient_accumulation_steps|zero_optimization|"
+        r"stage3_\w+|fp16|bf16)'",
+        "the DeepSpeed config has no {key}, and the program does not fill it in (\"auto\" is only for the Trainer of "
+        "transformers and for accelerate)",
+        "write {key} into the config as a number or section; with transformers give the config to TrainingArguments, "
+        "which replaces \"auto\"",
+        "DeepSpeed 配置中没有 {key}，而读取方不会补上（\"auto\" 只适用于 transformers 的 Trainer 和 accelerate）",
+        "在配置中写入 {key}；使用 transformers 时把配置交给 TrainingArguments，由它替换 \"auto\"",
+        "https://www.deepspeed.ai/docs/config-json/",
+        confidence="likely",
+    ),
+    Cause(
         "checkpoint-arguments",
         r"(?P<name>\w+) value from checkpoint \((?P<saved>[^)]{1,80})\) is not equal to the (?:input|currently set) "
         r"argument value \((?P<given>[^)]{1,80})\)",

@@ -128,7 +128,8 @@ CAUSES = (
     Cause(
         "binding-mismatch",
         r"Unable to cast Python instance of type|Unregistered type : |incompatible function arguments\. The following "
-        r"argument types are supported|generic_type: type \"\w+\" is already registered",
+        r"argument types are supported|generic_type: type \"\w+\" is already registered|"
+        r"IndexError: (?:_Map_base|unordered_map)::at",
         "the Python part of a package and its compiled part (or two of its extensions) are of different builds: the "
         "types of one are unknown to the other",
         "uninstall every part of it and install one build: pip uninstall -y transformer-engine transformer-engine-cu12 "

@@ -164,12 +164,13 @@ CAUSES = (
         r"error: unrecognized arguments: (?P<arguments>[^\n]{1,200})|"
         r"error: the following arguments are required|error: argument \S{1,60}: (?:invalid|expected)|"
         r"[Nn]o such option:? |error: ambiguous option",
-        "the program does not take these options: they are of another version of it, misspelled, or a required one "
-        "is missing",
-        "the program with --help; the script and the library of one time (the example's own "
-        "requirements); what a launcher adds when it starts the script again (--local_rank, --gpus): parse_known_args",
-        "程序不接受这些选项：属于另一版本、拼写错误，或缺少必需项",
-        "用 --help 查看；脚本与库使用同一时期的版本（示例自带的 requirements）",
+        "the program does not take these options: they are the launcher's, of another version, misspelled, or a "
+        "required one is missing",
+        "a launcher's own options (--hostfile, --num_gpus, --include) stand before the script; the program with "
+        "--help; the script and the library of one time (the example's own requirements); options that a launcher adds "
+        "(--local_rank): parse_known_args",
+        "程序不接受这些选项：属于启动器、属于另一版本、拼写错误，或缺少必需项",
+        "启动器自己的选项（--hostfile、--num_gpus）写在脚本之前；用 --help 查看；脚本与库使用同一时期的版本",
         "https://docs.python.org/3/library/argparse.html",
     ),
     Cause(

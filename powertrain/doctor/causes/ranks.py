@@ -80,6 +80,21 @@ CAUSES = (
         "https://github.com/NVIDIA/nccl-tests/issues/166",
     ),
     Cause(
+        "nccl-shm-transport",
+        r"transport/shm\.cc:\d+ -> \d|include/shm\w*\.h:\d+ (?:NCCL WARN|-> \d)|"
+        r"misc/shm\w*\.cc:\d+ (?:NCCL WARN|-> \d)|ncclShmOpen|posix_fallocate failed",
+        "NCCL cannot make or open its shared memory: /dev/shm is too small or full (Docker gives a container 64 MiB), "
+        "or the ranks do not share it (two containers, another user)",
+        "docker run --shm-size=16g (or --ipc=host for all ranks of the host); rm /dev/shm/nccl-*; NCCL_SHM_DISABLE=1 "
+        "shows whether it is that",
+        "NCCL 无法创建或打开共享内存：/dev/shm 太小或已满（Docker 默认 64 MiB），或各 rank 不共享它（不同容器、"
+        "不同用户）",
+        "docker run --shm-size=16g（或同一主机的所有 rank 都用 --ipc=host）；rm /dev/shm/nccl-*；NCCL_SHM_DISABLE=1 "
+        "可验证",
+        "https://github.com/vllm-project/vllm/issues/1710",
+        confidence="likely",
+    ),
+    Cause(
         "dataloader-shared-memory",
         r"killed by signal: Bus error|insufficient shared memory \(shm\)",
         "workers of the DataLoader hand batches over in /dev/shm, and it is full",
@@ -218,7 +233,7 @@ CAUSES = (
     ),
     Cause(
         "nccl-interface",
-        r"no socket interface found",
+        r"no socket interface found|No interface found (?:matching|starting|in the same)",
         "NCCL finds no network interface of the names it was given",
         "ip -br addr; NCCL_SOCKET_IFNAME=<an interface that is there>, or unset it",
         "NCCL 找不到指定名称的网络接口",
@@ -412,9 +427,10 @@ CAUSES = (
         r"ncclSystemError|unhandled system error|ncclInternalError|ncclInvalidUsage",
         "NCCL stopped; this line does not say why: network interface, /dev/shm, two ranks on one GPU, or different "
         "versions",
-        "NCCL_DEBUG=INFO <the same command>, and give that log to powertrain diagnose",
+        "in a container first --ipc=host or --shm-size=16g; else NCCL_DEBUG=INFO <the same command>, and give that log "
+        "to powertrain diagnose",
         "NCCL 停止，这一行没有说明原因：网络接口、/dev/shm、两个 rank 使用同一 GPU，或版本不同",
-        "NCCL_DEBUG=INFO <原命令>，再把日志交给 powertrain diagnose",
+        "容器中先试 --ipc=host 或 --shm-size=16g；否则 NCCL_DEBUG=INFO <原命令>，再把日志交给 powertrain diagnose",
         "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
         confidence="possible",
     ),

@@ -142,7 +142,8 @@ CAUSES = (
         r"does not have a padding token|expected sequence of length \d+ at dim|too many dimensions 'str'",
         "sequences of different lengths (or texts) were put into one batch without padding",
         "padding=True and a data collator (DataCollatorWithPadding, DataCollatorForSeq2Seq); tokenizer.pad_token = "
-        "tokenizer.eos_token where there is none",
+        "tokenizer.eos_token where there is none; pretraining (Megatron, NeoX): the data's index was built for "
+        "another seq length or holds too little, so build it again",
         "不同长度的序列（或文本）未填充就放入同一 batch",
         "padding=True 并使用 data collator（DataCollatorWithPadding、DataCollatorForSeq2Seq）；没有 pad token 时 "
         "tokenizer.pad_token = tokenizer.eos_token",

@@ -6,11 +6,12 @@ CAUSES = (
     Cause(
         "deepspeed-batch",
         r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size ?(?P<numbers>[\d "
-        r"!=*]{0,40})",
-        "DeepSpeed's batch sizes do not multiply: {numbers}",
+        r"!=*]{0,40})|AssertionError: train_batch_size (?P<sizes>[\w !=*]{3,60})|"
+        r"Train batch size: (?P<size>\d+) (?:has to be|is not) ",
+        "DeepSpeed's batch sizes do not multiply: {numbers}{sizes}{size}",
         "train_batch_size = micro batch * accumulation * data-parallel ranks, or leave train_batch_size out "
         "(\"auto\"); a world size of 1 means that it was not started by its launcher",
-        "DeepSpeed 的 batch 大小不相乘：{numbers}",
+        "DeepSpeed 的 batch 大小不相乘：{numbers}{sizes}{size}",
         "train_batch_size = micro batch × 累积步数 × 数据并行 rank 数，或省略 train_batch_size（\"auto\"）；world "
         "size 为 1 说明没有通过启动器运行",
         "https://github.com/bigcode-project/starcoder/issues/41",

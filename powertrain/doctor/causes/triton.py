@@ -1,8 +1,12 @@
 """Triton and torch.compile."""
 
+import re
+
 from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.compile_reasons import compile_reason
 
+# archs of NVIDIA's GPUs, as ptxas names them
+_OURS = re.compile(r"sm_(?:5[023]|6[012]|7[025]|8[0679]|90|1[0-9][0-9])[af]?")
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
 
 CAUSES = (
@@ -48,13 +52,46 @@ CAUSES = (
     ),
     Cause(
         "ptxas-old",
-        r"Value '(?P<arch>sm_\w+)' is not defined for option 'gpu-name'|"
+        r"Value '(?P<arch>sm_(?:5[023]|6[012]|7[025]|8[0679]|90|"
+        r"1[0-9][0-9])[af]?)' is not defined for option 'gpu-name'|"
         r"'(?P<cpu>sm_\w+)' is not a recognized processor",
         "the ptxas bundled with Triton, or its LLVM, is older than the GPU",
         "a newer Triton (with its torch), or TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas of a CUDA that knows the GPU",
         "Triton 自带的 ptxas 或 LLVM 比 GPU 旧",
         "升级 Triton（连同 torch），或设置 TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas（支持该 GPU 的 CUDA）",
         "https://github.com/triton-lang/triton/issues/8539",
+    ),
+    Cause(
+        "nvidia-triton-elsewhere",
+        r"Value '(?P<arch>sm_\w+)' is not defined for option 'gpu-name'",
+        "{arch} is no GPU of NVIDIA's: Triton for NVIDIA runs on another vendor's GPU through a translation (ZLUDA), "
+        "or "
+        "the arch was set by hand",
+        "the Triton for this GPU (pytorch-triton-rocm, triton-windows for AMD); without it no torch.compile and no "
+        "Triton "
+        "kernels: TORCHDYNAMO_DISABLE=1, attn_implementation=\"sdpa\"; unset TRITON_OVERRIDE_ARCH",
+        "{arch} 不是 NVIDIA 的 GPU：NVIDIA 版 Triton 通过转换层（ZLUDA）在其他厂商的 GPU 上运行，或架构被手动设置",
+        "安装适用于该 GPU 的 Triton（pytorch-triton-rocm、AMD 版 triton-windows）；否则不用 torch.compile 和 Triton "
+        "核函数："
+        "TORCHDYNAMO_DISABLE=1、attn_implementation=\"sdpa\"；取消 TRITON_OVERRIDE_ARCH",
+        "https://github.com/patientx/ComfyUI-Zluda/issues/210",
+        confidence="likely",
+        derive=lambda groups, passage: None if _OURS.fullmatch(groups["arch"]) else {},
+    ),
+    Cause(
+        "triton-tools-missing",
+        r"Cannot find (?P<tool>ptxas|cuobjdump|nvdisasm)(?:\.exe)?\b|"
+        r"No such file or directory: '\S{0,200}/(?P<path>ptxas\S{0,12})'",
+        "Triton finds no {tool}{path}: its own copy is missing (a source build, a repackaged or Windows wheel) and "
+        "no CUDA "
+        "toolkit is on PATH",
+        "pip install --force-reinstall triton (its wheel brings one; on Windows triton-windows); or a CUDA toolkit and "
+        "TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas, CUDA_HOME (CUDA_PATH on Windows)",
+        "Triton 找不到 {tool}{path}：自带的缺失（源码编译、重新打包或 Windows 版），且 PATH 中没有 CUDA 工具包",
+        "pip install --force-reinstall triton（wheel 自带；Windows 用 triton-windows）；或安装 CUDA 工具包并设置 "
+        "TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas、CUDA_HOME（Windows 为 CUDA_PATH）",
+        "https://github.com/woct0rdho/triton-windows/issues/49",
+        confidence="likely",
     ),
     Cause(
         "dynamo-python",
@@ -204,6 +241,23 @@ CAUSES = (
         "查看下方第一个 error:；需要 g++ 10 以上、Python 头文件和 OpenMP；或升级 torch",
         _TORCH + "106513",
         confidence="possible",
+    ),
+    Cause(
+        "triton-own-assertion",
+        r"lib/(?:Analysis|Dialect|Conversion|Target|Tools)/[^\n:]{1,80}\.(?:cpp|h):\d+: [^\n]{0,600}Assertion `|"
+        r"mlir::\S{1,80}: Assertion `|llvm::\S{1,80}: Assertion `|"
+        r"Unexpected mma -> mma layout|unsupported mma version|Unsupported conversion from [^\n]{1,60} to ",
+        "a check inside Triton's own compiler failed: this release does not handle the kernel on this GPU (early ones "
+        "on GPUs before sm_80, each on newer GPUs than it)",
+        "a newer Triton with its torch; where that cannot be: switch off the feature with the kernel (a fused layer, "
+        "torch.compile), or other tiles (BLOCK sizes, num_warps, num_stages=1)",
+        "Triton 编译器自身的检查失败：该版本无法为此 GPU 编译该核函数（早期版本在 sm_80 之前的 GPU 上，或 GPU 比 "
+        "Triton 新）",
+        "连同 torch 升级 Triton；否则关闭含有该核函数的功能（融合层、torch.compile），或换用其他分块（BLOCK、"
+        "num_warps、"
+        "num_stages=1）",
+        "https://github.com/qwopqwop200/GPTQ-for-LLaMa/issues/179",
+        confidence="likely",
     ),
     Cause(
         "triton-compiler",

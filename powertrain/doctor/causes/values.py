@@ -112,11 +112,12 @@ CAUSES = (
         "loss-nan",
         r"\b[Ll]oss is (?:nan|NaN|inf)\b|returned nan values in its \d+th output|"
         r"found NaN in (?:local )?(?:grad|forward|loss)|NaN (?:or Inf )?(?:found|detected) in|"
-        r"Loss is infinite or NaN|non-finite (?:loss|gradient)",
+        r"Loss is infinite or NaN|non-finite (?:loss|gradient)|Unexpected result (?:nan|inf) ",
         "the loss or a gradient became nan: too large a learning rate, fp16 overflow, log or "
         "division by zero, batches with no label left, or broken data",
         "bf16 instead of fp16; a lower learning rate, warm-up, clipping; "
-        "torch.autograd.set_detect_anomaly(True) names the op; look at the batch: all labels -100?",
+        "torch.autograd.set_detect_anomaly(True) names the op; look at the batch: all labels -100? one rank only: its "
+        "hardware",
         "loss 或梯度变为 nan：学习率过大、fp16 溢出、对零取对数或除零、没有有效标签的 "
         "batch，或数据损坏",
         "用 bf16 代替 fp16；降低学习率、预热、裁剪；torch.autograd.set_detect_anomaly(True) "
