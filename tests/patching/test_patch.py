@@ -86,6 +86,22 @@ def test_same_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(again[0], old[0]) and all(torch.equal(again[1][k], old[1][k]) for k in old[1])
 
 
+@pytest.mark.parametrize("heads", [(4, 2, 8), (4, 4, 128)])
+def test_roundings_are_no_other_function(heads: tuple[int, int, int]) -> None:
+    """Both were refused once, for differences of 1e-6."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    from powertrain.patching.attention import find
+
+    config = transformers.LlamaConfig(
+        hidden_size=heads[0] * heads[2], num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=heads[2]
+    )
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        module = LlamaAttention(config, 0)
+    assert find(module, heads, torch.float32, torch.device("cpu")) is None
+
+
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3Text", "Llama4Text"])
 def test_masks(name: str, padding: str) -> None:
