@@ -52,6 +52,14 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, context: Context, **option
     return packed.unflatten(0, q.shape[:2])
 
 
+def _ids(context: Context, q: Tensor) -> Tensor | None:
+    """document_ids [B, S], from document_starts where those alone are given: packed sequences take no attn_bias."""
+    if context.document_ids is not None or context.document_starts is None:
+        return context.document_ids
+    tokens = torch.arange(q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
+    return torch.searchsorted(context.document_starts, tokens, right=True, out_int32=True).view(q.shape[:2])
+
+
 class Rotary(NamedTuple):
     """A rotary embedding as a model states it; `table` makes it, once per device."""
 
@@ -197,7 +205,7 @@ class SelfAttention(nn.Module):
         if self.sparsity is None:
             return attend_documents(q, k, v, context, **options)
         options |= {"attn_bias": self.sparsity.mask(q.shape[1], q.device), "dropout_p": 0.0}
-        out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
+        out: Tensor = attention(q, k, v, document_ids=_ids(context, q), **options)
         return F.dropout(out, self.dropout, self.training)
 
     def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:

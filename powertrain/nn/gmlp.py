@@ -116,7 +116,7 @@ class GMLP(Layer):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        for name in ("document_ids", "shape"):
+        for name in ("document_ids", "document_starts", "shape"):
             if getattr(context, name) is not None:
                 raise NotImplementedError(f"GMLP: context.{name} must be None, got {type(getattr(context, name))}")
         y, _ = self.normed(self.norm, x, residual)

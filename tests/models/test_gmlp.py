@@ -134,6 +134,8 @@ def test_what_it_cannot_do_is_refused() -> None:
     tokens = torch.zeros(1, 12, dtype=torch.long)
     with pytest.raises(NotImplementedError, match=r"context.document_ids must be None, got <class .torch.Tensor"):
         model(tokens, document_ids=torch.zeros(1, 12, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match=r"context.document_starts must be None, got <class .torch.Tensor"):
+        model(tokens, document_starts=torch.tensor([0, 5, 12], dtype=torch.int32))
     with pytest.raises(ValueError, match="a sequence must have at most 32 tokens, got 33"):
         model(torch.zeros(1, 33, dtype=torch.long))
     with pytest.raises(ValueError, match=r"parallel\.tensor must be 1 with gmlp layers"):
