@@ -49,7 +49,7 @@ def batch_invariant() -> Iterator[None]:
     logits and log-probabilities, not for entropies and divergences.
 
     The context is of the calling thread; ops of other threads may meanwhile take the same, slower ways. Calls that have
-    no such order raise NotImplementedError: decoding with a KV cache, mixture of experts, FP8, tensor parallelism,
+    no such order raise NotImplementedError: decoding with a KV cache, mixture of experts, gMLP, FP8, tensor parallelism,
     attention that is not causal self-attention or has a bias, a prefix, chunks or sinks.
     """
     global _entered
