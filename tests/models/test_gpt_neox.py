@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.func import functional_call
 
 from powertrain.models import build, configure, presets
-from powertrain.nn import attention as module
-from powertrain.nn.attention import Context
 from powertrain.testing.numerics import check, evaluate
 from powertrain.train.data.loader import document_starts, positions
 from tests.models.plain import plain_logits, plain_loss
@@ -170,18 +168,6 @@ def test_document_starts_are_document_ids(variant: str) -> None:
     grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("length, unused", [(16, "varlen_attention"), (600, "attention")])
-def test_short_documents_are_a_mask_on_a_cpu(length: int, unused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each sequence is a call of its own, many cost more than the scores of one masked row."""
-    ids = torch.arange(2).repeat_interleave(length // 2)[None].int()
-    starts = torch.tensor([0, length // 2] + [length] * 14, dtype=torch.int32)
-    q = torch.randn(1, length, 2, 4)
-    documents = Context(document_ids=ids, document_starts=starts)
-    expected = module.attention(q, q, q, document_ids=ids, is_causal=True)
-    monkeypatch.setattr(module, unused, None)
-    torch.testing.assert_close(module.attend_documents(q, q, q, documents, is_causal=True), expected)
 
 
 def test_labels_left_out_do_not_count() -> None:
