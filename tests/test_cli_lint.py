@@ -171,3 +171,17 @@ def test_the_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
     assert code == 0 and "[256, " in output
     code, output = _run(OURS, f"data.tokenizer={tmp_path}/no.json", "model.vocab_size=0", "--arch", "A100")
     assert code == 2 and f"{tmp_path}/no.json" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("kind", ["attention", "sparse"])
+def test_documents_of_a_run(kind: str) -> None:
+    """Attention's kernels that a run of packed documents compiles ahead know them, beside a mask of blocks too."""
+    sparsity = "{block: 16, before: 1}" if kind == "sparse" else "null"
+    model = "{architecture: gpt_neox, vocab_size: 512, hidden_size: 64, num_layers: 1, num_heads: 2, "
+    model += f"layer_types: [{kind}], sparsity: {sparsity}}}"
+    run = read_config([OURS], [f"model={model}", "train.precision=bf16", "data.document_mask=true"]).config
+    kernels = [spec for spec in rehearse(run, Target.parse("sm_90")) if "do_ptr" in spec.signature]
+    documents = {"attention": "starts_ptr", "sparse": "doc_ptr"}[kind]
+    # the sums of o * do for the backward need none
+    knowing = [{n for n in s.signature if n.endswith(documents) and n not in s.constants} for s in kernels]
+    assert sum(bool(names) for names in knowing) >= 2

@@ -113,7 +113,7 @@ class CausalLM(nn.Module):
         if residual is not None and self.dropout and self.training:
             x, residual = bias_dropout_add(x, None, residual, self.dropout), None
         if not self.is_last:
-            # rounded as the next layer's norm would round it: the same bits as without stages
+            # rounded as the next layer's norm would round it, whose kernel may be another one without the residual
             return x if residual is None else x + residual
         x, residual = self.sharding.after_layers(x), None if residual is None else self.sharding.after_layers(residual)
         if self.norm is None:

@@ -26,8 +26,8 @@ class Context(NamedTuple):
     position_ids   [B, S] int64: where tokens stand, if not at 0, 1, 2 ...
     document_ids   [B, S] int32: tokens see those with their own id only
     document_starts  [n + 1] int32: the same of documents that lie one behind the other: where each begins among all B S
-                   tokens, and the end, which may be repeated. The host need not read it, and kernels for packed
-                   sequences, which are faster than those for ids, take it
+                   tokens, and the end, which may be repeated; a row's first token begins one. The host need not read
+                   it, and kernels for packed sequences, which are faster than those for ids, take it
     cache          keys and values of earlier tokens, while generating
     shape          (B, S) where x is this rank's share of the tokens, [t, hidden_size]; None: x is [B, S, hidden_size]
     across         attention of these tokens to those of other ranks too (query, key, value and options); None: to these
@@ -41,15 +41,36 @@ class Context(NamedTuple):
     document_starts: Tensor | None = None
 
 
+# of one more packed sequence on a CPU, where each is a call of its own: 1.2 ms, forward and backward; a score of a row
+# and its mask takes 55 ns
+_SCORES_OF_A_CALL = 1 << 14
+
+
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, context: Context, **options: Any) -> Tensor:
     """`attention` of q [B, S, H, D], k and v [B, S, K, D] in which documents of a row do not see each other."""
-    if context.document_starts is None:
+    if context.document_starts is None or _short_on_cpu(q, context):
         out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
         return out
     query, key, value = (x.flatten(0, 1) for x in (q, k, v))
     # no document is longer than a row
     packed: Tensor = varlen_attention(query, key, value, context.document_starts, max_seqlen_q=q.shape[1], **options)
     return packed.unflatten(0, q.shape[:2])
+
+
+def _short_on_cpu(q: Tensor, context: Context) -> bool:
+    """Whether ids are there and a mask by them takes less time on a CPU than so many sequences."""
+    if context.document_starts is None or context.document_ids is None or q.device.type != "cpu":
+        return False
+    B, S, H, _ = q.shape
+    return B * S * S * H < _SCORES_OF_A_CALL * context.document_starts.shape[0]
+
+
+def _ids(context: Context, q: Tensor) -> Tensor | None:
+    """document_ids [B, S], from document_starts where those alone are given: packed sequences take no attn_bias."""
+    if context.document_ids is not None or context.document_starts is None:
+        return context.document_ids
+    tokens = torch.arange(q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
+    return torch.searchsorted(context.document_starts, tokens, right=True, out_int32=True).view(q.shape[:2])
 
 
 class Rotary(NamedTuple):
@@ -197,7 +218,7 @@ class SelfAttention(nn.Module):
         if self.sparsity is None:
             return attend_documents(q, k, v, context, **options)
         options |= {"attn_bias": self.sparsity.mask(q.shape[1], q.device), "dropout_p": 0.0}
-        out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
+        out: Tensor = attention(q, k, v, document_ids=_ids(context, q), **options)
         return F.dropout(out, self.dropout, self.training)
 
     def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:

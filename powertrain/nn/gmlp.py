@@ -20,6 +20,7 @@ from powertrain.nn.cache import CacheRow, KVCache
 from powertrain.ops.activations import Activation, activation
 from powertrain.ops.attention import attention
 from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.batch_invariance import refuse_invariant
 
 
 class SpatialGating(nn.Module):
@@ -89,7 +90,8 @@ class GMLP(Layer):
     attention_dim       channels of the tiny attention that is added to the gate (aMLP); None: there is none
     dropout             of the input x before it is added to the residual, as in `Block`
     layer               its number in the model, for the cache
-    Tokens are mixed by position alone: documents in one row and a rank's part of the tokens raise NotImplementedError.
+    Tokens are mixed by position alone, in one product: documents in one row, a rank's part of the tokens and
+    `batch_invariant` raise NotImplementedError.
     """
 
     def __init__(
@@ -116,9 +118,10 @@ class GMLP(Layer):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        for name in ("document_ids", "shape"):
+        for name in ("document_ids", "document_starts", "shape"):
             if getattr(context, name) is not None:
                 raise NotImplementedError(f"GMLP: context.{name} must be None, got {type(getattr(context, name))}")
+        refuse_invariant("gMLP layers", "compute this outside of it")
         y, _ = self.normed(self.norm, x, residual)
         u = activation(self.up(y), self.kind)
         value, gate = u.chunk(2, -1)

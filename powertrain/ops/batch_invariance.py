@@ -49,8 +49,8 @@ def batch_invariant() -> Iterator[None]:
     logits and log-probabilities, not for entropies and divergences.
 
     The context is of the calling thread; ops of other threads may meanwhile take the same, slower ways. Calls that have
-    no such order raise NotImplementedError: decoding with a KV cache, mixture of experts, FP8, tensor parallelism,
-    attention that is not causal self-attention or has a bias, a prefix, chunks or sinks.
+    no such order raise NotImplementedError: decoding with a KV cache, mixture of experts, gMLP, FP8, tensor
+    parallelism, attention that is not causal self-attention or has a bias, a prefix, chunks or sinks.
     """
     global _entered
     # `disable` tells what is remembered about calls that they may go another way, on entry and at the end

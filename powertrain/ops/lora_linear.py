@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.gemm.gemm import gemm
 from powertrain.ops.shapes import acc_dtype, as_rows
 from powertrain.runtime import checks
@@ -272,8 +273,12 @@ def add_adapter(
     dtype = base.dtype
     with without_autocast(base.device):
         h = F.linear(x_adapter.to(dtype), A.to(dtype))
-        # the product adds to the base: no pass for the sum
-        z = torch.addmm(as_rows(base), as_rows(h), B.to(dtype).T, alpha=scale).view(base.shape)
+        if is_batch_invariant():
+            # addmm's order of sums depends on the number of rows
+            z = base + scale * F.linear(h, B.to(dtype))
+        else:
+            # the product adds to the base: no pass for the sum
+            z = torch.addmm(as_rows(base), as_rows(h), B.to(dtype).T, alpha=scale).view(base.shape)
         if magnitude is not None:
             z = z * (magnitude / adapted_norm(weight, A, B, scale)).to(dtype)
         return z if bias is None else z + bias.to(dtype)

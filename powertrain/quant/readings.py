@@ -57,24 +57,27 @@ class Readings:
     """Readings of a watch, kept on the device until `list()` reads them."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], Tensor] = {}
+        self._found: dict[tuple[str, str], Tensor] = {}  # [4]: the worst so far
+        self._repeats: dict[tuple[str, str], Tensor] = {}  # [1]: -1 without
 
     def reduce(self, group: dist.ProcessGroup) -> None:
         """Take the worst of all ranks of `group`, which have watched the same layers, and the mean of `repeats`."""
         if self._found:
-            rows = torch.stack(list(self._found.values()))
+            rows, repeats = (torch.stack(list(part.values())) for part in (self._found, self._repeats))
             # NaN has no place in a maximum over ranks
-            worst = torch.where(rows.isnan(), torch.inf, rows)[:, :-1].contiguous()
-            repeats = rows[:, -1:] / group.size()
+            worst = torch.where(rows.isnan(), torch.inf, rows)
+            repeats /= group.size()
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
             dist.all_reduce(repeats, group=group)
-            self._found = dict(zip(self._found, torch.cat([worst, repeats], 1), strict=True))
+            self._found = dict(zip(self._found, worst, strict=True))
+            self._repeats = dict(zip(self._found, repeats, strict=True))
 
     def list(self) -> list[Reading]:
         """All of them, the largest errors first (NaN on top). Waits for the device."""
         if not self._found:
             return []
-        rows = torch.stack(list(self._found.values())).tolist()
+        worst, repeats_of = (torch.stack(list(part.values())) for part in (self._found, self._repeats))
+        rows = torch.cat([worst, repeats_of], 1).tolist()
         readings = []
         for (layer, role), (amax, underflow, saturated, error, repeats) in zip(self._found, rows, strict=True):
             share = None if repeats < 0 else repeats
@@ -99,10 +102,11 @@ class Readings:
             self._note(name, "kept", _compared(rows, fp8_quantize(rows, "group", columns=False, measure=True), "e4m3"))
 
     def _note(self, name: str, role: str, found: Tensor, repeats: Tensor | None = None) -> None:
-        before = self._found.get((name, role))
-        worst = found if before is None else torch.maximum(before[:-1], found)
+        key = (name, role)
+        # the same operations in the first call as in later ones: selective recomputation counts them
+        self._found[key] = torch.maximum(self._found.get(key, found), found)
         # the share so far, of which the last one counts
-        self._found[name, role] = torch.cat([worst, found.new_full((1,), -1.0) if repeats is None else repeats])
+        self._repeats[key] = found.new_full((1,), -1.0) if repeats is None else repeats
 
 
 def _measured(layer: FP8State, role: int, x: Tensor) -> Tensor:

@@ -189,7 +189,8 @@ def _loss(model: nn.Module, config: RunConfig) -> Tensor:
     packed: dict[str, Tensor] = {}
     if config.data.document_mask or objective != "pretrain":
         starts = torch.empty(max(16, 2 * rows), dtype=torch.int32, device="meta")
-        packed = {"document_starts": starts, "position_ids": tokens}
+        # as a batch gives them: sparse layers read the ids
+        packed = {"document_ids": tokens.int(), "document_starts": starts, "position_ids": tokens}
     if objective in ("pretrain", "sft"):
         return model(tokens, tokens, z_loss=config.train.z_loss, **packed)
     return model(tokens, read=partial(_completion_loss, config, tokens), **packed)
@@ -365,11 +366,9 @@ def explain_run_attention(config: RunConfig, model: nn.Module, arch: str) -> Exp
         arguments["attn_bias"] = "bool"
     if getattr(module, "alibi", False):
         arguments["alibi_slopes"] = True
-    if (config.data.document_mask or config.train.objective != "pretrain") and sparsity is None:
-        # documents are packed sequences
-        arguments["layout"] = "thd"
-    elif config.data.document_mask:
-        arguments["document_ids"] = True
+    if config.data.document_mask or config.train.objective != "pretrain":
+        # documents are packed sequences, but not beside a mask
+        arguments |= {"layout": "thd"} if sparsity is None else {"document_ids": True}
     # sparse layers drop out of the result
     if getattr(module, "dropout", 0.0) and sparsity is None:
         arguments["dropout_p"] = module.dropout

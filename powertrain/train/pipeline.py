@@ -208,5 +208,6 @@ class _Stage(nn.Module):
     def shape_of(self, batch: Batch) -> tuple[int, ...]:
         """Of the residual stream of a batch: [B, S, D], or this rank's tokens of it."""
         sharding, tokens = self.part.sharding, batch.tokens
-        sharding.context(tokens, Context(**batch.documents))
+        packed = Context(batch.position_ids, batch.document_ids, document_starts=batch.document_starts)
+        sharding.context(tokens, packed)
         return *sharding.local_part(tokens, tokens).shape, self.part.config.hidden_size

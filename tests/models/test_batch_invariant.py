@@ -12,6 +12,7 @@ from torch import Tensor
 import powertrain
 from powertrain import losses
 from powertrain.models import build, configure
+from powertrain.nn.lora import LoRALinear
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.gemm.row_invariant import row_invariant_linear_
@@ -163,6 +164,15 @@ def test_adapters_are_invariant_too() -> None:
         whole = read(model, tokens)[1]
         for row in range(3):
             assert torch.equal(read(model, tokens[row : row + 1])[1][0], whole[row])
+
+
+def test_an_adapter_of_one_token() -> None:
+    """One row is a product of another kind in most libraries."""
+    layer = LoRALinear(torch.nn.Linear(64, 96), 8, 2.0, dora=True)
+    with torch.no_grad(), powertrain.batch_invariant():
+        layer.lora_B.normal_()
+        x = torch.randn(17, 64)
+        assert torch.equal(layer(x[:1]), layer(x)[:1])
 
 
 @pytest.mark.skipif(settings().interpret, reason="takes 50 s there, and its parts are in the tests above")

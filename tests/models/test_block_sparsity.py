@@ -112,6 +112,10 @@ def test_documents_are_apart() -> None:
     layer = SelfAttention(16, 2, sparsity=BlockSparsity(4, before=1)).eval()
     x, ids = torch.randn(1, 12, 16), torch.tensor([[0] * 6 + [1] * 6], dtype=torch.int32)
     torch.testing.assert_close(layer(x, Context(document_ids=ids))[:, :6], layer(x[:, :6]))
+    # of two rows, the end repeated
+    starts = torch.tensor([0, 6, 12, 14, 24, 24], dtype=torch.int32)
+    two, ids = torch.cat([x, x]), torch.tensor([[0] * 6 + [1] * 6, [0] * 2 + [1] * 10], dtype=torch.int32)
+    torch.testing.assert_close(layer(two, Context(document_starts=starts)), layer(two, Context(document_ids=ids)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -197,6 +197,25 @@ def test_balancing_loss_reaches_the_routers(recompute: str) -> None:
     assert (with_balance - weight.grad).norm() > 0.1 * weight.grad.norm()
 
 
+def test_profiler_ranges_need_not_recur() -> None:
+    """FSDP's hooks around experts make one more in backward than in the forward behind an evaluation."""
+    model, tokens = _model(), _tokens()
+    calls = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        for _ in range(calls):
+            with torch.profiler.record_function("a range"):
+                pass
+
+    layer = model.layers[1]
+    layer.recompute = "selective"
+    layer.mlp.experts.register_forward_pre_hook(hook)
+    model.train()(tokens, tokens).backward()
+    assert calls == 2
+
+
 def test_balance_moves_the_bias_against_the_load() -> None:
     model = _model(bias_update_rate=0.5).train()
     before = [m.router.correction_bias.clone() for m in model.moe_layers]

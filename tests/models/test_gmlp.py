@@ -11,6 +11,7 @@ from powertrain.models.generate import Sampler, generate
 from powertrain.models.gpt_neox import to_hf_config
 from powertrain.models.parallelize import check_tensor
 from powertrain.models.pipeline import stages_of
+from powertrain.ops.batch_invariance import batch_invariant
 from tests.models.test_gpt_neox import check_against_plain, check_bfloat16_against_plain, gradients, make_model
 
 FIELDS: dict[str, Any] = {"layer_types": ("gmlp",), "position_embedding": "none", "gmlp_attention_dim": 8}
@@ -134,6 +135,10 @@ def test_what_it_cannot_do_is_refused() -> None:
     tokens = torch.zeros(1, 12, dtype=torch.long)
     with pytest.raises(NotImplementedError, match=r"context.document_ids must be None, got <class .torch.Tensor"):
         model(tokens, document_ids=torch.zeros(1, 12, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match=r"context.document_starts must be None, got <class .torch.Tensor"):
+        model(tokens, document_starts=torch.tensor([0, 5, 12], dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match="must not be entered for gMLP layers"), batch_invariant():
+        model(tokens)
     with pytest.raises(ValueError, match="a sequence must have at most 32 tokens, got 33"):
         model(torch.zeros(1, 33, dtype=torch.long))
     with pytest.raises(ValueError, match=r"parallel\.tensor must be 1 with gmlp layers"):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from powertrain.models import build, configure
 from powertrain.quant import Block, Row, quantize_model, watch
 from powertrain.quant import Tensor as TensorRecipe
 
@@ -68,6 +69,22 @@ def test_the_share_of_tensors_that_were_read_twice() -> None:
         assert all(r.repeats is None for r in readings.list()) and "read twice" not in str(readings)
 
 
+@pytest.mark.parametrize("recipe", [TensorRecipe(), Row()], ids=str)
+def test_a_layer_whose_forward_is_repeated(recipe: object) -> None:
+    """Selective recomputation takes the operations of a forward by their number: the first reading has as many."""
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "vocab_size": 32}
+    model = build(configure(architecture="llama", **sizes), "cpu")
+    model.init_weights(0)
+    quantize_model(model, recipe)
+    model.layers[0].recompute = "selective"
+    tokens, weight = torch.arange(16)[None], model.layers[0].mlp.down.weight
+    model(tokens, tokens).backward()
+    plain, weight.grad = weight.grad, None
+    with watch(model) as readings:
+        model(tokens, tokens).backward()
+    assert torch.equal(weight.grad, plain) and {r.role for r in readings.list()} == {"x", "weight", "dy"}
+
+
 def test_nan_is_on_top_and_names_its_layer() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     quantize_model(model, Row())
@@ -86,11 +103,11 @@ def test_readings_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         with watch(model) as readings:
             model(x * size)
         ranks.append(readings)
-    other = torch.stack(list(ranks[1]._found.values()))
+    worst, shares = (torch.stack(list(part.values())) for part in (ranks[1]._found, ranks[1]._repeats))
 
     def all_reduce(rows: torch.Tensor, op: object = dist.ReduceOp.SUM, group: object = None) -> None:
         is_worst = op == dist.ReduceOp.MAX
-        rows.copy_(torch.maximum(rows, other[:, :-1]) if is_worst else rows + other[:, -1:] / 2)
+        rows.copy_(torch.maximum(rows, worst) if is_worst else rows + shares / 2)
 
     alone = {r.role: r for r in ranks[0].list()}
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
