@@ -5,7 +5,7 @@
 with a magnitude m (DoRA):  y = gain z + bias,  z = x weightᵀ + h Bᵀ,  gain = m / norm of the rows of weight + scale B A
     dz = gain dy in place of dy;   dm = sum over rows of dy z, over the norm, which is a constant to gradients
 
-The small product comes first and the large one adds to it (cuBLAS reads what is there while it stores), so neither
+The small product comes first and the large one adds to it (cuBLAS reads the old values while it stores), so neither
 forward nor backward has a pass of its own for the sum. Saved: x and h [T, r]; with a magnitude z [T, N] too.
 Norms need no weight + scale B A in memory: |w + s BA|² = |w|² + 2 s B (w Aᵀ) + s² (B (A Aᵀ)) B, row by row.
 
@@ -208,7 +208,7 @@ def lora_linear(
         weight     [N, K]    x's dtype, as bias [N]
         A, B       [r, K], [N, r]  x's dtype or float32; their gradients have their own dtype
         magnitude  [N]       x's dtype or float32 (DoRA), or None
-        x_adapter  [..., K]  what the adapter reads instead of x: x after dropout
+        x_adapter  [..., K]  the adapter's input instead of x: x after dropout
     Returns [..., N] in x's dtype.
     Numerics: products accumulate in float32. The adapter's part is rounded to x's dtype before the layer's is added; on
         a GPU with few tokens (tokens N K up to 2^36) it is the other way round. Deterministic.

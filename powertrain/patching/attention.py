@@ -85,7 +85,7 @@ def attention_forward(
     elif attention_mask is None or attention_mask.dim() == 1:
         # one query stands behind all keys, which it sees all
         causal = queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        # a missing mask means here what the module says, since `attention_mask` returned None only where that suffices
+        # the module's words stand for a missing mask: `attention_mask` returned None only where they suffice
         options |= _window(sliding_window, causal, queries)
         if attention_mask is not None:
             options["seqused_k"] = attention_mask
@@ -227,8 +227,8 @@ def attention_mask(
 def _packed_rows(function: Any) -> tuple[Tensor, Any] | None:
     """Of a mask function of packed rows: which sequence each token is in, [b, queries], and the function within one.
 
-    transformers finds such rows by positions that start again, and joins two functions. What they close over has no
-    other name; `_agrees` compares the result with the mask that the functions make.
+    transformers finds such rows by positions that start again, and joins two functions. Their variables have no other
+    name; `_agrees` compares the result with the mask that the functions make.
     """
     parts = _cells(function).get("mask_functions", ()) if getattr(function, "__name__", "") == "and_mask" else ()
     ids = [cells["packed_sequence_mask"] for part in parts if "packed_sequence_mask" in (cells := _cells(part))]
@@ -240,7 +240,7 @@ def _packed_rows(function: Any) -> tuple[Tensor, Any] | None:
 
 
 def _cells(function: Any) -> dict[str, Any]:
-    """What a function closes over, by name; nothing of functions that are not transformers' own."""
+    """The variables that a function closes over, by name; nothing of functions that are not transformers' own."""
     code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or closure is None or function.__module__ != "transformers.masking_utils":
         return {}

@@ -1,4 +1,4 @@
-"""What FP8 does to the operands of each layer: underflow, saturation, largest magnitude, relative error.
+"""Effects of FP8 on the operands of each layer: underflow, saturation, largest magnitude, relative error.
 
 with watch(model) as readings:
     model(x).sum().backward()
@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     amax        its largest magnitude, NaN if one is
     underflow   share of its values that are not 0 and became 0
     saturated   share of its values beyond the largest of the format
-    error       norm of what rounding changed over the norm of its values
+    error       norm of the changes by rounding over the norm of its values
     repeats     share of its quantizations since the recipe was set that found another scale than the one before, and
                 read it twice; None: the recipe keeps no last scale
     """
@@ -93,7 +93,7 @@ class Readings:
 
     @torch.no_grad()
     def add_kept(self, name: str, values: Tensor) -> None:
-        """Measure what a gated MLP keeps in FP8."""
+        """Measure the values that a gated MLP keeps in FP8."""
         if values.numel():
             rows = as_rows(values.detach())
             self._note(name, "kept", _compared(rows, fp8_quantize(rows, "group", columns=False, measure=True), "e4m3"))

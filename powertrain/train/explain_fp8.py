@@ -1,4 +1,4 @@
-"""What FP8 would do to a run: each linear layer's recipe or why it stays, with expected times and memory; the same of
+"""Effects of FP8 on a run: each linear layer's recipe or why it stays, with expected times and memory; the same of
 experts' products, and bytes of the rows sent to them. Without a GPU."""
 
 import re

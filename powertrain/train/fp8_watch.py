@@ -61,7 +61,7 @@ class FP8Watch:
         if self.group is not None:
             readings.reduce(self.group)
         found = readings.list()
-        # the largest of what gated MLPs keep too, though operands of products may have larger ones
+        # the largest of those that gated MLPs keep too, though operands of products may have larger ones
         kept = [reading for reading in found[WORST:] if reading.role == "kept"][:1]
         repeats = [reading.repeats for reading in found if reading.repeats is not None]
         read = f"; {sum(repeats) / len(repeats):.2%} of quantizations so far read twice" if repeats else ""
@@ -75,7 +75,7 @@ class FP8Watch:
         """Count bad readings of each layer, and move those that have too many."""
         worst: dict[str, Reading] = {}
         for reading in readings:
-            # another recipe of the layer would not change what its module keeps
+            # another recipe of the layer would not change the values that its module keeps
             if reading.role != "kept" and self._is_bad(reading):
                 worst.setdefault(reading.layer, reading)
         self.bad = {layer: self.bad.get(layer, 0) + 1 for layer in worst}

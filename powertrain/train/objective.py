@@ -24,7 +24,7 @@ from powertrain.train.data.completions import Format
 from powertrain.train.data.loader import Batch, CompletionBatch
 from powertrain.train.optim import DTYPES
 
-# what a record of data must have
+# the fields that a record of data must have
 FORMATS: dict[str, Format] = {
     "sft": "messages", "dpo": "pairs", "kto": "labels", "reward": "pairs", "policy": "advantages",
     "distill": "messages",

@@ -2,7 +2,7 @@
 
 Triton's front end describes types once for each compile, so it makes them slowly; the interpreter asks for them again
 at every operation of every program, and replaces every function of `triton.language` at every launch. That was half of
-the interpreter's time. What depends on a type alone is computed once here.
+the interpreter's time. Results that depend on a type alone are computed once.
 """
 
 import builtins
@@ -97,7 +97,7 @@ def _leave_equal_shapes() -> None:
 
 
 def _replace_functions_once() -> None:
-    """Which functions a launch replaces, and by what, is the same at each."""
+    """The functions that a launch replaces, and their replacements, are the same at each."""
     replacements: dict[Any, list[tuple[str, Any]]] = {}
 
     def replaced(member: Any, semantic: Any) -> Any:

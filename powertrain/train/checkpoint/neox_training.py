@@ -68,11 +68,11 @@ class _Parameters:
 
 
 class NeoXTraining:
-    """What a global_step folder says of its training.
+    """The state of the training that wrote a global_step folder.
 
-    step            iterations done;  samples: what DeepSpeed counted, or None
+    step            iterations done;  samples: DeepSpeed's count, or None
     schedule        of its learning rate, as saved: start_lr, num_iters ...
-    Raises FileNotFoundError or ValueError naming the file and what it must hold.
+    Raises FileNotFoundError or ValueError naming the file and the entry that it must hold.
     """
 
     def __init__(self, opened: NeoXCheckpoint) -> None:
@@ -251,7 +251,7 @@ class NeoXTraining:
         return stages
 
     def _size(self, mp: int) -> tuple[int, bool]:
-        """What an optimizer has: so many values, true; or so many parameters, false."""
+        """Contents of an optimizer: so many values, true; or so many parameters, false."""
         state = self._ranks[mp].get("optimizer") or {}
         if self._zero:
             return sum(t.numel() for group in _zero_groups(self._zero[mp]) for t in group.kinds["master"]), True
@@ -325,7 +325,7 @@ def _count(state: Mapping[str, Any], *others: Any) -> float:
 
 
 def _cut(partitions: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
-    """The tensors of a group out of its flat partitions; what is left at the end is padding."""
+    """The tensors of a group out of its flat partitions; the rest at the end is padding."""
     held, wanted = sum(t.numel() for t in partitions), sum(place.numel for place in places)
     if held < wanted:
         raise ValueError(f"a group of parameters must have {wanted} values, got {held}")
@@ -350,7 +350,7 @@ def _place(name: str, shape: tuple[int, ...]) -> Place:
     return Place(int(match[1] or 0), match[2], shape)
 
 
-def _natural(value: Any, what: str) -> int:
+def _natural(value: Any, entry: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{what} must be a number of steps, got {value!r}")
+        raise ValueError(f"{entry} must be a number of steps, got {value!r}")
     return value

@@ -207,7 +207,7 @@ class Quantizer:
 def prepare_for_saving(
     *tensors: Tensor | QuantizedTensorStorage | None,
 ) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
-    """Tensors for save_for_backward, and what `restore_from_saved` needs to put them together again."""
+    """Tensors for save_for_backward, and the objects that `restore_from_saved` needs to put them together again."""
     saved: list[Tensor | None] = []
     objects: list[QuantizedTensorStorage | None] = []
     for tensor in tensors:
@@ -226,7 +226,7 @@ def restore_from_saved(
     saved_tensors: Sequence[Tensor | None],
     return_saved_tensors: bool = False,
 ) -> Any:
-    """The tensors that `prepare_for_saving` took apart; with return_saved_tensors also what is left of the saved."""
+    """The tensors that `prepare_for_saving` took apart; with return_saved_tensors also the rest of the saved."""
     rest, restored = list(saved_tensors), []
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensorStorage):

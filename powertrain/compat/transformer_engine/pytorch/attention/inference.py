@@ -7,7 +7,7 @@
             x = layer(x, self_attn_mask_type="padding_causal", inference_params=params)
 
 Sequences are the rows of the batch in the order of the step's dictionary; one that is not in it is finished, and its
-place is free again. `pre_step` moves what is cached where rows change, so `step` copies new tokens only and reads
+place is free again. `pre_step` moves keys and values where rows change, so `step` copies new tokens only and reads
 lengths on the device: a captured CUDA graph holds for later steps of the same shapes.
 Source: the documentation of transformer_engine.pytorch.InferenceParams, and its bookkeeping of sequences and pages.
 """

@@ -67,7 +67,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         rows = as_matrix(data) if by_rows else data.reshape(data.shape[0], data.shape[1:].numel())
         rows = rows.view(TE_DType_To_Torch[self._fp8_dtype])
         groups = cdiv(rows.shape[1], GROUP)
-        # without what fills them up to 4
+        # without the padding up to 4
         scale = scale[:, :groups] if self._is_2D_scaled else scale[:, : rows.shape[0]].T
         found = fp8_dequantize(Quantized(rows, scale), rows.shape[1], dtype or self._dtype).view(data.shape)
         return found if by_rows else last_dim_back(found)

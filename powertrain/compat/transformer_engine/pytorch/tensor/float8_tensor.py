@@ -91,7 +91,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
 
 class _PerTensor(Quantizer):
-    """What the two quantizers with one scale share."""
+    """The common part of the two quantizers with one scale."""
 
     scale: Tensor
     amax: Tensor
@@ -132,7 +132,7 @@ class _PerTensor(Quantizer):
         return self._storage({"_data": data.view(torch.uint8), "_scale_inv": 1.0 / self.scale.view(1)}, fake_dtype)
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """True: the transpose is made of what was gathered."""
+        """True: the transpose is made of the gathered data."""
         return True
 
 
