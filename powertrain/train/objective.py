@@ -126,6 +126,7 @@ class Reference:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    # dropout would make the reference a random one
     was = model.training
     model.eval()
     try:
@@ -186,6 +187,7 @@ class Preference:
 
     def __init__(self, model: nn.Module, config: RunConfig, reference: Reference | None) -> None:
         self.model, self.options, self.reference = model, config.train.preference, reference
+        # the papers of these two add the cross entropy; the others have none
         usual = 1.0 if self.options.loss in ("cpo", "orpo") else 0.0
         self.nll_weight = usual if self.options.nll_weight is None else self.options.nll_weight
 
@@ -199,6 +201,7 @@ class Preference:
         tokens = token_log_probs(self.model, batch).log_probs
         chosen, rejected = by_sequence(tokens, sequence, total).chunk(2)
         ref_chosen, ref_rejected = (torch.zeros_like(chosen),) * 2 if ref is None else ref.chunk(2)
+        # chosen completions are the first half; -1 is a prompt or padding
         of_chosen = (sequence >= 0) & (sequence < total // 2)
         nll = -torch.where(of_chosen, tokens, 0.0).sum() / of_chosen.sum()
         each = self._loss(chosen, rejected, ref_chosen, ref_rejected) + self.nll_weight * nll
@@ -268,6 +271,7 @@ class Reward:
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         sequence, total = _completions(batch).sequence.flatten(), len(_completions(batch).values)
         places = torch.arange(len(sequence), device=sequence.device)
+        # by comparison and not by counting: nothing is read by the host
         member = sequence == torch.arange(total, device=sequence.device)[:, None]
         # positions in the flat batch: packed rows hold several completions
         last = torch.where(member, places, -1).amax(1)  # [C]
@@ -304,6 +308,7 @@ class Policy:
         options, (sequence, values, sampled) = self.options, _completions(batch)
         ref = None if self.reference is None else self.reference(batch)
         found = token_log_probs(self.model, batch, entropy=True)
+        # NaN stands for a sampler's value that is not known
         old = torch.where(sampled.isnan(), found.log_probs.detach(), sampled)
         loss = losses.policy_loss(
             found.log_probs, old, values, sequence, ratio=options.ratio, average=options.average,
@@ -314,6 +319,7 @@ class Policy:
             assert found.entropy is not None
             ratio = (found.log_probs - old).exp()
             clipped = (ratio < 1 - options.clip_low) | (ratio > 1 + options.clip_high)
+            # exp(d) - d - 1 is an estimate of the divergence that is never negative
             behind = (old if ref is None else ref) - found.log_probs
             metrics = (ratio, clipped.float(), behind.exp() - behind - 1, found.entropy)
         return loss, torch.stack([self._sum(m.detach(), sequence, len(values)) for m in metrics]) / counted

@@ -26,6 +26,7 @@ def serves(
     """
     if not Target.of(device).has_fp8:
         return False
+    # nothing to compare: no GPU, or launches that are recorded instead of run
     if device.type != "cuda" or recording.state.recording is not None:
         return True
     if device.index not in tested and torch.cuda.is_current_stream_capturing():

@@ -85,9 +85,11 @@ class NeoXTraining:
             )
         self.num_stages = len(files) // opened.num_ranks
         with reading(files[0], "describe a training"):
+            # every rank's: param_shapes and, without ZeRO, the optimizer differ by rank
             self._ranks: list[dict[str, Any]] = [load_pickle(files[rank]) for rank in range(len(files))]
             first = self._ranks[0]
             self.step = _natural(first.get("iteration", first.get("total_iters")), f"{files[0]}: iteration")
+            # a folder without a count is read as well
             samples = first.get("global_samples")
             self.samples = samples if isinstance(samples, int) else None
             self.schedule: dict[str, Any] = dict(first.get("lr_scheduler") or {})
@@ -168,6 +170,7 @@ class NeoXTraining:
         for mp in range(len(self._ranks)):
             groups = self._groups(mp)
             for group, places in zip(groups, self._places(mp, len(groups)), strict=True):
+                # one number of steps is read back, so groups that differ are refused below
                 steps.add(group.step)
                 for kind in wanted:
                     if kind not in group.kinds:
@@ -213,6 +216,7 @@ class NeoXTraining:
 
     def _places(self, mp: int, num_groups: int) -> list[list[Place]]:
         """The parameters of each group in their order there."""
+        # the order in which the optimizer's groups were flattened, where it was saved
         shapes = self._ranks[mp].get("param_shapes")
         if shapes:
             return [[_place(name, tuple(shape)) for name, shape in group.items()] for group in shapes]
@@ -240,6 +244,7 @@ class NeoXTraining:
             size, is_flat = self._size(stage * self.opened.num_ranks + shard)
             # modules that are tied come first, in the last stage too
             places = list(tied) if stage and stage == self.num_stages - 1 else []
+            # files name no stage of a layer; sizes tell how many layers a stage has
             while layers and _size_of(places + layers[0], is_flat) <= size:
                 places += layers.pop(0)
             stages.append(places)
@@ -296,6 +301,7 @@ def _zero_groups(ranks: Sequence[Mapping[str, Any]]) -> list[_Parameters]:
 def _partition_states(base: Any) -> tuple[list[list[dict[str, Any]]], list[Any]]:
     """(group -> partition -> state, group -> its step): of torch's state_dict, or a list of states without padding."""
     if isinstance(base, list):
+        # one state a group, or a list of them where a rank has several partitions
         groups = [group if isinstance(group, list) else [group] for group in base]
         return groups, [None] * len(groups)
     groups = [[base["state"].get(i, {}) for i in group["params"]] for group in base["param_groups"]]
@@ -309,6 +315,7 @@ def _torch_groups(state: Mapping[str, Any], masters: Sequence[Sequence[Tensor]],
         found = [state["state"].get(i, {}) for i in group["params"]]
         kinds: dict[str, Sequence[Tensor]] = {"master": [t.detach() for t in of_group]}
         for kind in set.intersection(*(set(each) for each in found)) if found else ():
+            # a step may be a tensor too, but is a number of the group
             if kind != "step" and isinstance(found[0][kind], Tensor):
                 kinds[kind] = [each[kind].detach() for each in found]
         steps = {_count(each, group.get("step"), None) for each in found}
@@ -333,6 +340,7 @@ def _cut(partitions: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
     for place in places:
         parts, left = [], place.numel
         while left:
+            # a parameter may begin in one rank's partition and end in the next one's
             part = partitions[index][start : start + left]
             parts.append(part)
             left -= part.numel()
@@ -351,6 +359,7 @@ def _place(name: str, shape: tuple[int, ...]) -> Place:
 
 
 def _natural(value: Any, entry: str) -> int:
+    # True is an int in Python
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{entry} must be a number of steps, got {value!r}")
     return value

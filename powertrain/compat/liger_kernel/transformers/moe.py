@@ -49,6 +49,7 @@ class LigerExpertParallelFusedMoe(nn.Module):
         group = dist.group.WORLD if self.process_group is None and dist.is_initialized() else self.process_group
         self._check(hidden_states, expert_indices, expert_weights, all_B, all_C, all_A, num_experts, group)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        # leading dims mean nothing to routing
         experts, weights = (t.reshape(-1, t.shape[-1]) for t in (expert_indices, expert_weights))
         # one product reads a token's row once for gate and up
         gate_up = torch.cat((all_B, all_C), dim=1)
@@ -70,6 +71,7 @@ class LigerExpertParallelFusedMoe(nn.Module):
         checks.require(good, _OP, "expert_indices", "be an integer tensor", checks.name(experts.dtype))
         checks.require(gate.dim() == 3, _OP, "all_B", "have shape [E / W, I, H]", list(gate.shape))
         mine, width, _ = gate.shape
+        # an expert beyond the ranks' would have no weights
         good = num_experts == mine * ranks
         checks.require(good, _OP, "num_experts", f"be {mine * ranks}, all_B's {mine} on {ranks} ranks", num_experts)
         hidden = x.shape[-1]
