@@ -194,7 +194,9 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
         if grad_scaler is not None:
             scale = grad_scaler._get_scale_async().reshape(1).to(device)
             found = grad_scaler._check_inf_per_device(self)[device].reshape(1)
+        # where it is set, the update changes nothing
         flag = (found != 0).to(torch.int32)
+        # a flag of its own: the norm is computed in any case
         norm, _ = multi_tensor_l2norm(_CHUNK, torch.zeros_like(flag), [grads])
         for group in self.param_groups:
             self._step_group(group, flag, norm, scale, found)

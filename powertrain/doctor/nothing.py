@@ -13,6 +13,7 @@ def none_value(groups: dict[str, str], passage: Passage) -> dict[str, str]:
     code = code_line(passage.above)
     expression = _expression(code, groups.get("attribute"))
     found = packages(passage.above)
+    # the last frame's package used None, the one before it made the call
     if len(found) > 1:
         where = f" inside {found[-1]}, called by {found[-2]}"
         advice = f"the release of {found[-1]} that {found[-2]} names in its requirements; what {found[-2]} passes"

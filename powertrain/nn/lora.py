@@ -167,6 +167,7 @@ def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Lin
     chosen: dict[str, nn.Linear] = {}
     for target in targets:
         named = {name: m for name, m in modules.items() if name == target or name.endswith(f".{target}")}
+        # for the message: names that could be meant
         linears = [name for name, module in modules.items() if type(module) is nn.Linear]
         checks.require(bool(named), "lora", "targets", f"name layers of the model, such as {linears[:8]}", repr(target))
         for name, module in named.items():

@@ -84,12 +84,14 @@ def _forward(
     x_adapter: Tensor | None, scale: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     shape, x = (*x.shape[:-1], weight.shape[0]), as_rows(x)
+    # the scale at the smallest tensor, [T, r]
     h = gemm(x if x_adapter is None else as_rows(x_adapter), A.to(x.dtype)).mul_(scale)
     z = gemm(h, B.to(x.dtype))
     gemm(x, weight, out=z, accumulate=True)
     y, norm = z, None
     if magnitude is not None:
         norm = adapted_norm(weight, A, B, scale)
+        # not in place: backward needs z
         y = z * (magnitude / norm).to(z.dtype)
     if bias is not None:
         y.add_(bias)
@@ -138,10 +140,12 @@ def _bwd(
     dx = dx_adapter = dweight = dbias = dA = dB = dm = None
     if need_db and bias is not None:
         dbias = dy.sum(0, dtype=acc).to(bias.dtype)
+    # without a magnitude
     dz = dy
     if magnitude is not None and norm is not None and z is not None:
         dz = dy * (magnitude / norm).to(dy.dtype)
         dm = ((dy.to(acc) * z).sum(0) / norm).to(magnitude.dtype) if need_dm else None
+    # [T, r], which dA and the adapter's part of dx share
     g = gemm(dz, B.to(x.dtype), layout="nn").mul_(scale)
     adapted = x if x_adapter is None else as_rows(x_adapter)
     if need_dA:
@@ -149,10 +153,12 @@ def _bwd(
     if need_dB:
         dB = gemm(dz, h, layout="tn", out=torch.empty_like(B, memory_format=torch.contiguous_format))
     if x_adapter is not None:
+        # two inputs have two gradients, so neither product adds to the other
         dx_adapter = gemm(g, A.to(x.dtype), layout="nn") if need_dx_adapter else None
         dx = gemm(dz, weight, layout="nn") if need_dx else None
     elif need_dx:
         dx = gemm(g, A.to(x.dtype), layout="nn")
+        # small product first, as in the forward
         gemm(dz, weight, layout="nn", out=dx, accumulate=True)
     if need_dw:
         dweight = gemm(dz, x, layout="tn")

@@ -131,6 +131,7 @@ def sent_rows(config: RunConfig) -> tuple[SentRows, ...]:
             found[re.sub(r"\.\d+\.", ".*.", name), module.gate_up.shape[2]] += 1
     # only these have scales of a row's own, which can travel with it
     wire = recipe if isinstance(recipe, Row | Block) else None
+    # a rank's own share of the rows stays
     sent, is_fp8 = rows - rows // ranks, config.fp8.wire == "fp8" and wire is not None
     sizes = {K: None if wire is None else FP8Rows(wire, K, torch.bfloat16).row_bytes for _, K in found}
     return tuple(

@@ -114,6 +114,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
+        # values that an earlier pass has kept (reference_cache.py)
         if batch.reference is not None:
             return batch.reference
         assert self.model is not None
@@ -165,6 +166,7 @@ def _teacher(config: RunConfig, device: torch.device) -> nn.Module:
     path = config.train.distill.teacher
     assert path is not None
     weights = open_weights(Path(path))
+    # more words than the student's would have no counterpart; fewer are filled up below
     if weights.config.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"train.distill.teacher must have at most the student's {config.model.vocab_size} rows of vocabulary, "

@@ -34,6 +34,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     """
     op = "liger_fused_linear_scaled_cross_entropy_tp"
     checks.one_of(op, "tiles_per_reduce", tiles_per_reduce, (1, 2, 4))
+    # the op below takes any leading dims, Liger's function rows alone
     checks.require(input.dim() == 2, op, "input", "have shape [M, H]", list(input.shape))
     checks.shape(op, "target", target, input.shape[:1], "[M] of input")
     if tp_group is None:

@@ -193,7 +193,9 @@ def _backward_op(
         )  # fmt: skip
         return out
     C = dy.shape[-1]
+    # the kernels store scales by group, the formulas read them by row
     halves = [dequantized(Quantized(q, inv.T), C) for q, inv in ((g, g_inv), (u, u_inv))]
+    # backward runs without a graph, and this derivative is autograd's
     with torch.enable_grad():
         leaves = [half.detach().requires_grad_() for half in halves]
         y = gated_activation_ref(leaves[0], kind, up=leaves[1], limit=limit, alpha=alpha)
@@ -213,6 +215,7 @@ def _kernel_serves(x: Tensor) -> bool:
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     """Bytes kept of special values, beside the formulas' on the CPU, and y of ordinary ones."""
+    # values at which a conversion goes wrong first
     gate = special_values().to(dtype)
     up = gate.flip(0).contiguous()
     options = ("swiglu", 7.0, 1.702)
@@ -223,6 +226,7 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
         right = quantize_ref(x, "group", "e4m3").rows
         if not (same_bits(data, right.data) and same_bits(scale.T.contiguous(), right.scale_inv.contiguous())):
             return f"the kept form of {name} differs from its formula (triton {triton.__version__})"
+    # ordinary rows: y of the special ones may overflow
     right_y = fp8_gated_activation_ref(gate, up)[20:120].float()
     if not torch.allclose(out[0].cpu()[20:120].float(), right_y, rtol=2**-6, atol=2**-12):
         return f"the activation differs from its formula (triton {triton.__version__})"
@@ -295,6 +299,7 @@ def fp8_gated_activation(
     if served or is_traced(gate):
         y = _gated_op(*args)
     else:
+        # without the dispatcher, which gains nothing where no kernel is launched
         y = _Plain.apply(*args)
     found: Tensor = y[0] if isinstance(y, tuple) else y
     return found

@@ -210,6 +210,7 @@ class NeoXTraining:
                 f"{self.folder}: fp32 masters must be in an optimizer of 16-bit weights, got "
                 f"{', '.join(sorted(map(str, state)))}; {_ADVICE}"
             )
+        # files are numbered stage by stage
         shard = mp % self.opened.num_ranks
         groups = self._places_of_weights(mp, len(state["param_groups"]))
         return [[self.opened.shard(place.layer, shard)[place.name] for place in group] for group in groups]
@@ -275,6 +276,7 @@ def _zero_groups(ranks: Sequence[Mapping[str, Any]]) -> list[_Parameters]:
 
     A rank has one partition of a group; ZeRO 1 before 2021-05 several, which alternate between the ranks.
     """
+    # the later layout's name; the earlier one has several partitions a rank
     key = "single_partition_of_fp32_groups"
     masters = [
         [[part] for part in rank[key]] if key in rank else rank["local_sub_partitions_of_fp32_groups"] for rank in ranks
@@ -334,6 +336,7 @@ def _count(state: Mapping[str, Any], *others: Any) -> float:
 def _cut(partitions: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
     """The tensors of a group out of its flat partitions; the rest at the end is padding."""
     held, wanted = sum(t.numel() for t in partitions), sum(place.numel for place in places)
+    # more is padding
     if held < wanted:
         raise ValueError(f"a group of parameters must have {wanted} values, got {held}")
     tensors, index, start = [], 0, 0

@@ -46,6 +46,7 @@ class LigerExpertParallelFusedMoe(nn.Module):
         Collective over the group, as `powertrain.parallel.experts.moe_experts`; the host reads the rows' counts.
         Raises ValueError naming the argument.
         """
+        # there too None means all ranks
         group = dist.group.WORLD if self.process_group is None and dist.is_initialized() else self.process_group
         self._check(hidden_states, expert_indices, expert_weights, all_B, all_C, all_A, num_experts, group)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])

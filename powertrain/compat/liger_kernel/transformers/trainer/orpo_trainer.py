@@ -89,6 +89,7 @@ class LigerORPOTrainer(_trl_trainer()):  # type: ignore[misc]
             "log_odds_chosen": odds,
         }  # fmt: skip
         prefix = "eval_" if train_eval == "eval" else ""
+        # TRL logs means over all ranks, though Liger's trainer does not
         gather = self.accelerator.gather_for_metrics
         return loss, {prefix + name: gather(value.detach()).mean().item() for name, value in values.items()}
 
@@ -102,6 +103,7 @@ class _OutputLayer:
         layer = model.get_output_embeddings()
         # a hook of the wrapper gathers the weight before the layer inside is called
         self.layer = layer.module if isinstance(layer, FullyShardedDataParallel) else layer
+        # an adapter's wrapper computes more than weight and bias
         if not isinstance(self.layer, nn.Linear):
             unsupported(
                 _OP, "model's output layer", type(self.layer).__name__, "a model whose output layer is nn.Linear"

@@ -88,6 +88,7 @@ class InferenceParams:
         }  # fmt: skip
         if is_paged:
             sizes |= {"total_num_pages": total_num_pages, "page_size": self._check_pages()}
+        # called with keywords, so that a custom manager need not know their order
         made = custom_cache_manager or (PagedKVCacheManager if is_paged else NonPagedKVCacheManager)
         self.cache_manager: Any = made(**sizes)
         self.sequences: OrderedDict[int, int] = OrderedDict()

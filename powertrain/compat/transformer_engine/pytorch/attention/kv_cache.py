@@ -125,6 +125,7 @@ class _Rows(KVCacheManager):
         """The sequences after a step, checked; nothing is changed."""
         must = f"have at most max_batch_size {self.max_batch_size} sequences"
         checks.require(len(step_dict) <= self.max_batch_size, _OP, "step_dict", must, len(step_dict))
+        # a new one: where a sequence is refused, the old one stays
         after: OrderedDict[int, int] = OrderedDict()
         for name, new in step_dict.items():
             checks.require(new >= 0, _OP, f"step_dict[{name!r}]", "be at least 0", new)
@@ -327,6 +328,7 @@ class PagedKVCacheManager(_Rows):
 
     def get_page_table(self, sequences: Sequence[int]) -> Tensor:
         """page_table, after its first rows were set to the pages of these sequences."""
+        # filled on the host: one copy to the device instead of one a sequence
         table = torch.zeros(self.page_table.shape, dtype=torch.int32)
         for row, name in enumerate(sequences):
             pages = self.get_page_list(name)
