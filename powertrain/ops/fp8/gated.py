@@ -299,7 +299,7 @@ def fp8_gated_activation(
     if served or is_traced(gate):
         y = _gated_op(*args)
     else:
-        # without the dispatcher, which gains nothing where no kernel is launched
+        # autograd's function outside the op: no kernel of ours is launched
         y = _Plain.apply(*args)
     found: Tensor = y[0] if isinstance(y, tuple) else y
     return found
