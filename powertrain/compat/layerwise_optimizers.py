@@ -97,6 +97,7 @@ class FusedLAMB(_Optimizer):
 
     def _before_step(self) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # sparse ones raise in step, with a message
         dense = [g for g in grads if not g.is_sparse]
         flag = torch.zeros(1, dtype=torch.int32, device=dense[0].device if dense else "cpu")
         self._norm = multi_tensor_l2norm(_CHUNK, flag, [dense])[0]
@@ -181,6 +182,7 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # before the gradients are looked at: the copies are made even by a step without gradients
         self._copy_parameters()
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(g.is_sparse for g in grads):
@@ -192,7 +194,9 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
         if grad_scaler is not None:
             scale = grad_scaler._get_scale_async().reshape(1).to(device)
             found = grad_scaler._check_inf_per_device(self)[device].reshape(1)
+        # where it is set, the update changes nothing
         flag = (found != 0).to(torch.int32)
+        # a flag of its own: the norm is computed in any case
         norm, _ = multi_tensor_l2norm(_CHUNK, torch.zeros_like(flag), [grads])
         for group in self.param_groups:
             self._step_group(group, flag, norm, scale, found)
@@ -205,6 +209,7 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
                 self._copies[p] = p.detach().to(torch.float32, copy=True)
 
     def _step_group(self, group: dict[str, Any], flag: Tensor, norm: Tensor, scale: Tensor, found: Tensor) -> None:
+        # on the device, so that a skipped step counts without a wait
         group["step"] += (flag == 0).to(torch.int32)
         beta1, beta2 = group["betas"]
         numbers = (
@@ -212,6 +217,7 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
             group["grad_averaging"], self.adam_w_mode, norm, self.defaults["max_grad_norm"] * scale, self.use_nvlamb,
             found, scale.double().reciprocal().float(),
         )  # fmt: skip
+        # apart: only parameters with copies have a fifth list, of the results rounded to their dtype
         for copied in (False, True):
             wanted = [p for p in group["params"] if p.grad is not None and (p in self._copies) == copied]
             sources = [self._copies[p] if copied else p for p in wanted]
@@ -269,6 +275,7 @@ class FusedNovoGrad(_Optimizer):
 
     def _update(self, group: dict[str, Any], lists: list[list[Tensor]]) -> None:
         group["step"] = group.get("step", 0) + 1
+        # 0 is Apex's name of the largest magnitude
         kind = 2 if group["norm_type"] == 2 else torch.inf
         for g, p in zip(*lists[:2], strict=True):
             if "exp_avg_sq" not in self.state[p]:
@@ -282,6 +289,7 @@ class FusedNovoGrad(_Optimizer):
             group["norm_type"],
         )  # fmt: skip
         for p, norm in zip(lists[1], norms.unbind(), strict=True):
+            # a view of the stack would keep all norms alive in each state, and in each saved one
             self.state[p]["exp_avg_sq"] = norm.clone()
 
 

@@ -1,4 +1,4 @@
-"""Names of other libraries that are not here: why, and what there is instead.
+"""Names of other libraries that are not here: why, and the alternatives.
 
 docs/names.md is made from this table and from the modules themselves (scripts/peer_names.py);
 tests/compat/test_names.py walks the libraries' public names and fails on one that is neither in a module nor here.
@@ -16,7 +16,7 @@ _PACKAGE = "powertrain.compat."
 # bytecode of `from module import name`: that statement replaces an AttributeError's text by its own
 _FROM_IMPORT = dis.opmap["IMPORT_FROM"]
 
-# pattern of their name -> why not, or what to take; the longest pattern that matches counts
+# pattern of their name -> why not, or the name to take; the longest pattern that matches counts
 WHY_NOT: dict[str, str] = {
     "flash_attn.flash_attn_interface.*": "internal",
     "flash_attn.flash_attn_triton*": "experimental there; flash_attn_func",
@@ -66,9 +66,6 @@ WHY_NOT: dict[str, str] = {
     "apex.check_cudnn_version_and_warn": "internal; powertrain doctor",
     "apex.normalization.*": "internal",
     "apex.amp_C.*": "an older form of multi_tensor_lamb: not planned; multi_tensor_lamb",
-    "liger_kernel.transformers.moe.*": "powertrain.nn.Experts, its `shard`",
-    "liger_kernel.transformers.functional.*_tp": "not yet; powertrain.nn.VocabParallelHead",
-    "liger_kernel.transformers.trainer.*": "TRL's trainer with powertrain.patch",
     "transformer_engine.pytorch.*Quantize*": "of custom recipes: not yet",
     "transformer_engine.pytorch.QuantizedTensor": "no class of torch.Tensor; QuantizedTensorStorage",
     "transformer_engine.pytorch.Float8Tensor": "no class of torch.Tensor; Float8TensorStorage",
@@ -130,12 +127,12 @@ def unknown(module: str) -> Callable[[str], NoReturn]:
         there = public(module)
         # close names first, for most misses are typing errors or renames
         shown = difflib.get_close_matches(name, there, 3, 0.6) or there
-        what = f"{theirs}.{name} is not in Powertrain ({why_not(f'{theirs}.{name}')}); there is {', '.join(shown[:40])}"
+        text = f"{theirs}.{name} is not in Powertrain ({why_not(f'{theirs}.{name}')}); there is {', '.join(shown[:40])}"
         # co_code at the caller's last instruction tells which statement asked
         caller = sys._getframe(1)
         if caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == _FROM_IMPORT:
-            raise ImportError(what, name=module)
-        raise AttributeError(what)
+            raise ImportError(text, name=module)
+        raise AttributeError(text)
 
     return __getattr__
 

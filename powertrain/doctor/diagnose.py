@@ -81,7 +81,7 @@ def diagnose(text: "str | bytes | Log") -> list[Diagnosis]:
     diagnoses = [one for cause in CAUSES if (one := _search(cause, log))]
     named = [one for one in diagnoses if one.cause.confidence != "possible" and not one.cause.fallback]
     diagnoses = named or diagnoses[:1]
-    # what only a warning shows did not end the run
+    # an error that only a warning shows did not end the run
     diagnoses.sort(key=lambda one: bool(_WARNING.search(one.evidence)))
     names = {diagnosis.cause.name for diagnosis in diagnoses}
     return [diagnosis for diagnosis in diagnoses if not _covered(diagnosis.cause.name, names)]

@@ -1,6 +1,6 @@
 """Names that came to, or left, libraries whose releases are not in api_history.json, with the release of the change.
 
-A row: (package on the index, dotted name, "+" added or "-" removed, release of the change, what to use instead). A name
+A row: (package on the index, dotted name, "+" added or "-" removed, release of the change, the replacement). A name
 that ends with "." stands for all that is inside it; "f(x)" is the parameter x of f. From the libraries' release notes.
 """
 
@@ -330,7 +330,7 @@ ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("Python", "PosixPath.is_relative_to", "+", "3.9", ""),
 )
 
-# the new names of what api_history.json says is gone
+# the new names of those that api_history.json says are gone
 RENAMED: dict[str, str] = {
     "TrainingArguments(evaluation_strategy)": "eval_strategy",
     "TrainingArguments(no_cuda)": "use_cpu",

@@ -9,10 +9,11 @@ _NAME = r"[A-Za-z_][\w.]*(?:\([^()]*\))?(?:\[[^\[\]]*\])?"
 
 
 def none_value(groups: dict[str, str], passage: Passage) -> dict[str, str]:
-    """what: the expression, or "a value"; where: the library; advice: what follows from both."""
+    """what: the expression, or "a value"; where: the library; advice: the remedy for both."""
     code = code_line(passage.above)
-    what = _expression(code, groups.get("attribute"))
+    expression = _expression(code, groups.get("attribute"))
     found = packages(passage.above)
+    # the last frame's package used None, the one before it made the call
     if len(found) > 1:
         where = f" inside {found[-1]}, called by {found[-2]}"
         advice = f"the release of {found[-1]} that {found[-2]} names in its requirements; what {found[-2]} passes"
@@ -24,7 +25,7 @@ def none_value(groups: dict[str, str], passage: Passage) -> dict[str, str]:
         )
     else:
         where, advice = "", "what made that variable on the line in the traceback"
-    return {"what": f"`{what}`" if what else "a value", "where": where, "advice": advice}
+    return {"what": f"`{expression}`" if expression else "a value", "where": where, "advice": advice}
 
 
 def _expression(code: str, attribute: str | None) -> str:

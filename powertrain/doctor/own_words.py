@@ -23,7 +23,7 @@ _MESSAGE_ENDS = re.compile(
 _MOST = 300
 
 
-# sentences that state a demand, and what follows from it
+# sentences that state a demand, and its consequence
 _DEMANDS = (
     (r"(?:[Cc]annot|[Cc]an't|can not) (?:be )?(?:use[d]?|enable[d]?|run|"
     r"combine[d]?) (?P<this>.{3,80}?) without (?P<that>.{3,80})",

@@ -53,6 +53,7 @@ class LoRALinear(HasFP8State, Adapted):
         self.lora_magnitude = nn.Parameter(self.weight.new_empty(self.out_features)) if dora else None
         self.fp8 = None
         self.train(linear.training)
+        # on the meta device there is nothing to fill; see `lora`
         if not self.weight.is_meta:
             self.reset_adapter()
 
@@ -61,6 +62,7 @@ class LoRALinear(HasFP8State, Adapted):
         """lora_A uniform as nn.Linear's weights are, lora_B 0, the magnitude that of weight: the layer as it was."""
         bound = 1 / math.sqrt(self.in_features)
         self.lora_A.uniform_(-bound, bound, generator=generator)
+        # one factor is 0 so that the product is, and the other is not, so that gradients flow
         self.lora_B.zero_()
         self.reset_magnitude()
 
@@ -71,6 +73,7 @@ class LoRALinear(HasFP8State, Adapted):
             self.lora_magnitude.copy_(adapted_norm(self.weight, self.lora_A, self.lora_B, self.scale))
 
     def forward(self, x: Tensor) -> Tensor:
+        # the magnitude too is the adapter's
         if not self.enabled:
             return self._frozen(x, self.bias)
         dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
@@ -102,6 +105,7 @@ class LoRALinear(HasFP8State, Adapted):
 @torch.no_grad()
 def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float, magnitude: Tensor | None) -> Tensor:
     """weight + scale B A, with rows of norm `magnitude` if that is given; computed in float32 or wider."""
+    # in 16 bits the small product would be rounded before the weight is
     acc = torch.float64 if weight.dtype is torch.float64 else torch.float32
     whole = torch.addmm(weight.to(acc), B.to(acc), A.to(acc), alpha=scale)
     if magnitude is not None:
@@ -139,7 +143,9 @@ def lora(
     checks.require(0 <= dropout < 1, "lora", "dropout", "be in [0, 1)", dropout)
     if isinstance(targets, str) and targets != "all-linear":
         checks.fail("lora", "targets", 'be a list of names, or "all-linear"', repr(targets))
+    # before the model changes: an error leaves it as it was
     chosen = _targets(model, targets)
+    # before adapters are put in, whose parameters are to be trained
     model.requires_grad_(False)
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     for name, linear in chosen.items():
@@ -161,6 +167,7 @@ def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Lin
     chosen: dict[str, nn.Linear] = {}
     for target in targets:
         named = {name: m for name, m in modules.items() if name == target or name.endswith(f".{target}")}
+        # for the message: names that could be meant
         linears = [name for name, module in modules.items() if type(module) is nn.Linear]
         checks.require(bool(named), "lora", "targets", f"name layers of the model, such as {linears[:8]}", repr(target))
         for name, module in named.items():
@@ -180,6 +187,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     for name, layer in lora_layers(model).items():
         if not isinstance(layer, LoRALinear):
             checks.fail("merge_lora", "model", "not be sharded over tensor ranks", f"{name}, {type(layer).__name__}")
+        # on meta: its parameters are replaced in the next line
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         plain.weight, plain.bias = nn.Parameter(layer.merged_weight(), layer.weight.requires_grad), layer.bias
         model.set_submodule(name, plain.train(layer.training))
@@ -189,6 +197,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes without its adapters: the reference of preference training, without a copy."""
+    # only those that are on, so that the end does not switch others on
     layers = [layer for layer in lora_layers(model).values() if layer.enabled]
     for layer in layers:
         layer.enabled = False

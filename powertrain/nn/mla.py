@@ -78,11 +78,13 @@ class LatentAttention(nn.Module):
         cache = context.cache
         q = self._rotated(self._query(x, context), context)
         latent, r = self.kv_down(x).split((self.kv_lora_rank, self.rope_dim), -1)
+        # all heads share r, and under tensor parallelism each rank has heads of all tokens
         r = of_all_tokens(r, self.kv_up, context.shape)
         latent, r = self.kv_norm(latent), self._rotated(r.unsqueeze(-2), context)
         if cache is None:
             attended = self._attend(q, latent, r, context)
         elif cache.is_empty:
+            # values are the keys' first channels, so the cache has one tensor
             cache.fill(self.layer, torch.cat((latent.unsqueeze(-2), r), -1), None)
             attended = self._attend(q, latent, r, Context())
         else:
@@ -92,6 +94,7 @@ class LatentAttention(nn.Module):
     def _rotated(self, x: Tensor, context: Context) -> Tensor:
         """The first channels of every head turned by where the tokens stand."""
         cache = context.cache
+        # new tokens stand behind those that the cache has
         offset = 0 if cache is None or cache.is_empty else cache.lengths
         rotated = rope(
             x, table=self.rotary.table(x.device), interleaved=self.interleaved, position_ids=context.position_ids,
@@ -111,6 +114,7 @@ class LatentAttention(nn.Module):
     def _attend(self, q: Tensor, latent: Tensor, r: Tensor, context: Context) -> Tensor:
         (kv,) = columns(latent, self.kv_up, shape=context.shape)
         k, v = kv.unflatten(-1, (-1, self.nope + self.v_head_dim)).split((self.nope, self.v_head_dim), -1)
+        # rotated channels first, in queries too: `rope` turns the first ones
         k = torch.cat((r.expand(*k.shape[:-1], -1), k), -1)
         return attend_documents(q, k, v, context, is_causal=True, scale=self.scale)
 

@@ -5,7 +5,7 @@
 with a magnitude m (DoRA):  y = gain z + bias,  z = x weightᵀ + h Bᵀ,  gain = m / norm of the rows of weight + scale B A
     dz = gain dy in place of dy;   dm = sum over rows of dy z, over the norm, which is a constant to gradients
 
-The small product comes first and the large one adds to it (cuBLAS reads what is there while it stores), so neither
+The small product comes first and the large one adds to it (cuBLAS reads the old values while it stores), so neither
 forward nor backward has a pass of its own for the sum. Saved: x and h [T, r]; with a magnitude z [T, N] too.
 Norms need no weight + scale B A in memory: |w + s BA|² = |w|² + 2 s B (w Aᵀ) + s² (B (A Aᵀ)) B, row by row.
 
@@ -85,12 +85,14 @@ def _forward(
     x_adapter: Tensor | None, scale: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     shape, x = (*x.shape[:-1], weight.shape[0]), as_rows(x)
+    # the scale at the smallest tensor, [T, r]
     h = gemm(x if x_adapter is None else as_rows(x_adapter), A.to(x.dtype)).mul_(scale)
     z = gemm(h, B.to(x.dtype))
     gemm(x, weight, out=z, accumulate=True)
     y, norm = z, None
     if magnitude is not None:
         norm = adapted_norm(weight, A, B, scale)
+        # not in place: backward needs z
         y = z * (magnitude / norm).to(z.dtype)
     if bias is not None:
         y.add_(bias)
@@ -139,10 +141,12 @@ def _bwd(
     dx = dx_adapter = dweight = dbias = dA = dB = dm = None
     if need_db and bias is not None:
         dbias = dy.sum(0, dtype=acc).to(bias.dtype)
+    # without a magnitude
     dz = dy
     if magnitude is not None and norm is not None and z is not None:
         dz = dy * (magnitude / norm).to(dy.dtype)
         dm = ((dy.to(acc) * z).sum(0) / norm).to(magnitude.dtype) if need_dm else None
+    # [T, r], which dA and the adapter's part of dx share
     g = gemm(dz, B.to(x.dtype), layout="nn").mul_(scale)
     adapted = x if x_adapter is None else as_rows(x_adapter)
     if need_dA:
@@ -150,10 +154,12 @@ def _bwd(
     if need_dB:
         dB = gemm(dz, h, layout="tn", out=torch.empty_like(B, memory_format=torch.contiguous_format))
     if x_adapter is not None:
+        # two inputs have two gradients, so neither product adds to the other
         dx_adapter = gemm(g, A.to(x.dtype), layout="nn") if need_dx_adapter else None
         dx = gemm(dz, weight, layout="nn") if need_dx else None
     elif need_dx:
         dx = gemm(g, A.to(x.dtype), layout="nn")
+        # small product first, as in the forward
         gemm(dz, weight, layout="nn", out=dx, accumulate=True)
     if need_dw:
         dweight = gemm(dz, x, layout="tn")
@@ -209,7 +215,7 @@ def lora_linear(
         weight     [N, K]    x's dtype, as bias [N]
         A, B       [r, K], [N, r]  x's dtype or float32; their gradients have their own dtype
         magnitude  [N]       x's dtype or float32 (DoRA), or None
-        x_adapter  [..., K]  what the adapter reads instead of x: x after dropout
+        x_adapter  [..., K]  the adapter's input instead of x: x after dropout
     Returns [..., N] in x's dtype.
     Numerics: products accumulate in float32. The adapter's part is rounded to x's dtype before the layer's is added; on
         a GPU with few tokens (tokens N K up to 2^36) it is the other way round. Deterministic.

@@ -108,6 +108,7 @@ def layer_norm_bwd_ref(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     x, residual, weight, bias, _, is_layer, zero_centered, _ = inputs
     _, h, mean, rstd = output
+    # the sum is a result anyway; saving x and residual would keep two tensors more
     ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd)
     ctx.is_layer, ctx.zero_centered, ctx.x_dtype = is_layer, zero_centered, x.dtype
     ctx.has_residual = residual is not None
@@ -117,15 +118,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | Non
 def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     h, weight, bias, mean, rstd = ctx.saved_tensors
     need_x, need_residual, need_dw, need_db = ctx.needs_input_grad[:4]
+    # without a residual there is no second result
     dh = dh if ctx.has_residual else None
     if dy is None and dh is None:
         return (None,) * 8
     if dy is None:
+        # y was not used: the kernel takes no missing dy
         dy = torch.zeros_like(h, dtype=ctx.x_dtype)
     dx, dresidual, dw, db = _norm_bwd_op(
         dy, dh, h, weight, bias, mean, rstd, ctx.is_layer, ctx.zero_centered, ctx.x_dtype,
         need_x or need_residual, need_dw, need_db,
     )  # fmt: skip
+    # one tensor for both: the gradient of a sum is that of each part
     if ctx.has_residual and h.dtype == ctx.x_dtype:
         dresidual = dx
     needed = ((need_x, dx), (need_residual, dresidual), (need_dw, dw), (need_db, db))
@@ -143,6 +147,7 @@ def _norm_bwd_sharding(h: Any, weight: Any, bias: Any, is_layer: bool, x_dtype: 
     R, P, S = placements()
     need_dx, need_dw, need_db = (rest[f"need_{name}"] for name in ("dx", "dw", "db"))
     for at in [S(dim) for dim in saved_dims(h)] or [R, S(0)]:
+        # gradients of weight and bias sum over rows, of which a rank has a part
         rows, total = (R, R) if at is R else (S(0), P)
         dx = at if need_dx else R
         dresidual = at if need_dx and h.tensor_meta.dtype != x_dtype else R
@@ -247,6 +252,7 @@ def _norm(
         checks.shape(op, "residual", residual, x.shape, "shape of x")
     if not use_kernel(op, x):
         return _norm_torch(x, weight, bias, residual, eps, is_layer, zero_centered, round_first)
+    # the kernels read weight and bias with stride 1
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     y, h, *_ = _norm_op(x, residual, weight, bias, float(eps), is_layer, zero_centered, round_first)

@@ -75,40 +75,32 @@ def attention_forward(
     _refuse(output_attentions, cache, head_mask)
     queries = query.shape[2]
     # `**model_arguments` takes the rest: transformers 5 passes whatever the model's forward was given
-    marked = getattr(attention_mask, _MARK, None)
-    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
-    if marked is not None and _STARTS in marked and position_bias is not None:
+    marks = getattr(attention_mask, _MARK, None)
+    if marks is not None and _STARTS in marks and position_bias is not None:
         # positions in a row are not those in its sequences, so that the mask is read as it is
-        marked = None
-    if marked is not None:
-        options |= marked
+        marks = None
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
+    if marks is not None:
+        options |= marks
         attention_mask = None
     elif attention_mask is None or attention_mask.dim() == 1:
-        # one query stands behind all keys, which it sees all
-        causal = queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        # a missing mask means here what the module says, since `attention_mask` returned None only where that suffices
-        options |= _window(sliding_window, causal, queries)
-        if attention_mask is not None:
-            options["seqused_k"] = attention_mask
-            attention_mask = None
+        options |= _without_mask(module, attention_mask, queries, sliding_window, is_causal)
+        attention_mask = None
     starts = options.pop(_STARTS, None)
     bias = _combined(attention_mask, position_bias)
     # the head dim of a sliced projection may have another stride
     query, key, value = unit_stride(query, key, value)
     if starts is not None:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        out: Tensor = varlen_attention(q, k, v, starts, max_seqlen_q=queries, **options)
-        return out.unflatten(0, (-1, queries)), None
+        return _packed_in_rows(query, key, value, starts, options), None
     # packed sequences by their lengths: the mask of transformers for them would be read element by element
-    if cu_seq_lens_q is not None and bias is None and marked is None:
-        lengths = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-        return _packed(query, key, value, lengths, known(max_length_q), known(max_length_k), options), None
     if cu_seq_lens_q is not None:
-        sizes = ((cu_seq_lens_q, queries), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, key.shape[2]))
-        options["document_ids"] = tuple(_documents(ends, size) for ends, size in sizes)
+        lengths = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+        if bias is None and marks is None:
+            return _packed(query, key, value, lengths, known(max_length_q), known(max_length_k), options), None
+        sizes = (queries, key.shape[2])
+        options["document_ids"] = tuple(_documents(*of) for of in zip(lengths, sizes, strict=True))
     # results in [b, queries, h, dv], which transformers wants contiguous
-    out = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_bias=bias, **options)
-    return out, None
+    return attention(*(x.transpose(1, 2) for x in (query, key, value)), attn_bias=bias, **options), None
 
 
 def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None) -> None:
@@ -120,6 +112,17 @@ def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None) -> No
         unsupported(_OP, "cache", type(cache).__name__, 'generate() without continuous batching, or "sdpa" with it')
     if head_mask is not None:
         unsupported(_OP, "head_mask", list(head_mask.shape), "scaling the heads' outputs, which is the same")
+
+
+def _without_mask(
+    module: nn.Module, lengths: Tensor | None, queries: int, sliding_window: int | None, is_causal: bool | None
+) -> dict[str, Any]:
+    """Keywords of `attention` for a layer that gets no mask, or lengths [b] of its sequences."""
+    # one query stands behind all keys, which it sees all
+    causal = queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    # the module's words stand for a missing mask: `attention_mask` returned None only where they suffice
+    options = _window(sliding_window, causal, queries)
+    return options if lengths is None else {**options, "seqused_k": lengths}
 
 
 def _window(sliding_window: int | None, causal: bool, queries: int) -> dict[str, Any]:
@@ -153,6 +156,14 @@ def _packed(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out: Tensor = varlen_attention(q, k, v, *lengths, max_queries, max_keys, **options)
     return out[None]
+
+
+def _packed_in_rows(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, options: dict[str, Any]) -> Tensor:
+    """Rows that are full of sequences, whose starts are counted over all rows."""
+    queries = query.shape[2]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out: Tensor = varlen_attention(q, k, v, starts, max_seqlen_q=queries, **options)
+    return out.unflatten(0, (-1, queries))
 
 
 def _documents(ends: Tensor, size: int) -> Tensor:
@@ -203,33 +214,38 @@ def attention_mask(
     own = use_vmap or (packed is None and not allow_is_causal_skip)
     if mask is None or own or isinstance(q_offset, Tensor) or torch.compiler.is_compiling():
         return mask
-    # only the two alignments that our arguments can express
-    if not (q_offset + q_length == kv_offset + kv_length or q_offset == kv_offset == 0):
-        return mask
     window = _known(mask_function if packed is None else packed[1], local_size, masking_utils.causal_mask_function)
-    if window is None or (packed is not None and not _agrees(mask, packed[0], window)):
+    ends_meet, starts_meet = q_offset + q_length == kv_offset + kv_length, q_offset == kv_offset == 0
+    # only the two alignments that our arguments can express
+    if window is None or not (ends_meet or starts_meet) or (packed and not _agrees(mask, packed[0], window)):
         return mask
-    marks: dict[str, Any] = {"window_size": window}
+    # their helper knows how the padding mask lies in the cache
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    marks = _padding_marks(padding, batch_size, q_length, kv_length, kv_offset)
     if packed is not None:
         # whole rows are packed, without a cache and padding
         marks[_STARTS] = document_starts(packed[0])
-    marks["causal_align"] = "bottom_right" if q_offset + q_length == kv_offset + kv_length else "top_left"
-    # their helper knows how the padding mask lies in the cache
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        # 0 for a token, -1 for none
-        keys = padding[:, kv_offset : kv_offset + kv_length].to(torch.int32) - 1
-        marks["document_ids"] = (keys.new_zeros(batch_size, q_length), keys.expand(batch_size, -1))
     # on the tensor, which passes through every layer of a model unchanged
-    setattr(mask, _MARK, marks)
+    setattr(mask, _MARK, {**marks, "window_size": window, "causal_align": "bottom_right" if ends_meet else "top_left"})
     return mask
+
+
+def _padding_marks(
+    padding: Tensor | None, batch_size: int, q_length: int, kv_length: int, kv_offset: int
+) -> dict[str, Any]:
+    """Keywords of `attention` that hide the keys whose entry of padding is False."""
+    if padding is None:
+        return {}
+    # 0 for a token, -1 for none: such a key is in no query's document
+    keys = padding[:, kv_offset : kv_offset + kv_length].to(torch.int32) - 1
+    return {"document_ids": (keys.new_zeros(batch_size, q_length), keys.expand(batch_size, -1))}
 
 
 def _packed_rows(function: Any) -> tuple[Tensor, Any] | None:
     """Of a mask function of packed rows: which sequence each token is in, [b, queries], and the function within one.
 
-    transformers finds such rows by positions that start again, and joins two functions. What they close over has no
-    other name; `_agrees` compares the result with the mask that the functions make.
+    transformers finds such rows by positions that start again, and joins two functions. Their variables have no other
+    name; `_agrees` compares the result with the mask that the functions make.
     """
     parts = _cells(function).get("mask_functions", ()) if getattr(function, "__name__", "") == "and_mask" else ()
     ids = [cells["packed_sequence_mask"] for part in parts if "packed_sequence_mask" in (cells := _cells(part))]
@@ -241,7 +257,7 @@ def _packed_rows(function: Any) -> tuple[Tensor, Any] | None:
 
 
 def _cells(function: Any) -> dict[str, Any]:
-    """What a function closes over, by name; nothing of functions that are not transformers' own."""
+    """The variables that a function closes over, by name; nothing of functions that are not transformers' own."""
     code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or closure is None or function.__module__ != "transformers.masking_utils":
         return {}

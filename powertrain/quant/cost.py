@@ -11,7 +11,7 @@ from powertrain.runtime.target import Target
 
 # TFLOP/s at M16384 N14336 K4096 on one H200, of cuBLAS and CUTLASS as torch 2.11 calls them (torch._scaled_mm):
 # bf16; by recipe those of y, dx and dW. docs/log/fp8.md. dx by row and y and dx by block are our kernel's: torch's
-# rates, 1381 and 1311, times what ours gained in a run of both (benchmarks/results/2026-11-23_h200_fp8_gemm.md)
+# rates, 1381 and 1311, times the gain of ours in a run of both (benchmarks/results/2026-11-23_h200_fp8_gemm.md)
 _SMS = 132
 _BF16 = 804.0
 _RATES = {

@@ -1,4 +1,4 @@
-"""FP8Linear: nn.Linear with its products in FP8; FP8State: what any layer keeps for them."""
+"""FP8Linear: nn.Linear with its products in FP8; FP8State: the state that any layer keeps for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ class FP8State(nn.Module):
     _copied: tuple[int, int] = (-1, -1)  # version and address of the weight that `copies` are of
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
-        """Use `recipe` from now on. Delayed scaling gets its buffers, which keep what they know; current scaling by
+        """Use `recipe` from now on. Delayed scaling gets its buffers, which keep their values; current scaling by
         powers of two gets a new `fp8_last`; others have none."""
         self.__dict__["recipe"] = recipe
         self.copies = None

@@ -1,4 +1,4 @@
-"""What FP8 does to the operands of each layer: underflow, saturation, largest magnitude, relative error.
+"""Effects of FP8 on the operands of each layer: underflow, saturation, largest magnitude, relative error.
 
 with watch(model) as readings:
     model(x).sum().backward()
@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     amax        its largest magnitude, NaN if one is
     underflow   share of its values that are not 0 and became 0
     saturated   share of its values beyond the largest of the format
-    error       norm of what rounding changed over the norm of its values
+    error       norm of the changes by rounding over the norm of its values
     repeats     share of its quantizations since the recipe was set that found another scale than the one before, and
                 read it twice; None: the recipe keeps no last scale
     """
@@ -68,6 +68,7 @@ class Readings:
             worst = torch.where(rows.isnan(), torch.inf, rows)
             repeats /= group.size()
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+            # divided above: the sum is the mean
             dist.all_reduce(repeats, group=group)
             self._found = dict(zip(self._found, worst, strict=True))
             self._repeats = dict(zip(self._found, repeats, strict=True))
@@ -80,6 +81,7 @@ class Readings:
         rows = torch.cat([worst, repeats_of], 1).tolist()
         readings = []
         for (layer, role), (amax, underflow, saturated, error, repeats) in zip(self._found, rows, strict=True):
+            # -1 stands for a layer that counts none, since the row is one tensor
             share = None if repeats < 0 else repeats
             readings.append(Reading(layer, role, amax, underflow, saturated, error, share))
         return sorted(readings, key=lambda r: -r.error if r.error == r.error else -float("inf"))
@@ -96,7 +98,7 @@ class Readings:
 
     @torch.no_grad()
     def add_kept(self, name: str, values: Tensor) -> None:
-        """Measure what a gated MLP keeps in FP8."""
+        """Measure the values that a gated MLP keeps in FP8."""
         if values.numel():
             rows = as_rows(values.detach())
             self._note(name, "kept", _compared(rows, fp8_quantize(rows, "group", columns=False, measure=True), "e4m3"))
@@ -122,10 +124,12 @@ def _measured(layer: FP8State, role: int, x: Tensor) -> Tensor:
 
 def _compared(x: Tensor, copies: Copies, format: str) -> Tensor:
     """[4]: amax, underflow, saturated, error."""
+    # a sample: a reading costs the step time
     some = slice(None, None, max(1, x.shape[0] // _ROWS))
     values = x[some].float()
     rounded = dequantized(copies.rows, x.shape[1])[some]
     limit = MAX[format] * spread(copies.scale_inv, copies.data.shape)[some, : x.shape[1]]
+    # zeros stay zeros, which is no underflow
     there = values != 0
     counts = torch.stack([((rounded == 0) & there).sum(), (values.abs() > limit).sum()])
     shares = counts / torch.stack([there.sum().clamp(min=1), torch.full_like(there.sum(), values.numel())])
@@ -142,6 +146,7 @@ def watch(model: nn.Module) -> Iterator[Readings]:
     only. The host does not wait for the device before `Readings.list()`. Of a layer with DoRA dy is the one before its
     magnitude. Weights gathered in FP8 are left out.
     """
+    # hooks, so that the layers' own code measures nothing in other steps
     readings, handles = Readings(), []
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Linear) or (isinstance(layer, HasFP8State) and layer.fp8 is not None):
@@ -167,5 +172,6 @@ def _see(readings: Readings, name: str, layer: Any, inputs: tuple[Tensor, ...], 
     # of a weight gathered in FP8 only the rounded values are here
     if not isinstance(layer.weight, GatheredWeight):
         readings.add(state, name, "weight", layer.weight)
+    # in evaluation there is no dy
     if output.requires_grad:
         output.register_hook(lambda dy: readings.add(state, name, "dy", dy))

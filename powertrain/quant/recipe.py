@@ -43,6 +43,7 @@ class Tensor:
     most_recent: bool = False
     margin: int = 0
 
+    # of the class and not a field: no argument can change it
     by: ClassVar[By] = "tensor"
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class Block:
     by: ClassVar[By] = "block"
     is_delayed: ClassVar[bool] = False
     keeps_last: ClassVar[bool] = False
+    # sums are promoted every 128 elements, since scales change there
     fast: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -114,6 +116,7 @@ NAMES = ("tensor", "tensor-delayed", "row", "block")
 
 def named(name: str) -> Recipe:
     """The recipe of a name, with its defaults."""
+    # a misspelt name must not become Block, the last case
     checks.one_of("recipe", "name", name, NAMES)
     if name.startswith("tensor"):
         return Tensor(scale="delayed" if name == "tensor-delayed" else "current")

@@ -411,7 +411,8 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
 
     With POWERTRAIN_ON_COMPILE_FAILURE=reference a CompileError (a deadline passed, a compiler died) is logged once, the
     op is disabled for the rest of the process, and the call is repeated. Repeated eager calls are replayed
-    (runtime/replay.py); `steered_by` returns what their way depends on beside arguments and the process's settings.
+    (runtime/replay.py); `steered_by` returns the values, beside arguments and settings of the process, on which
+    their way depends.
     """
 
     def decorate(function: F) -> F:
@@ -456,7 +457,7 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Plain PyTorch with the dtypes as they are: our ops compute in float32 inside and keep their input's dtype."""
     # the meta device has none to switch off; torch 2.11's Dynamo cannot trace torch.amp.is_autocast_available.
-    # Switching off what is off costs 10 us, as much as the product inside
+    # Switching autocast off where it is off costs 10 us, as much as the product inside
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""What FP8 would do to a run: each linear layer's recipe or why it stays, with expected times and memory; the same of
+"""Effects of FP8 on a run: each linear layer's recipe or why it stays, with expected times and memory; the same of
 experts' products, and bytes of the rows sent to them. Without a GPU."""
 
 import re
@@ -81,6 +81,7 @@ def explain(config: RunConfig, target: Target) -> tuple[Line, ...]:
     found: dict[tuple[object, ...], Line] = {}
     for name, part in _in_order(model, parts):
         for line in _lines(name, part, model.get_submodule(name), config, target):
+            # equal layers of all blocks become one line with a count
             key = (line.name, line.shape, line.why)
             before = found.get(key)
             found[key] = line if before is None else replace(before, count=before.count + 1)
@@ -91,6 +92,7 @@ def _lines(name: str, part: Part, layer: Any, config: RunConfig, target: Target)
     """One of a linear layer; of experts one of each weight."""
     tokens = config.train.micro_batch_size * config.train.seq_length
     plain, recipe = config.train.precision, part.recipe
+    # the block's number, by which equal layers would differ
     where = re.sub(r"\.\d+\.", ".*.", name)
     if not isinstance(layer, GroupedProducts):
         N, K = layer.out_features, layer.in_features
@@ -127,7 +129,9 @@ def sent_rows(config: RunConfig) -> tuple[SentRows, ...]:
     for name, module in build(config.model).named_modules():
         if isinstance(module, Experts):
             found[re.sub(r"\.\d+\.", ".*.", name), module.gate_up.shape[2]] += 1
+    # only these have scales of a row's own, which can travel with it
     wire = recipe if isinstance(recipe, Row | Block) else None
+    # a rank's own share of the rows stays
     sent, is_fp8 = rows - rows // ranks, config.fp8.wire == "fp8" and wire is not None
     sizes = {K: None if wire is None else FP8Rows(wire, K, torch.bfloat16).row_bytes for _, K in found}
     return tuple(

@@ -58,10 +58,11 @@ class FP8Watch:
             return
         with watch(self.model) as readings:
             yield
+        # every rank must move the same layers, so all judge by the same numbers
         if self.group is not None:
             readings.reduce(self.group)
         found = readings.list()
-        # the largest of what gated MLPs keep too, though operands of products may have larger ones
+        # the largest of those that gated MLPs keep too, though operands of products may have larger ones
         kept = [reading for reading in found[WORST:] if reading.role == "kept"][:1]
         repeats = [reading.repeats for reading in found if reading.repeats is not None]
         read = f"; {sum(repeats) / len(repeats):.2%} of quantizations so far read twice" if repeats else ""
@@ -75,12 +76,14 @@ class FP8Watch:
         """Count bad readings of each layer, and move those that have too many."""
         worst: dict[str, Reading] = {}
         for reading in readings:
-            # another recipe of the layer would not change what its module keeps
+            # another recipe of the layer would not change the values that its module keeps
             if reading.role != "kept" and self._is_bad(reading):
                 worst.setdefault(reading.layer, reading)
+        # a layer without a bad reading leaves the dictionary: only readings in a row count
         self.bad = {layer: self.bad.get(layer, 0) + 1 for layer in worst}
         for layer in [layer for layer, count in self.bad.items() if count >= PATIENCE]:
             before = self.moved.get(layer, self.config.recipe)
+            # the safer recipe begins with no bad readings
             del self.bad[layer]
             self._move(layer, SAFER[before])
             to = "16 bits" if SAFER[before] == "none" else SAFER[before]
@@ -90,6 +93,7 @@ class FP8Watch:
             )
 
     def _is_bad(self, reading: Reading) -> bool:
+        # no recipe mends values that are not finite before they are rounded
         if not math.isfinite(reading.amax):
             return False
         recipe = recipe_of(self._config_of(self.moved.get(reading.layer, self.config.recipe)))
@@ -97,10 +101,12 @@ class FP8Watch:
         return (
             reading.underflow > MOST_UNDERFLOW
             or reading.saturated > MOST_SATURATED
+            # so that a NaN is bad
             or not reading.error <= MOST_ERROR[format]
         )
 
     def _config_of(self, recipe: str) -> FP8Config:
+        # with the run's own options; another recipe has its defaults
         if recipe == self.config.recipe:
             return self.config
         return FP8Config(recipe=recipe, format=self.config.format)  # type: ignore[arg-type]
@@ -127,6 +133,7 @@ class FP8Watch:
         now and as safe, they keep that one."""
         layers = {name for name, m in self.model.named_modules() if isinstance(m, FP8Linear | HasFP8State)}
         for name, recipe in (moved or {}).items():
+            # never to a recipe less safe than the one that the run asks for now
             if name in layers and _SAFETY.index(recipe) > _SAFETY.index(self.config.recipe):
                 self._move(name, recipe)
         self.bad = {name: count for name, count in (bad or {}).items() if name in layers}

@@ -197,7 +197,7 @@ def _loss(model: nn.Module, config: RunConfig) -> Tensor:
 
 
 def _completion_loss(config: RunConfig, labels: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Something that launches what the objective's log-probabilities do, those of its reference among them."""
+    """A value whose kernels are those of the objective's log-probabilities, those of its reference among them."""
     objective, teacher, temperature = config.train.objective, None, 1.0
     if objective == "reward":
         return states.sum()

@@ -24,7 +24,7 @@ from powertrain.train.data.completions import Format
 from powertrain.train.data.loader import Batch, CompletionBatch
 from powertrain.train.optim import DTYPES
 
-# what a record of data must have
+# the fields that a record of data must have
 FORMATS: dict[str, Format] = {
     "sft": "messages", "dpo": "pairs", "kto": "labels", "reward": "pairs", "policy": "advantages",
     "distill": "messages",
@@ -114,6 +114,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
+        # values that an earlier pass has kept (reference_cache.py)
         if batch.reference is not None:
             return batch.reference
         assert self.model is not None
@@ -126,6 +127,7 @@ class Reference:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    # dropout would make the reference a random one
     was = model.training
     model.eval()
     try:
@@ -164,6 +166,7 @@ def _teacher(config: RunConfig, device: torch.device) -> nn.Module:
     path = config.train.distill.teacher
     assert path is not None
     weights = open_weights(Path(path))
+    # more words than the student's would have no counterpart; fewer are filled up below
     if weights.config.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"train.distill.teacher must have at most the student's {config.model.vocab_size} rows of vocabulary, "
@@ -186,6 +189,7 @@ class Preference:
 
     def __init__(self, model: nn.Module, config: RunConfig, reference: Reference | None) -> None:
         self.model, self.options, self.reference = model, config.train.preference, reference
+        # the papers of these two add the cross entropy; the others have none
         usual = 1.0 if self.options.loss in ("cpo", "orpo") else 0.0
         self.nll_weight = usual if self.options.nll_weight is None else self.options.nll_weight
 
@@ -199,6 +203,7 @@ class Preference:
         tokens = token_log_probs(self.model, batch).log_probs
         chosen, rejected = by_sequence(tokens, sequence, total).chunk(2)
         ref_chosen, ref_rejected = (torch.zeros_like(chosen),) * 2 if ref is None else ref.chunk(2)
+        # chosen completions are the first half; -1 is a prompt or padding
         of_chosen = (sequence >= 0) & (sequence < total // 2)
         nll = -torch.where(of_chosen, tokens, 0.0).sum() / of_chosen.sum()
         each = self._loss(chosen, rejected, ref_chosen, ref_rejected) + self.nll_weight * nll
@@ -268,6 +273,7 @@ class Reward:
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         sequence, total = _completions(batch).sequence.flatten(), len(_completions(batch).values)
         places = torch.arange(len(sequence), device=sequence.device)
+        # by comparison and not by counting: nothing is read by the host
         member = sequence == torch.arange(total, device=sequence.device)[:, None]
         # positions in the flat batch: packed rows hold several completions
         last = torch.where(member, places, -1).amax(1)  # [C]
@@ -304,6 +310,7 @@ class Policy:
         options, (sequence, values, sampled) = self.options, _completions(batch)
         ref = None if self.reference is None else self.reference(batch)
         found = token_log_probs(self.model, batch, entropy=True)
+        # NaN stands for a sampler's value that is not known
         old = torch.where(sampled.isnan(), found.log_probs.detach(), sampled)
         loss = losses.policy_loss(
             found.log_probs, old, values, sequence, ratio=options.ratio, average=options.average,
@@ -314,6 +321,7 @@ class Policy:
             assert found.entropy is not None
             ratio = (found.log_probs - old).exp()
             clipped = (ratio < 1 - options.clip_low) | (ratio > 1 + options.clip_high)
+            # exp(d) - d - 1 is an estimate of the divergence that is never negative
             behind = (old if ref is None else ref) - found.log_probs
             metrics = (ratio, clipped.float(), behind.exp() - behind - 1, found.entropy)
         return loss, torch.stack([self._sum(m.detach(), sequence, len(values)) for m in metrics]) / counted

@@ -40,6 +40,7 @@ def my_stages(model: CausalLM, config: RunConfig, rank: int) -> list[CausalLM]:
     count = parallel.pipeline * parallel.virtual_stages
     parameters = sum(p.numel() for p in model.layers[0].parameters())
     of_stages = layers_of_stages(config.model, parameters, count)
+    # of all ranks and not of this one: an error on one alone would leave the others waiting
     for each in range(parallel.pipeline):
         mine = [n for part in of_stages[each :: parallel.pipeline] for n in part]
         if not any(p.requires_grad for n in mine for p in model.layers[n].parameters()):
@@ -81,6 +82,7 @@ class Pipeline:
     def step(self, micro_batches: list[Batch], counted: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Gradients of `scaled` (a micro-batch's share of the loss) are accumulated and reduced; returns the loss [] on
         every rank. counted: number of tokens that count in the global batch."""
+        # the first batch tells the shapes that stages exchange
         if self._schedule is None:
             self._schedule = self._make_schedule(micro_batches[0])
         for stage in self._stages:
@@ -115,6 +117,7 @@ class Pipeline:
         """That of the last stage, on every rank."""
         shares = self._stages[-1].shares
         loss = torch.stack(shares).sum() if shares else torch.zeros((), device=self.device)
+        # other stages add 0
         dist.all_reduce(loss, group=self.group)
         return loss
 
@@ -130,6 +133,7 @@ class Pipeline:
     def _sum_tied_gradients(self) -> None:
         """The first and the last stage each hold the tied embedding: its gradient is the sum of theirs."""
         for stage in self._stages:
+            # stages in between have no embedding
             tied = self._ends is not None and (stage.part.is_first or stage.part.is_last)
             # beside adapters it is frozen
             if tied and stage.part.embed.weight.requires_grad:
@@ -140,6 +144,7 @@ class Pipeline:
         stages: list[Any] = []
         for number, stage in enumerate(self._stages):
             index = self.rank + number * self.size
+            # on meta: only shape and dtype are read, to make the receive buffers
             stream = torch.empty(stage.shape_of(batch), dtype=self._dtype, device="meta", requires_grad=True)
             number_of = torch.empty(1, dtype=torch.int64, device="meta")
             loss = torch.empty((), device="meta", requires_grad=True)
@@ -156,6 +161,7 @@ class Pipeline:
             )
         count = self._config.train.gradient_accumulation_steps
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": lambda loss, _: loss, "scale_grads": False}
+        # the interleaved schedule wants several stages a rank, the other takes exactly one
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(stages, **options)
         return Schedule1F1B(stages[0], **options)
@@ -202,6 +208,7 @@ class _Stage(nn.Module):
                 out.requires_grad_()
             return out
         share, _ = self._objective(batch, self._counted, stream=stream)
+        # detached: the sum is reported, and the graph ends with the micro-batch
         self.shares.append(share.detach())
         return self._scaled(share)
 

@@ -43,6 +43,7 @@ def with_vocabulary(config: RunConfig, size: int) -> RunConfig:
     Raises ValueError if the model's vocabulary is smaller than the tokenizer's.
     """
     wanted = config.model.vocab_size
+    # a token beyond the embedding would be found only by a step
     if wanted and wanted < size:
         raise ValueError(f"model.vocab_size must be at least the tokenizer's {size}, got {wanted}")
     if wanted:
@@ -59,10 +60,12 @@ def build_kernels(config: RunConfig, device: torch.device, world_size: int) -> p
     if device.type != "cuda":
         return None
     specs = rehearse(config, Target.of(device), world_size=world_size, layers=2)
+    # the time of the builds, without that of the rehearsal
     started = time.monotonic()
     report = prebuild.build(specs)
     sources = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))
     tracing.event("prebuild", f"{len(specs)} kernels in {time.monotonic() - started:.1f} s: {sources}")
+    # after the others were built: they are found in the store by the next start
     for failure in report.failures.values():
         raise failure
     return report
@@ -91,12 +94,14 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     """
     tokenizer = open_tokenizer(run.config.data)
     config = with_vocabulary(run.config, tokenizer.vocab_size)
+    # checks first: they need neither the other ranks nor a GPU
     check_parallel(config, launch_env.world_size)
     require_package(config.optimizer)
     if config.evaluation.tasks:
         require("evaluate", "evaluation.tasks")
     if config.train.deterministic:
         be_deterministic(launch_env.device)
+    # a step on the CPU frees and takes the same memory, which the system would map anew
     if launch_env.device.type == "cpu":
         keep_freed_memory()
     if launch_env.rank == 0:
@@ -108,10 +113,12 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     if fresh:
         decided_by_first(lambda: _refuse_checkpoint(config), group)
     data = done_by_all(lambda: open_run_data(config, tokenizer, ranks.dp_size), group)
+    # after the data: an error in its files needs no model
     trainer = Trainer(config, ranks, data)
     path = Path(config.checkpoint.load) if config.checkpoint.load else None
     resumed = trainer.resume()
     begun = resumed or path is None or decided_by_first(lambda: bool(kinds_at(path)), group)
+    # a resumed run has gone on from these weights already
     if path is not None and begun and not resumed:
         trainer.start_from(path)
 
@@ -166,12 +173,14 @@ def stop_on_signals(trainer: Trainer, *, is_last: bool = False, quiet: bool = Fa
 
     def stop(number: int, _frame: Any) -> None:
         nonlocal asked
+        # within that time it is the same Ctrl-C, sent by terminal and launcher
         if number == signal.SIGINT and asked and time.monotonic() - asked > _SAME:
             raise KeyboardInterrupt
         if not asked and trainer.ranks.is_first and not quiet:
             # a step may take minutes. Not by print: the signal may have come in the middle of one
             os.write(2, _acknowledged(signal.Signals(number)).encode())
         asked = asked or time.monotonic()
+        # the first signal is the reason; later ones follow from it
         trainer.stop_reason = trainer.stop_reason or signal.Signals(number).name
         trainer.should_stop = True
 

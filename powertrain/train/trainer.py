@@ -160,7 +160,7 @@ class Trainer:
                 self.save()
             self._saver.poll()
         self._finish_previous_step()
-        # a run that was asked to end keeps what it has done
+        # a run that was asked to end keeps its progress
         if self._ends() and self.config.checkpoint.save and not self._saver.is_due(self.progress.step):
             self.save()
         self._saver.finish()
@@ -186,8 +186,8 @@ class Trainer:
         return exits or self._stopping or (self.should_stop and self.ranks.world_size == 1)
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
-        """Gradients of the mean loss over what counts in the global batch; returns that loss, whether any rank wants
-        to stop, and the objective's metrics.
+        """Gradients of the mean loss over the units that count in the global batch; returns that loss, whether any
+        rank wants to stop, and the objective's metrics.
 
         FSDP averages gradients over the ranks that read different data, so each states its part times their number.
         """
@@ -262,7 +262,7 @@ class Trainer:
             return None
         ranks = self.ranks
         self._set_training(False)
-        # losses, number of what counts, metrics
+        # losses, number of units that count, metrics
         sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)
         limit = self._evaluated_at_once(source)
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)

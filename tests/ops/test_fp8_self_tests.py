@@ -44,8 +44,8 @@ CASES = [
     (current, "_launch", lambda out: out.state, "state in e4m3 differs"),
     (transpose, "_launch", lambda out: out, "bytes of the transposed copy differ"),
     (dequantize, "_launch", lambda out: out, "values of float8_e4m3fn in bfloat16 differ"),
-    (gated, "_launch", lambda out: out[1], "what is kept of gate differs"),
-    (gated, "_launch", lambda out: out[4], "what is kept of up differs"),
+    (gated, "_launch", lambda out: out[1], "the kept form of gate differs"),
+    (gated, "_launch", lambda out: out[4], "the kept form of up differs"),
 ]
 
 

@@ -1,7 +1,7 @@
 """The errors of this field: patterns in logs, causes, fixes, in English and Chinese, and where each was seen.
 
 A pattern is searched in every line that holds one of the literals that its matches must (diagnose.py); it takes time in
-proportion to the line: what can begin in the middle of a word, or has two open gaps, does not. Where two causes are
+proportion to the line: one that can begin in the middle of a word, or has two open gaps, does not. Where two causes are
 found, the one that stands first here is said first: causes before their consequences. In tests/doctor texts.py,
 messages.py, cases.jsonl and fresh_cases.jsonl have a text for each.
 """

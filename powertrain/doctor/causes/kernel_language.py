@@ -1,4 +1,4 @@
-"""What Triton's and Dynamo's compilers refuse, by the reason inside their message."""
+"""Programs that Triton's and Dynamo's compilers refuse, by the reason inside their message."""
 
 from powertrain.doctor.causes.cause import Cause
 

@@ -1,4 +1,4 @@
-"""Megatron-LM, GPT-NeoX, DeepSpeed: what their own checks refuse."""
+"""Megatron-LM, GPT-NeoX, DeepSpeed: settings and files that their own checks refuse."""
 
 from powertrain.doctor.causes.cause import Cause
 

@@ -1,4 +1,4 @@
-"""An object lacks an attribute, is not callable or cannot be indexed: what kind of object it is tells why."""
+"""An object lacks an attribute, is not callable or cannot be indexed: the kind of object tells why."""
 
 import re
 

@@ -37,7 +37,7 @@ _DENSE = tuple(name for name in LAYOUTS if name != "thd")
 
 
 class _Options(TypedDict, total=False):
-    """Keywords of both functions, for type checkers: `return_lse` decides what they return."""
+    """Keywords of both functions, for type checkers: `return_lse` decides the type of their result."""
 
     is_causal: bool
     causal_align: Alignment

@@ -4,8 +4,8 @@
 
 Two kernels. The first quantizes with the scale of the last call and takes amax of the same read. The second, always
 launched, computes s; its programs return at once where s is the scale that the first one used, and else quantize x once
-more, from x itself: what saturated is lost in FP8. So the results are those of two passes, to the bit, and never depend
-on the scale of last time. Nothing is read on the host; a CUDA graph may contain both.
+more, from x itself: values that saturated are lost in FP8. So the results are those of two passes, to the bit, and
+never depend on the scale of last time. Nothing is read on the host; a CUDA graph may contain both.
 
 x is read once (twice where the exponent has changed) instead of twice, and both copies are written once (twice).
 
@@ -208,8 +208,8 @@ _self_tests: dict[torch.dtype, dict[int | None, str | None]] = defaultdict(dict)
 
 def _kernels_serve(x: Tensor) -> bool:
     """Whether the kernels' bytes are right on x's device; elsewhere those of two passes quantize."""
-    what = f"fp8_quantize_current of {checks.name(x.dtype)}"
-    return serves(_self_tests[x.dtype], x.device, what, partial(_self_test, dtype=x.dtype), "fp8_quantize is used")
+    op = f"fp8_quantize_current of {checks.name(x.dtype)}"
+    return serves(_self_tests[x.dtype], x.device, op, partial(_self_test, dtype=x.dtype), "fp8_quantize is used")
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:

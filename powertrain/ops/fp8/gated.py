@@ -1,11 +1,11 @@
-"""A gated activation of gate and up that are kept in FP8: computed from what is kept, forward and backward.
+"""A gated activation of gate and up that are kept in FP8: computed from the kept data, forward and backward.
 
     ĝ, û = gate, up rounded to e4m3, one scale for 128 elements of a row, a power of two (ops/fp8/formulas.py, "group")
     y    = act(ĝ) û
     dgate = dy act'(ĝ) û        dup = dy act(ĝ)         the rounding's derivative is taken as 1
 
-The forward, its recomputation and the backward see the same numbers: what would otherwise be saved exactly, 4 bytes an
-element of y in 16 bits, is 2 and 8 bytes for 128. Saved: data and scales of ĝ and û.
+The forward, its recomputation and the backward see the same numbers: gate and up, which saved exactly are 4 bytes an
+element of y in 16 bits, are 2 and 8 bytes for 128. Saved: data and scales of ĝ and û.
 Forward: 4 bytes read and 4 written an element of y in 16 bits; backward: 4 and 4.
 """
 
@@ -47,7 +47,7 @@ def fp8_gated_activation_ref(
 
 
 def _kept(rows: Tensor) -> tuple[Quantized, Tensor]:
-    """What is kept of [R, C], and its values, float32."""
+    """The kept form of [R, C], and its values, float32."""
     if not rows.numel():
         data = rows.new_zeros((rows.shape[0], padded(rows.shape[1])), dtype=torch.uint8)
         empty = Quantized(data.view(DTYPES["e4m3"]), rows.new_ones((rows.shape[0], cdiv(rows.shape[1], GROUP))))
@@ -193,7 +193,9 @@ def _backward_op(
         )  # fmt: skip
         return out
     C = dy.shape[-1]
+    # the kernels store scales by group, the formulas read them by row
     halves = [dequantized(Quantized(q, inv.T), C) for q, inv in ((g, g_inv), (u, u_inv))]
+    # backward runs without a graph, and this derivative is autograd's
     with torch.enable_grad():
         leaves = [half.detach().requires_grad_() for half in halves]
         y = gated_activation_ref(leaves[0], kind, up=leaves[1], limit=limit, alpha=alpha)
@@ -207,12 +209,13 @@ _self_tests: dict[torch.dtype, dict[int | None, str | None]] = defaultdict(dict)
 
 def _kernel_serves(x: Tensor) -> bool:
     """Whether the kernels' bytes are right on x's device; elsewhere plain PyTorch computes them."""
-    what = f"fp8_gated_activation of {checks.name(x.dtype)}"
-    return serves(_self_tests[x.dtype], x.device, what, partial(_self_test, dtype=x.dtype))
+    op = f"fp8_gated_activation of {checks.name(x.dtype)}"
+    return serves(_self_tests[x.dtype], x.device, op, partial(_self_test, dtype=x.dtype))
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     """Bytes kept of special values, beside the formulas' on the CPU, and y of ordinary ones."""
+    # values at which a conversion goes wrong first
     gate = special_values().to(dtype)
     up = gate.flip(0).contiguous()
     options = ("swiglu", 7.0, 1.702)
@@ -222,7 +225,8 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     for name, x, data, scale in (("gate", gate, out[1], out[3]), ("up", up, out[2], out[4])):
         right = quantize_ref(x, "group", "e4m3").rows
         if not (same_bits(data, right.data) and same_bits(scale.T.contiguous(), right.scale_inv.contiguous())):
-            return f"what is kept of {name} differs from its formula (triton {triton.__version__})"
+            return f"the kept form of {name} differs from its formula (triton {triton.__version__})"
+    # ordinary rows: y of the special ones may overflow
     right_y = fp8_gated_activation_ref(gate, up)[20:120].float()
     if not torch.allclose(out[0].cpu()[20:120].float(), right_y, rtol=2**-6, atol=2**-12):
         return f"the activation differs from its formula (triton {triton.__version__})"
@@ -295,6 +299,7 @@ def fp8_gated_activation(
     if served or is_traced(gate):
         y = _gated_op(*args)
     else:
+        # autograd's function outside the op: no kernel of ours is launched
         y = _Plain.apply(*args)
     found: Tensor = y[0] if isinstance(y, tuple) else y
     return found

@@ -51,7 +51,7 @@ _INPUT, _WEIGHT, _GRAD = range(3)  # roles: places in `scales`, `amaxes` and `la
 
 
 def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What `fp8_linear` approximates: the product without quantization, in float32, or float64 for float64."""
+    """The function behind `fp8_linear`: the product without quantization, in float32, or float64 for float64."""
     acc = acc_dtype(x.dtype)
     return F.linear(x.to(acc), weight.to(acc), None if bias is None else bias.to(acc)).to(x.dtype)
 
@@ -88,7 +88,7 @@ def _noted(
     x: Tensor, role: int, by: str, format: str, power_of_two: bool, kernel: bool, scales: Tensor | None,
     amaxes: Tensor | None, last: Tensor | None, *, rows: bool, columns: bool = False,
 ) -> tuple[Copies, Tensor]:  # fmt: skip
-    """The copies of one operand, and what is noted of it: its amax [1], its next state [1, 4], or nothing [0]."""
+    """The copies of one operand, and statistics noted of it: its amax [1], its next state [1, 4], or nothing [0]."""
     if last is not None:
         made = Current(*quantize_current_op(x, last[role], format, rows, columns, kernel))
         return made.copies, made.state[None]
@@ -228,7 +228,7 @@ def _transposed_data(w: Tensor, w_inv: Tensor, columns: int, kernel: bool) -> Qu
 
 
 def _write(amaxes: Tensor | None, last: Tensor | None, notes: Tensor, first: int) -> None:
-    """What quantizations noted into the buffers that the call was given, from role `first` on."""
+    """The statistics that quantizations noted into the buffers that the call was given, from role `first` on."""
     if amaxes is not None:
         _raise_op(amaxes, notes, first)
     elif last is not None:
@@ -318,7 +318,7 @@ def fp8_linear(
     _check_last(x, last, by, power_of_two, scales, amaxes)
     refuse_invariant("fp8_linear", "compute in bfloat16")
     served = use_kernel("fp8_linear", x)
-    # x frozen: what only the weight's gradient needs is kept too, in one kernel. Weight frozen, with copies: nothing is
+    # x frozen: copies for the weight's gradient are made in the same kernel. Weight frozen, with copies: nothing is
     needs_scales = x.requires_grad and weight_copies is None
     keep = torch.is_grad_enabled() and (weight.requires_grad or needs_scales)
     copies = _parts(weight_copies)

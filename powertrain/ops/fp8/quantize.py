@@ -85,7 +85,7 @@ quantize_op = Op(
     _quantize,
     _outputs,
 )
-# by dtype of what is quantized: a defect of a compiler may concern one alone
+# by dtype of the input: a defect of a compiler may concern one alone
 _self_tests: dict[torch.dtype, dict[int | None, str | None]] = defaultdict(dict)
 
 
@@ -99,8 +99,8 @@ def kernels_serve(x: Tensor) -> bool:
     # operands that are FP8 already were quantized by a kernel that was tested
     if x.element_size() == 1:
         return True
-    what = f"fp8_quantize of {checks.name(x.dtype)}"
-    return serves(_self_tests[x.dtype], x.device, what, partial(_self_test, dtype=x.dtype))
+    op = f"fp8_quantize of {checks.name(x.dtype)}"
+    return serves(_self_tests[x.dtype], x.device, op, partial(_self_test, dtype=x.dtype))
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:

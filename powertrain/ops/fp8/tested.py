@@ -12,22 +12,23 @@ from powertrain.runtime.target import Target
 def serves(
     tested: dict[int | None, str | None],
     device: torch.device,
-    what: str,
+    op: str,
     test: Callable[[torch.device], str | None],
     otherwise: str = "plain PyTorch is used",
 ) -> bool:
-    """Whether a device has FP8 and `test` found no defect there; it runs once, and `tested` keeps what it found.
+    """Whether a device has FP8 and `test` found no defect there; it runs once, and `tested` keeps the finding.
 
-    what       the op, in the warning of a defect
+    op         its name, in the warning of a defect
     test       returns the defect of a small result, or None
-    otherwise  what computes in place of the kernels
+    otherwise  the replacement of the kernels, in the same warning
     Raises WarmUpFirst if the test would have to run while a CUDA graph is captured: the slower way, captured unnoticed,
     would be replayed for good.
     """
     if not Target.of(device).has_fp8:
         return False
+    # nothing to compare: no GPU, or launches that are recorded instead of run
     if device.type != "cuda" or recording.state.recording is not None:
         return True
     if device.index not in tested and torch.cuda.is_current_stream_capturing():
-        raise WarmUpFirst(f"{what} would have to be tested on {device} inside graph capture: run the call once before")
-    return self_test.failure(tested, device, test, f"{what}: {otherwise}") is None
+        raise WarmUpFirst(f"{op} would have to be tested on {device} inside graph capture: run the call once before")
+    return self_test.failure(tested, device, test, f"{op}: {otherwise}") is None

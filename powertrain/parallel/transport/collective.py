@@ -44,25 +44,24 @@ class CollectiveTransport(Transport):
         shapes = [None if t is None else [*t.shape, str(t.dtype), *_backward_of(t)] for t in operands]
         compare_calls(f"call {self.peers.calls}: {op}, rows {list(counts)}, operands {shapes}", self.group)
 
-    def _agree(self, what: str, x: Tensor, rows: RowCounts) -> None:
+    def _agree(self, call: str, x: Tensor, rows: RowCounts) -> None:
         """`_compare_on_cpu` of a call over rows that every rank has a share of."""
-        self._compare_on_cpu(f"{what} of {[rows.total, *x.shape[1:]]}", x, f"rows {list(rows.counts)}")
+        self._compare_on_cpu(f"{call} of {[rows.total, *x.shape[1:]]}", x, f"rows {list(rows.counts)}")
 
-    def _agree_splits(self, what: str, x: Tensor, splits: SplitSizes, width: int) -> None:
+    def _agree_splits(self, call: str, x: Tensor, splits: SplitSizes, width: int) -> None:
         """`_compare_on_cpu` of a call that takes other rows to each rank."""
         self._compare_on_cpu(
-            f"{what} of rows of {width}", x, f"rows from each rank to each {list(map(list, splits.rows))}"
+            f"{call} of rows of {width}", x, f"rows from each rank to each {list(map(list, splits.rows))}"
         )
 
-    def _compare_on_cpu(self, what: str, x: Tensor, rows: str) -> None:
-        # gloo aborts the process when sizes differ
+    def _compare_on_cpu(self, call: str, x: Tensor, rows: str) -> None:
         """On the CPU, raise CollectiveMismatch where sizes differ: gloo would end the process, not the call."""
         if x.is_cuda or self.size == 1:
             return
-        where = f"{what}{in_layer(self.layer)}"
+        where = f"{call}{in_layer(self.layer)}"
         with self.peers.waiting(where):
             try:
-                compare_calls(f"{what} {x.dtype}, {rows}{in_layer(self.layer)}", self.group)
+                compare_calls(f"{call} {x.dtype}, {rows}{in_layer(self.layer)}", self.group)
             except CollectiveMismatch:
                 raise
             except (RuntimeError, dist.DistError) as error:

@@ -2,7 +2,7 @@
 
 Triton's front end describes types once for each compile, so it makes them slowly; the interpreter asks for them again
 at every operation of every program, and replaces every function of `triton.language` at every launch. That was half of
-the interpreter's time. What depends on a type alone is computed once here.
+the interpreter's time. Results that depend on a type alone are computed once.
 """
 
 import builtins
@@ -21,6 +21,7 @@ def _remember_numpy_dtypes() -> None:
     known: dict[str, np.dtype] = {}  # by the name of a scalar, which is unique
 
     def np_dtype(dtype: Any) -> np.dtype:
+        # a block has its scalar's dtype, whatever its shape
         scalar = dtype.scalar
         if (found := known.get(scalar.name)) is None:
             found = known[scalar.name] = find(scalar)
@@ -35,6 +36,7 @@ def _delay_types_of_tuples() -> None:
 
     def init(self: Any, args: Any, type: Any = None) -> None:
         if type is None:
+            # the type is left to get_type
             self.values = list(args)
         else:
             initialize(self, args, type)
@@ -60,8 +62,10 @@ def _remember_shapes() -> None:
         known = None
         if isinstance(shape, (list, core.tuple)):
             sizes = builtins.tuple(shape)
+            # plain ints alone: True would be found as 1
             known = of_types.get(sizes) if all(type(size) is int for size in sizes) else None
         if known is None:
+            # the first of each shape is checked by Triton, with its messages
             initialize(self, element_ty, shape)
             of_types[builtins.tuple(self.shape)] = self.shape, self.numel, str(self.shape)
         else:
@@ -97,7 +101,7 @@ def _leave_equal_shapes() -> None:
 
 
 def _replace_functions_once() -> None:
-    """Which functions a launch replaces, and by what, is the same at each."""
+    """The functions that a launch replaces, and their replacements, are the same at each."""
     replacements: dict[Any, list[tuple[str, Any]]] = {}
 
     def replaced(member: Any, semantic: Any) -> Any:
@@ -110,6 +114,7 @@ def _replace_functions_once() -> None:
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         if package not in replacements:
             semantic = interpreter.TritonSemantic(builder)
+            # getmembers reads every attribute of the package
             members = [(name, m) for name, m in inspect.getmembers(package) if core.is_builtin(m)]
             replacements[package] = [(name, replaced(member, semantic)) for name, member in members]
         for name, call in replacements[package]:

@@ -68,11 +68,11 @@ class _Parameters:
 
 
 class NeoXTraining:
-    """What a global_step folder says of its training.
+    """The state of the training that wrote a global_step folder.
 
-    step            iterations done;  samples: what DeepSpeed counted, or None
+    step            iterations done;  samples: DeepSpeed's count, or None
     schedule        of its learning rate, as saved: start_lr, num_iters ...
-    Raises FileNotFoundError or ValueError naming the file and what it must hold.
+    Raises FileNotFoundError or ValueError naming the file and the entry that it must hold.
     """
 
     def __init__(self, opened: NeoXCheckpoint) -> None:
@@ -85,9 +85,11 @@ class NeoXTraining:
             )
         self.num_stages = len(files) // opened.num_ranks
         with reading(files[0], "describe a training"):
+            # every rank's: param_shapes and, without ZeRO, the optimizer differ by rank
             self._ranks: list[dict[str, Any]] = [load_pickle(files[rank]) for rank in range(len(files))]
             first = self._ranks[0]
             self.step = _natural(first.get("iteration", first.get("total_iters")), f"{files[0]}: iteration")
+            # a folder without a count is read as well
             samples = first.get("global_samples")
             self.samples = samples if isinstance(samples, int) else None
             self.schedule: dict[str, Any] = dict(first.get("lr_scheduler") or {})
@@ -168,6 +170,7 @@ class NeoXTraining:
         for mp in range(len(self._ranks)):
             groups = self._groups(mp)
             for group, places in zip(groups, self._places(mp, len(groups)), strict=True):
+                # one number of steps is read back, so groups that differ are refused below
                 steps.add(group.step)
                 for kind in wanted:
                     if kind not in group.kinds:
@@ -207,12 +210,14 @@ class NeoXTraining:
                 f"{self.folder}: fp32 masters must be in an optimizer of 16-bit weights, got "
                 f"{', '.join(sorted(map(str, state)))}; {_ADVICE}"
             )
+        # files are numbered stage by stage
         shard = mp % self.opened.num_ranks
         groups = self._places_of_weights(mp, len(state["param_groups"]))
         return [[self.opened.shard(place.layer, shard)[place.name] for place in group] for group in groups]
 
     def _places(self, mp: int, num_groups: int) -> list[list[Place]]:
         """The parameters of each group in their order there."""
+        # the order in which the optimizer's groups were flattened, where it was saved
         shapes = self._ranks[mp].get("param_shapes")
         if shapes:
             return [[_place(name, tuple(shape)) for name, shape in group.items()] for group in shapes]
@@ -240,6 +245,7 @@ class NeoXTraining:
             size, is_flat = self._size(stage * self.opened.num_ranks + shard)
             # modules that are tied come first, in the last stage too
             places = list(tied) if stage and stage == self.num_stages - 1 else []
+            # files name no stage of a layer; sizes tell how many layers a stage has
             while layers and _size_of(places + layers[0], is_flat) <= size:
                 places += layers.pop(0)
             stages.append(places)
@@ -251,7 +257,7 @@ class NeoXTraining:
         return stages
 
     def _size(self, mp: int) -> tuple[int, bool]:
-        """What an optimizer has: so many values, true; or so many parameters, false."""
+        """Contents of an optimizer: so many values, true; or so many parameters, false."""
         state = self._ranks[mp].get("optimizer") or {}
         if self._zero:
             return sum(t.numel() for group in _zero_groups(self._zero[mp]) for t in group.kinds["master"]), True
@@ -270,6 +276,7 @@ def _zero_groups(ranks: Sequence[Mapping[str, Any]]) -> list[_Parameters]:
 
     A rank has one partition of a group; ZeRO 1 before 2021-05 several, which alternate between the ranks.
     """
+    # the later layout's name; the earlier one has several partitions a rank
     key = "single_partition_of_fp32_groups"
     masters = [
         [[part] for part in rank[key]] if key in rank else rank["local_sub_partitions_of_fp32_groups"] for rank in ranks
@@ -296,6 +303,7 @@ def _zero_groups(ranks: Sequence[Mapping[str, Any]]) -> list[_Parameters]:
 def _partition_states(base: Any) -> tuple[list[list[dict[str, Any]]], list[Any]]:
     """(group -> partition -> state, group -> its step): of torch's state_dict, or a list of states without padding."""
     if isinstance(base, list):
+        # one state a group, or a list of them where a rank has several partitions
         groups = [group if isinstance(group, list) else [group] for group in base]
         return groups, [None] * len(groups)
     groups = [[base["state"].get(i, {}) for i in group["params"]] for group in base["param_groups"]]
@@ -309,6 +317,7 @@ def _torch_groups(state: Mapping[str, Any], masters: Sequence[Sequence[Tensor]],
         found = [state["state"].get(i, {}) for i in group["params"]]
         kinds: dict[str, Sequence[Tensor]] = {"master": [t.detach() for t in of_group]}
         for kind in set.intersection(*(set(each) for each in found)) if found else ():
+            # a step may be a tensor too, but is a number of the group
             if kind != "step" and isinstance(found[0][kind], Tensor):
                 kinds[kind] = [each[kind].detach() for each in found]
         steps = {_count(each, group.get("step"), None) for each in found}
@@ -325,14 +334,16 @@ def _count(state: Mapping[str, Any], *others: Any) -> float:
 
 
 def _cut(partitions: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
-    """The tensors of a group out of its flat partitions; what is left at the end is padding."""
+    """The tensors of a group out of its flat partitions; the rest at the end is padding."""
     held, wanted = sum(t.numel() for t in partitions), sum(place.numel for place in places)
+    # more is padding
     if held < wanted:
         raise ValueError(f"a group of parameters must have {wanted} values, got {held}")
     tensors, index, start = [], 0, 0
     for place in places:
         parts, left = [], place.numel
         while left:
+            # a parameter may begin in one rank's partition and end in the next one's
             part = partitions[index][start : start + left]
             parts.append(part)
             left -= part.numel()
@@ -350,7 +361,8 @@ def _place(name: str, shape: tuple[int, ...]) -> Place:
     return Place(int(match[1] or 0), match[2], shape)
 
 
-def _natural(value: Any, what: str) -> int:
+def _natural(value: Any, entry: str) -> int:
+    # True is an int in Python
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{what} must be a number of steps, got {value!r}")
+        raise ValueError(f"{entry} must be a number of steps, got {value!r}")
     return value

@@ -96,7 +96,7 @@ class CompletionEncoding:
         for turn in range(len(prompt), len(chat)):
             if chat[turn]["role"] != "assistant":
                 continue
-            # what the sampler would be given: the role's header is prompt, not answer
+            # the text that the sampler would be given: the role's header is prompt, not answer
             before = self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True)
             after = self.tokenizer.encode_chat(chat[: turn + 1])
             # a template may look at the whole chat, and drop the reasoning of earlier turns, say; labels would then be
@@ -191,7 +191,7 @@ def write_completions(
     Data sets appear whole when all are written, the chosen or only tokens last. A log-probability that is not known is
     nan. Raises BadDocument without `skip_bad`, FileExistsError.
     """
-    # the stack closes in reverse, so what was opened first, the tokens, appears last
+    # the stack closes in reverse, so the tokens, which were opened first, appear last
     sides, count, bad = files_of(prefix, encoding.format), 0, []
     # an error on any record discards all the files, so no part of a data set is left
     with ExitStack() as stack:

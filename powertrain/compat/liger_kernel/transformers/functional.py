@@ -24,6 +24,7 @@ from powertrain.compat.liger_kernel.residual_streams import (
     liger_mhc_pre,
 )
 from powertrain.compat.liger_kernel.row_blocks import linear_kl_div
+from powertrain.compat.liger_kernel.sharded_vocabulary import liger_fused_linear_scaled_cross_entropy_tp
 from powertrain.compat.liger_kernel.simplex import liger_sparsemax
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations, norm
@@ -46,6 +47,7 @@ __all__ = [
     "liger_fused_linear_cross_entropy",
     "liger_fused_linear_jsd",
     "liger_fused_linear_kl_div",
+    "liger_fused_linear_scaled_cross_entropy_tp",
     "liger_fused_neighborhood_attention",
     "liger_geglu",
     "liger_group_norm",

@@ -35,6 +35,7 @@ class QuantizedTensorStorage:
             return data.shape
         checks.require(transposed is not None, type(self).__name__, "data", "be there", None)
         assert transposed is not None
+        # the transpose has the values' last dim first
         return torch.Size((*transposed.shape[1:], *transposed.shape[:1]))
 
     def size(self, dim: int | None = None) -> Any:
@@ -78,6 +79,7 @@ class QuantizedTensorStorage:
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """Its tensors, for save_for_backward, and itself without them."""
+        # autograd keeps them from here on; kept here too, they would outlive the graph
         tensors = [getattr(self, name) for name in self.parts]
         for name in self.parts:
             setattr(self, name, None)
@@ -85,6 +87,7 @@ class QuantizedTensorStorage:
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take its tensors from the front of a list; returns the rest."""
+        # the list goes on with the parts of other tensors
         for name, tensor in zip(self.parts, tensors, strict=False):
             setattr(self, name, tensor)
         return list(tensors[len(self.parts) :])
@@ -118,6 +121,7 @@ class Quantizer:
             return self.update_quantized(tensor, out)
         parts, state = self._quantized(tensor)
         for name, value in state.items():
+            # in place: copies of a quantizer share its tensors
             getattr(self, name).copy_(value.view_as(getattr(self, name)))
         return self._storage(parts, dtype or tensor.dtype)
 
@@ -133,9 +137,11 @@ class Quantizer:
     ) -> QuantizedTensorStorage:
         """Quantize src into dst's memory, whichever data is there; where noop_flag is not 0, nothing changes."""
         op = f"{type(self).__name__}.update_quantized"
+        # a storage of nothing tells the class, so no table of classes is needed
         kind = type(self._storage({}, src.dtype))
         checks.require(isinstance(dst, kind), op, "dst", f"be a {kind.__name__}", type(dst).__name__)
         checks.require(dst.shape == src.shape, op, "dst", f"have src's shape {list(src.shape)}", list(dst.shape))
+        # a copy: dst may have other data than results of this quantizer
         maker, usages = self.copy(), dst.get_usages()
         maker.set_usage(**usages)
         parts, state = maker._quantized(src.to(dst.device))
@@ -145,6 +151,7 @@ class Quantizer:
             if target is None or value is None:
                 continue
             value = value.view_as(target)
+            # chosen on the device: the host would have to wait for the flag
             target.copy_(value if noop_flag is None else torch.where(noop_flag.to(target.device) != 0, target, value))
         return dst
 
@@ -168,6 +175,7 @@ class Quantizer:
         for name, value in list(vars(maker).items()):
             # a delayed scale's tensors need not be where the result is
             setattr(maker, name, value.to(device) if isinstance(value, Tensor) else value)
+        # zeros are quantized because each format has its own parts and padding
         parts, _ = maker._quantized(torch.zeros(*shape, dtype=torch.float32, device=device))
         if pin_memory:
             parts = {name: None if part is None else part.pin_memory() for name, part in parts.items()}
@@ -175,6 +183,7 @@ class Quantizer:
 
     def copy(self) -> "Quantizer":
         """Another quantizer with the same settings and the same tensors."""
+        # without __init__, whose arguments differ by class
         made = type(self).__new__(type(self))
         vars(made).update(vars(self))
         return made
@@ -207,7 +216,7 @@ class Quantizer:
 def prepare_for_saving(
     *tensors: Tensor | QuantizedTensorStorage | None,
 ) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
-    """Tensors for save_for_backward, and what `restore_from_saved` needs to put them together again."""
+    """Tensors for save_for_backward, and the objects that `restore_from_saved` needs to put them together again."""
     saved: list[Tensor | None] = []
     objects: list[QuantizedTensorStorage | None] = []
     for tensor in tensors:
@@ -226,13 +235,14 @@ def restore_from_saved(
     saved_tensors: Sequence[Tensor | None],
     return_saved_tensors: bool = False,
 ) -> Any:
-    """The tensors that `prepare_for_saving` took apart; with return_saved_tensors also what is left of the saved."""
+    """The tensors that `prepare_for_saving` took apart; with return_saved_tensors also the rest of the saved."""
     rest, restored = list(saved_tensors), []
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensorStorage):
             rest = tensor.restore_from_saved(rest)
             restored.append(tensor)
         else:
+            # a plain tensor, or None, is one entry of the list
             restored.append(rest.pop(0))  # type: ignore[arg-type]
     return (restored, rest) if return_saved_tensors else restored
 
@@ -243,6 +253,7 @@ def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
     if objects is None:
         raise AttributeError("ctx must have tensor_objects, the second result of prepare_for_saving")
     restored = restore_from_saved(objects, ctx.saved_tensors, return_saved_tensors)
+    # a node of a graph that is kept would keep the data too
     ctx.tensor_objects = None
     return restored
 

@@ -35,6 +35,7 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
     mask = problem.mask
     if problem.arch != 90:
         yield Reason(f"it is made for sm_90, this is {problem.where}", "use triton")
+    # checked before the version of Gluon, which does not matter then
     if settings().interpret:
         yield Reason("Gluon has no interpreter", "unset POWERTRAIN_INTERPRET")
     elif missing := gluon_compat.trouble():
@@ -104,6 +105,7 @@ def _small(device: torch.device, d_qk: int, d_v: int, heads: int = 1) -> _Small:
     inputs = [torch.randn(1, *shape, device=device, generator=draws).to(torch.bfloat16) for shape in shapes]
     dout, q, k, v = (x.flatten(0, 2).float() for x in inputs)
     scale = d_qk**-0.5
+    # heads of one token are neighbours, as packed heads lie in a tile
     row, column = torch.arange(queries * heads, device=device), torch.arange(keys, device=device)
     hidden = column > (row // heads + keys - queries)[:, None]
     scores = (_product(q, k.T) * scale).masked_fill(hidden, -torch.inf)
@@ -136,6 +138,7 @@ def _forward_self_test(device: torch.device, plan: Plan) -> str | None:
 def _backward_self_test(device: torch.device, width: int, deterministic: bool) -> str | None:
     small = _small(device, width, width)
     args = small.args._replace(deterministic=deterministic)
+    # the exact results and not the kernel's: the backward is judged alone
     out, lse = small.out.to(torch.bfloat16).view(1, 192, 1, width), small.lse.view(1, 1, 192)
     dout, query, key, value = small.inputs
     call = BackwardCall(dout, None, query, key, value, out, lse, [True] * 3 + [False], args)
@@ -146,6 +149,7 @@ def _backward_self_test(device: torch.device, width: int, deterministic: bool) -
 def _why_not_tensors(operands: Operands) -> str | None:
     """Why TMA cannot read these tensors, or None: an `AttentionProblem` does not say it all."""
     args, heads = operands.args, operands.heads
+    # so written, a NaN is refused too
     if not args.scale > 0:
         return f"the scale must be positive, is {args.scale}"
     for index, (x, b, s, h, r) in enumerate((operands.q, operands.k, operands.v)):
@@ -176,6 +180,7 @@ def _forward(operands: Operands) -> tuple[Tensor, Tensor]:
 
 def _backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     reason = why_not_backward(operands)
+    # a recording, or meta tensors, have no results to test
     if reason is None and _is_real(call.query):
         width = width_of(max(operands.d_qk, operands.d_v))
         reason = backward_fails_here(call.query.device, width, call.args.deterministic)
@@ -190,6 +195,7 @@ def _is_real(x: Tensor) -> bool:
 
 
 def _report_fallback(op: str, reason: str) -> None:
+    # once a reason: a step has many calls
     if tracing.first((op, reason)):
         tracing.event("dispatch", f"{op}: triton for hopper: {reason}", op="attention", backend="triton")
 

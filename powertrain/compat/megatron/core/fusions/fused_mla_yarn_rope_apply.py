@@ -77,9 +77,11 @@ def _check(
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    # neighbours in the input are a pair there, halves of the head are one in `rope`
     pairs = x.shape[-1] // 2
     # the first of every pair, then the second
     halves = x.unflatten(-1, (pairs, 2)).mT.flatten(-2)
+    # their tables repeat the angles for the second half
     tables = (angles.reshape(angles.shape[0], -1)[:, :pairs].float().contiguous() for angles in (cos, sin))
     turned = rope(
         halves, table=RopeTable(*tables), layout="sbhd" if cu_seqlens is None else "thd", cu_seqlens=cu_seqlens

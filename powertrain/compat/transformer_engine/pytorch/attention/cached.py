@@ -114,7 +114,7 @@ def _rows(q: Tensor, layout: str, size: tuple[int, int], tokens: Tokens | None, 
     if tokens is None:
         return q.unflatten(0, size) if layout == "thd" else q.transpose(0, 1) if layout == "sbhd" else q
     slots = size[0] * size[1]
-    # one row more, for what is padding
+    # one row more, for padding
     rows = q.new_zeros(slots + 1, *q.shape[-2:])
     rows[torch.where(tokens.counts, _places(tokens, size[1], cu_q), slots)] = q.reshape(-1, *q.shape[-2:])
     return rows[:-1].unflatten(0, size)

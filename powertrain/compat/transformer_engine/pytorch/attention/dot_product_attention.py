@@ -426,7 +426,7 @@ def _masked(
         for name, cu in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, strict=True):
             checks.require(cu is not None, _OP, f"attention_mask or {name}", f"be given for {mask_type!r}", None)
     masks = mask if isinstance(mask, tuple) else (mask, mask)
-    # True means masked out there, ours keeps what is True
+    # True means masked out there and kept here
     kept = [None if x is None else ~x.flatten(1) for x in masks]
     # a side without one takes its mask's
     if cu_q is not None or cu_kv is not None:

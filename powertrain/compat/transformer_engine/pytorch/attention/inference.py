@@ -7,7 +7,7 @@
             x = layer(x, self_attn_mask_type="padding_causal", inference_params=params)
 
 Sequences are the rows of the batch in the order of the step's dictionary; one that is not in it is finished, and its
-place is free again. `pre_step` moves what is cached where rows change, so `step` copies new tokens only and reads
+place is free again. `pre_step` moves keys and values where rows change, so `step` copies new tokens only and reads
 lengths on the device: a captured CUDA graph holds for later steps of the same shapes.
 Source: the documentation of transformer_engine.pytorch.InferenceParams, and its bookkeeping of sequences and pages.
 """
@@ -88,6 +88,7 @@ class InferenceParams:
         }  # fmt: skip
         if is_paged:
             sizes |= {"total_num_pages": total_num_pages, "page_size": self._check_pages()}
+        # called with keywords, so that a custom manager need not know their order
         made = custom_cache_manager or (PagedKVCacheManager if is_paged else NonPagedKVCacheManager)
         self.cache_manager: Any = made(**sizes)
         self.sequences: OrderedDict[int, int] = OrderedDict()
@@ -131,6 +132,7 @@ class InferenceParams:
         """Begin a step: step_dict has the batch's sequences in order, id to number of new tokens."""
         checks.require(len(step_dict) > 0, _OP, "step_dict", "have a sequence", step_dict)
         self.sequences = self.cache_manager.pre_step(step_dict)
+        # a custom manager may return others, and rows would be read as another sequence's
         if list(self.sequences) != list(step_dict):
             got = list(self.sequences)
             checks.fail(_OP, "cache_manager.pre_step", f"return step_dict's sequences {list(step_dict)}, in order", got)
@@ -142,6 +144,7 @@ class InferenceParams:
         # in place: a captured graph reads them
         self.pre_step_seqlens[: len(before)].copy_(torch.tensor(before, dtype=torch.int32))
         for cumulative, lengths in ((self.cu_seqlens_q, new), (self.cu_seqlens_kv, self.sequences.values())):
+            # on the host, so that each tensor is one copy to the device
             counts = torch.zeros(self.max_batch_size + 1, dtype=torch.int32)
             counts[1 : len(new) + 1] = torch.tensor(list(lengths))
             cumulative.copy_(counts.cumsum(0))
@@ -176,10 +179,12 @@ class InferenceParams:
         """The tensors of a step against its sequences."""
         checks.require(self.batch_size > 0, _OP, "pre_step", "be called before the model", "no sequences")
         if qkv_format == "thd":
+            # more are allowed: padding may follow the packed tokens
             tokens = sum(self.sequences.values()) - sum(self.sequences_pre_step.values())
             must = f"have the step's {tokens} tokens"
             checks.require(new_k.shape[0] >= tokens, _OP, "new_k", must, list(new_k.shape))
             return
+        # a batch may be padded up to max_batch_size, as captured graphs need
         batch, length = (new_k.shape[qkv_format.index(dim)] for dim in "bs")
         fits = self.batch_size <= batch <= self.max_batch_size and length >= self.longest
         must = f"have {self.batch_size} sequences of at least {self.longest} tokens, {qkv_format!r}, as the step"

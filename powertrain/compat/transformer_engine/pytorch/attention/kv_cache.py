@@ -38,6 +38,7 @@ def new_tokens(x: Tensor, qkv_format: str, cu_seqlens: Tensor, batch: int) -> To
     cu_seqlens = cu_seqlens[: batch + 1]
     if qkv_format == "thd":
         token = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+        # clamped: tokens behind the last sequence are padding, which does not count below
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp(max=batch - 1)
         return Tokens(sequence, token - cu_seqlens[sequence], token < cu_seqlens[-1])
     rows, columns = (torch.arange(size, device=x.device) for size in x.shape[:2])
@@ -124,6 +125,7 @@ class _Rows(KVCacheManager):
         """The sequences after a step, checked; nothing is changed."""
         must = f"have at most max_batch_size {self.max_batch_size} sequences"
         checks.require(len(step_dict) <= self.max_batch_size, _OP, "step_dict", must, len(step_dict))
+        # a new one: where a sequence is refused, the old one stays
         after: OrderedDict[int, int] = OrderedDict()
         for name, new in step_dict.items():
             checks.require(new >= 0, _OP, f"step_dict[{name!r}]", "be at least 0", new)
@@ -148,6 +150,7 @@ class _Rows(KVCacheManager):
         # padding of the batch, up to max_batch_size, has no tokens
         batch = batch_of(new_k, qkv_format, self.max_batch_size)
         key = (qkv_format, *new_k.shape[:-2])
+        # a graph computes its slots itself: its replays have other lengths
         if is_capturing(new_k) or key not in self._slots:
             slots = self._slots_of(
                 new_tokens(new_k, qkv_format, cu_new_seqlens, batch), cu_new_seqlens, cu_cached_seqlens
@@ -162,6 +165,7 @@ class _Rows(KVCacheManager):
     def _slots_of(self, tokens: Tokens, cu_new: Tensor, cu_cached: Tensor) -> Tensor:
         """The slot of each new token [tokens], -1 for padding."""
         cached, new = cu_cached.diff(), cu_new.diff()
+        # cached lengths include the new tokens
         position = (cached - new)[tokens.sequence] + tokens.offset
         fits = tokens.counts & (position < self.max_seqlen)
         return torch.where(fits, self._slot(tokens.sequence, torch.where(fits, position, 0)), -1)
@@ -180,6 +184,7 @@ def _write(rows: Sequence[Tensor], caches: Sequence[Tensor], slots: Tensor) -> N
         entry = torch.zeros_like(slots)
         append_op(rows[0][:, None], rows[1][:, None], caches[0][None], caches[1][None], slots, None, entry)
         return
+    # index -1 would write the last row
     kept = slots >= 0
     for new, cache in zip(rows, caches, strict=True):
         cache[slots[kept]] = new[kept]
@@ -271,7 +276,9 @@ class PagedKVCacheManager(_Rows):
         after = self._advanced(step_dict)
         needed = sum(cdiv(length, self.page_size) for length in after.values())
         must = f"be at least {needed} for {len(after)} sequences of {sum(after.values())} tokens"
+        # before anything changes: a step that raises leaves all as it was
         checks.require(needed <= self.total_num_pages, _OP, "total_num_pages", must, self.total_num_pages)
+        # freed first, so that a full cache can exchange its sequences
         for name in [name for name in self.sequences if name not in after]:
             self.deallocate_sequence(name)
         for name, length in after.items():
@@ -321,6 +328,7 @@ class PagedKVCacheManager(_Rows):
 
     def get_page_table(self, sequences: Sequence[int]) -> Tensor:
         """page_table, after its first rows were set to the pages of these sequences."""
+        # filled on the host: one copy to the device instead of one a sequence
         table = torch.zeros(self.page_table.shape, dtype=torch.int32)
         for row, name in enumerate(sequences):
             pages = self.get_page_list(name)

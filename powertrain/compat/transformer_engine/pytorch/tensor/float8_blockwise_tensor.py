@@ -67,7 +67,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         rows = as_matrix(data) if by_rows else data.reshape(data.shape[0], data.shape[1:].numel())
         rows = rows.view(TE_DType_To_Torch[self._fp8_dtype])
         groups = cdiv(rows.shape[1], GROUP)
-        # without what fills them up to 4
+        # without the padding up to 4
         scale = scale[:, :groups] if self._is_2D_scaled else scale[:, : rows.shape[0]].T
         found = fp8_dequantize(Quantized(rows, scale), rows.shape[1], dtype or self._dtype).view(data.shape)
         return found if by_rows else last_dim_back(found)
@@ -85,9 +85,11 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
             assert self._rowwise_data is not None and self._rowwise_scale_inv is not None
             rows = as_matrix(self._rowwise_data)
             self._columnwise_data = rows.T.contiguous().view(transposed_shape(self._rowwise_data.shape))
+            # the padding is of columns, which become rows
             scale = self._rowwise_scale_inv[:, : cdiv(rows.shape[1], GROUP)]
             self._columnwise_scale_inv = _filled(scale.T.contiguous())
         if rowwise_usage is False:
+            # last: the transpose above is made of them
             self._rowwise_data = self._rowwise_scale_inv = None
         if columnwise_usage is False:
             self._columnwise_data = self._columnwise_scale_inv = None
@@ -116,6 +118,7 @@ class Float8BlockQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         op = "Float8BlockQuantizer"
         checks.one_of(op, "block_scaling_dim", block_scaling_dim, (1, 2))
+        # the quantization kernels compute each block's amax and scale at once
         if amax_epsilon:
             unsupported(op, "amax_epsilon", amax_epsilon, "0.0, or that of Float8CurrentScalingQuantizer")
         self.dtype, self._format = fp8_format(op, fp8_dtype)

@@ -74,6 +74,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         data = self._transpose if self._data is None else self._data
         checks.require(data is not None, "Float8TensorStorage", "data", "be there", None)
         assert data is not None
+        # the storage has bytes, as there; their format is a name beside them
         rows = as_matrix(data).view(TE_DType_To_Torch[self._fp8_dtype])
         found = fp8_dequantize(Quantized(rows, self._scale_inv.view(1)), rows.shape[1], dtype or self._dtype)
         found = found.view(data.shape)
@@ -83,6 +84,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """Make, keep (None) or drop the data and that of the transpose; data cannot be made of the transpose."""
         if rowwise_usage and self._data is None:
             checks.fail("Float8TensorStorage", "rowwise_usage", "be False: there is only the transpose", True)
+        # before the data may be dropped below: the transpose is made of it
         if columnwise_usage and self._transpose is None:
             assert self._data is not None
             self._transpose = as_matrix(self._data).T.contiguous().view(transposed_shape(self._data.shape))
@@ -91,7 +93,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
 
 class _PerTensor(Quantizer):
-    """What the two quantizers with one scale share."""
+    """The common part of the two quantizers with one scale."""
 
     scale: Tensor
     amax: Tensor
@@ -116,6 +118,7 @@ class _PerTensor(Quantizer):
             columns=self.columnwise_usage, measure=True,
         )  # fmt: skip
         parts: dict[str, Tensor | None] = {"_data": None, "_transpose": None, "_scale_inv": made.scale_inv}
+        # the op pads rows, the storage has the tensor's own shape
         if self.rowwise_usage:
             parts["_data"] = as_bytes(made.data, rows.shape[1], x.shape)
         if self.columnwise_usage:
@@ -132,7 +135,7 @@ class _PerTensor(Quantizer):
         return self._storage({"_data": data.view(torch.uint8), "_scale_inv": 1.0 / self.scale.view(1)}, fake_dtype)
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """True: the transpose is made of what was gathered."""
+        """True: the transpose is made of the gathered data."""
         return True
 
 
@@ -161,6 +164,7 @@ class Float8Quantizer(_PerTensor):
 
     def calibrate(self, tensor: Tensor) -> None:
         """amax becomes the tensor's largest magnitude."""
+        # amax of no elements raises, so 0 is written first
         self.amax.fill_(0.0)
         if tensor.numel():
             self.amax.copy_(tensor.detach().abs().amax().view_as(self.amax))
@@ -199,6 +203,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
 
     def _quantized(self, x: Tensor) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+        # the kernels measure and scale in one call where nothing changes the magnitude in between
         if not self.with_amax_reduction and not self.amax_epsilon:
             parts, scale, amax = self._made(x, None, self.force_pow_2_scales)
             return parts, {"scale": scale, "amax": amax}
@@ -207,6 +212,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
             # as integers, which put NaN on top as the kernels do
             amax = magnitude_bits(x.detach().float()).amax().reshape(1).view(torch.float32)
         if self.with_amax_reduction:
+            # one scale for a tensor whose parts are on several ranks
             dist.all_reduce(amax, dist.ReduceOp.MAX, self.amax_reduction_group)
         # a NaN is not below epsilon
         scale = scale_of(
