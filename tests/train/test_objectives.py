@@ -257,7 +257,9 @@ def test_metrics_file_and_report_have_the_numbers(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"records.jsonl:1: chosen must be a string or a list of messages, got nothing"):
+    with pytest.raises(
+        ValueError, match=r"records.jsonl:1: chosen must be a string or a list of messages, got nothing"
+    ):
         run = read_run(tmp_path, "dpo", "checkpoint.save=false")
         (tmp_path / "records.jsonl").write_text(json.dumps({"prompt": "a"}))
         start(run, ranks.read_launch_env(), lambda _: [])
