@@ -6,6 +6,7 @@
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,9 +60,11 @@ def _print(text: str) -> None:
     if settings().log_file:
         with open(settings().log_file or "", "a") as file:
             file.write(line)
-    else:
-        sys.stderr.write(line)
-        sys.stderr.flush()
+    elif sys.stderr is not None:
+        # a closed pipe or terminal is no reason to fail what is reported on
+        with suppress(OSError):
+            sys.stderr.write(line)
+            sys.stderr.flush()
 
 
 def event(kind: str, text: str, **facts: Any) -> None:

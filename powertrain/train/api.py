@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from powertrain.train import mesh_shape, ranks
 from powertrain.train.checkpoint.store import find
 from powertrain.train.config.reader import Run, read_config, run_of
@@ -14,6 +12,7 @@ from powertrain.train.config.schema import RunConfig
 from powertrain.train.reporting.kernel_profile import KernelTable
 from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.run_summary import about
+from powertrain.train.reporting.screen import screen
 from powertrain.train.reporting.sinks import open_sinks
 from powertrain.train.run import start, stop_on_signals
 from powertrain.train.trainer import Trainer
@@ -60,7 +59,7 @@ def train(
     run = _read(config, overrides, launch_env.world_size)
     mesh_shape.check_parallel(run.config, launch_env.world_size)
     last = _Last()
-    console = Console(quiet=quiet)
+    console = screen(quiet=quiet)
 
     def sinks(trainer: Trainer) -> Sequence[Sink]:
         return [*open_sinks(trainer.config, about(trainer, run), console), last]

@@ -7,7 +7,6 @@ from powertrain.models.causal_lm import CausalLM
 from powertrain.models.generate import Row, Sampler, complete
 from powertrain.train.data.tokenizer import Tokenizer
 
-
 DEFAULT_NEW_TOKENS = 128
 
 
