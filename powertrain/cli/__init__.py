@@ -3,6 +3,7 @@
 Importing this package must stay cheap (no torch, no triton): commands import their modules when they run.
 """
 
+import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -57,6 +58,9 @@ class _Commands(TyperGroup):
     """The commands; one whose packages are not installed ends with a line that names the extra."""
 
     def invoke(self, ctx: Any) -> Any:
+        # to rich a width, with which it prints nothing at all
+        if os.environ.get("COLUMNS") == "0":
+            del os.environ["COLUMNS"]
         try:
             # in one place for all commands: a missing extra is one line, not a traceback
             return super().invoke(ctx)
