@@ -67,6 +67,25 @@ def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path, monkeypatch: pytes
             train(write_config(tmp_path), quiet=True)
 
 
+def test_in_inference_mode_and_beside_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, said = write_config(tmp_path), []
+
+    def another(*_: object) -> int:
+        with pytest.raises(RuntimeError) as caught:
+            train(file, quiet=True)
+        said.append(str(caught.value))
+        return 0
+
+    overrides = ["train.steps=2", "logging.report=false", "evaluation.at_end=false"]
+    with monkeypatch.context() as patched, torch.inference_mode():
+        patched.setattr("powertrain.train.api.about", another)
+        patched.setattr("powertrain.train.api.open_sinks", lambda *_: [])
+        assert train(file, overrides, quiet=True).steps == 2
+    assert said == ["train: another run is under way in this process; a process has one at a time"]
+    with torch.no_grad():
+        assert train(file, [*overrides, "train.steps=3"], quiet=True).steps == 3
+
+
 def test_what_train_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="config must be a path, a dictionary"):
         train(7)  # type: ignore[arg-type]
