@@ -57,10 +57,12 @@ def first(key: object) -> bool:
 
 def _print(text: str) -> None:
     line = f"powertrain: {text}\n"
-    if settings().log_file:
-        with open(settings().log_file or "", "a") as file:
+    if log_file := settings().log_file:
+        # a full disk below the log is no reason to fail what is reported on: stderr has the line then
+        with suppress(OSError), open(log_file, "a", encoding="utf-8") as file:
             file.write(line)
-    elif sys.stderr is not None:
+            return
+    if sys.stderr is not None:
         # a closed pipe or terminal is no reason to fail what is reported on
         with suppress(OSError):
             sys.stderr.write(line)

@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,19 @@ def test_a_warning_without_a_reader_is_no_error(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(sys, "stderr", stderr)
         tracing.warn("nobody reads this")
         assert [event.text for event in tracing.trace()] == ["nobody reads this"]
+
+
+def test_a_log_file_that_cannot_be_written_gives_its_lines_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracing.clear()
+    log = tmp_path / "folder" / "log"
+    monkeypatch.setattr(tracing, "settings", lambda: SimpleNamespace(log_file=str(log)))
+    tracing.warn("first")
+    log.parent.mkdir()
+    tracing.warn("second é")
+    assert capfd.readouterr().err == "powertrain: warning: first\n"
+    assert log.read_text(encoding="utf-8") == "powertrain: warning: second é\n"
 
 
 def test_a_process_without_stdout_has_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
