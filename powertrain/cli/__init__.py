@@ -3,7 +3,9 @@
 Importing this package must stay cheap (no torch, no triton): commands import their modules when they run.
 """
 
+import io
 import os
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -61,6 +63,10 @@ class _Commands(TyperGroup):
         # to rich a width, with which it prints nothing at all
         if os.environ.get("COLUMNS") == "0":
             del os.environ["COLUMNS"]
+        for stream in (sys.stdout, sys.stderr):
+            # in a locale without UTF-8 a path or a generated text would be a traceback
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             # in one place for all commands: a missing extra is one line, not a traceback
             return super().invoke(ctx)

@@ -62,6 +62,13 @@ def test_a_warning_without_a_reader_is_no_error(monkeypatch: pytest.MonkeyPatch)
         assert [event.text for event in tracing.trace()] == ["nobody reads this"]
 
 
+def test_characters_that_the_locale_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii", write_through=True))
+    screen().print("runs/文")
+    assert data.getvalue() == b"runs/\\u6587\n"
+
+
 def test_a_log_file_that_cannot_be_written_gives_its_lines_to_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from powertrain.runtime import tracing
 
 def screen(*, quiet: bool = False) -> Console:
     """A console on stdout. An error of writing is said once on stderr, and what is printed afterwards may be lost.
+    Characters that stdout's encoding lacks are escaped.
 
     Without it Ctrl-C in `powertrain train run.yml | tee log` would lose the run's last checkpoint: tee ends first, and
     rich answers the closed pipe with SystemExit.
@@ -29,7 +30,12 @@ class _Lasting:
 
     def write(self, text: str) -> int:
         try:
-            return self._file.write(text)
+            try:
+                return self._file.write(text)
+            except UnicodeEncodeError as error:
+                # a path or a text that the locale has no characters for
+                self._file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+                return len(text)
         except OSError as error:
             self._lose(error)
             return len(text)
