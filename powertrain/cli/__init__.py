@@ -4,7 +4,6 @@ Importing this package must stay cheap (no torch, no triton): commands import th
 """
 
 import io
-import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -37,6 +36,7 @@ from powertrain.cli import (
     verify,
 )
 from powertrain.runtime.extras import MissingExtra
+from powertrain.runtime.settings import forget_no_columns
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (init.init, demo.demo, tour.tour, check.check),
@@ -60,9 +60,7 @@ class _Commands(TyperGroup):
     """The commands; one whose packages are not installed ends with a line that names the extra."""
 
     def invoke(self, ctx: Any) -> Any:
-        # to rich a width, with which it prints nothing at all
-        if os.environ.get("COLUMNS") == "0":
-            del os.environ["COLUMNS"]
+        forget_no_columns()
         for stream in (sys.stdout, sys.stderr):
             # in a locale without UTF-8 a path or a generated text would be a traceback
             if isinstance(stream, io.TextIOWrapper):
