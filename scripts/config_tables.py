@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 from powertrain.train.config.neox_keys import KEYS
@@ -76,7 +76,8 @@ def _kind(field: FieldInfo) -> str:
     within = [choice for choice in get_args(kind) if get_origin(choice) is Annotated]
     if within and type(None) in get_args(kind):  # an int with limits, or None
         base, about = get_args(within[0])
-        kind, limits = base | None, [*limits, *about.metadata]
+        # a validator, of paths, changes a value and limits nothing
+        kind, limits = base | None, [*limits, *getattr(about, "metadata", ())]
     text = str(getattr(kind, "__name__", kind) if get_origin(kind) is None else kind)
     text = re.sub(r"typing\.(Annotated\[(\w+), .*?\)\])?|powertrain\.[\w.]+\.", r"\2", text)
     text = re.sub(r"tuple\[(.*?)(, \.\.\.)?\]", r"list of \1", text).replace("|", "or")
@@ -84,7 +85,7 @@ def _kind(field: FieldInfo) -> str:
               "Lt(lt=4294967296)": "below 2^32", "Lt(lt=1)": "below 1", "Lt(lt=0.5)": "below 0.5",
               "Le(le=1)": "at most 1", "Le(le=127)": "at most 127",
               f"Le(le={MAX_SCALE})": "at most 2^127"}  # fmt: skip
-    return ", ".join([text, *(bounds[str(bound)] for bound in limits)])
+    return ", ".join([text, *(bounds[str(bound)] for bound in limits if not isinstance(bound, AfterValidator))])
 
 
 def keys() -> str:

@@ -47,6 +47,12 @@ def test_python_m_powertrain() -> None:
     assert "Usage: powertrain" in result.stdout + result.stderr
 
 
+def test_a_locale_without_utf_8(tmp_path: Path) -> None:
+    """Names that stdout cannot encode are escaped in every command."""
+    result = CliRunner(charset="ascii").invoke(app, ["verify", str(tmp_path / "文")], env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and r"\u6587 must be a run" in result.stdout, result.exception
+
+
 def test_target() -> None:
     code, output = _run("target", "RTX 3090 Ti")
     assert code == 0

@@ -47,6 +47,15 @@ def test_asks_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert config.train.steps == 77 and config.data.tokenizer == "train:512"
 
 
+@pytest.mark.parametrize("answer", ["many", "0", "-3", "1.5"])
+def test_steps_that_cannot_be_are_said(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init_module, "_asked", lambda given, question, default: given or answers.pop(0))
+    answers = ["quickstart", "tiny", "bytes", answer]
+    code, output = _init("--precision", "fp32")
+    assert code == 2 and f"must be a number of at least 1, got {answer!r}" in output and not Path("run.yml").exists()
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -54,6 +63,7 @@ def test_asks_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--model", "gpt-9"], "must be tiny"),
         (["--precision", "int4"], "must be fp32, bf16 or fp16, got 'int4'"),
         (["--steps", "0"], "--steps"),
+        (["--data", ""], "must be a file, a folder, hf:ORG/NAME or quickstart, got ''"),
         (["run.txt"], "must end in .yml"),
         (["there.yml"], "exists already; --force replaces it"),
         (["there.yml/run.yml"], "cannot be written"),

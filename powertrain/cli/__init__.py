@@ -3,6 +3,8 @@
 Importing this package must stay cheap (no torch, no triton): commands import their modules when they run.
 """
 
+import io
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -34,6 +36,7 @@ from powertrain.cli import (
     verify,
 )
 from powertrain.runtime.extras import MissingExtra
+from powertrain.runtime.settings import forget_no_columns
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (init.init, demo.demo, tour.tour, check.check),
@@ -57,6 +60,11 @@ class _Commands(TyperGroup):
     """The commands; one whose packages are not installed ends with a line that names the extra."""
 
     def invoke(self, ctx: Any) -> Any:
+        forget_no_columns()
+        for stream in (sys.stdout, sys.stderr):
+            # in a locale without UTF-8 a path or a generated text would be a traceback
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             # in one place for all commands: a missing extra is one line, not a traceback
             return super().invoke(ctx)

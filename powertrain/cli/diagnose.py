@@ -77,9 +77,13 @@ def diagnose(
 
 def _read(log: str) -> bytes:
     if log == "-":
+        # None: a process whose stdin was closed when it started
+        if sys.stdin is None:
+            raise typer.BadParameter("must be a file where stdin is closed, got -")
         return sys.stdin.buffer.read()
     path = Path(log)
-    if not path.is_file():
+    # a shell's <(command) is a pipe with a name
+    if not (path.is_file() or path.is_fifo()):
         raise typer.BadParameter(f"must be a file or -, got {log!r}")
     try:
         return path.read_bytes()

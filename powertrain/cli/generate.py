@@ -33,7 +33,10 @@ def generate(
     ] = None,
     interactive: Annotated[bool, typer.Option("--interactive", help="prompts from the keyboard, line by line")] = False,
     num_samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="default: 128, or as many as the model has positions for", show_default=False),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="only the k most likely tokens; 0: all")] = 0,
     top_p: Annotated[
@@ -64,13 +67,14 @@ def generate(
     from powertrain.train.checkpoint.load import load_model
     from powertrain.train.completion import Completer
 
+    for text in prompt or []:
+        _check_text(text)
     console = Console(soft_wrap=True)
     try:
         model, weights = load_model(checkpoint, device=device_of(device))
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        completer = Completer(
-            model, weights.open_tokenizer(), sampler, max_new_tokens, _escaped(stop or []), stop_token or [], batch_size
-        )
+        stops = _escaped(stop or []), stop_token or []
+        completer = Completer(model, weights.open_tokenizer(), sampler, max_new_tokens, *stops, batch_size)
         writer = _Writer(console, completer, output or (input and Path(f"{input}.output.jsonl")), logprobs, num_samples)
         if interactive:
             _converse(writer)
@@ -86,8 +90,23 @@ def _escaped(texts: list[str]) -> list[str]:
     return [text.replace("\\n", "\n").replace("\\t", "\t") for text in texts]
 
 
+def _check_text(prompt: str) -> None:
+    # a byte of the command line that is not UTF-8 reaches Python as a lone surrogate, which no tokenizer takes
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        got = ascii(prompt[error.start])
+        raise typer.BadParameter(f"must be UTF-8 text, got {got} at {error.start}", param_hint="--prompt") from None
+
+
 def _prompts_in(file: Path, end: str) -> list[str]:
-    prompts = [each.strip() for each in file.read_text().split(end)]
+    try:
+        # editors on Windows begin text files with a byte order mark, which is no part of the first prompt
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        got = f"byte 0x{error.object[error.start]:02x} at {error.start}"
+        raise ValueError(f"{file}: must be UTF-8 text, got {got}") from None
+    prompts = [each.strip() for each in text.split(end)]
     if not any(prompts):
         raise ValueError(f"{file} must hold prompts, got none")
     return [each for each in prompts if each]
@@ -110,7 +129,8 @@ class _Writer:
             from powertrain.models.generate import stream
 
             ids = completer.tokens_of(asked[0])
-            tokens = stream(completer.model, [ids], max_new_tokens=completer.max_new_tokens, sampler=completer.sampler)
+            count = completer.count_after(len(ids))
+            tokens = stream(completer.model, [ids], max_new_tokens=count, sampler=completer.sampler)
             _write(self.console, asked[0], ids, tokens, completer.tokenizer)
             return
         if self.output is not None:

@@ -80,14 +80,14 @@ def init(
     model = _asked(model, "Model (tiny, or a preset such as llama-1b)", "tiny")
     _check_model(model)
     tokenizer = _asked(tokenizer, "Tokenizer (bytes, tokenizer.json, hf:ORG/NAME, train:SIZE)", "bytes")
-    count = steps or int(_asked(None, "Steps", "200"))
+    count = steps or _count(_asked(None, "Steps", "200"))
     precision = precision or _precision()
     if precision not in ("fp32", "bf16", "fp16"):
         raise typer.BadParameter(f"must be fp32, bf16 or fp16, got {precision!r}", param_hint="--precision")
     text = _text(file, data, model, tokenizer, count, precision)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(f"{file} cannot be written: {error.strerror}", param_hint="FILE") from None
     console = Console(soft_wrap=True, highlight=False)
@@ -101,7 +101,16 @@ def _asked(given: str | None, question: str, default: str) -> str:
     return str(typer.prompt(question, default)) if sys.stdin.isatty() else default
 
 
+def _count(answer: str) -> int:
+    if not answer.strip().isdecimal() or int(answer) < 1:
+        raise typer.BadParameter(f"must be a number of at least 1, got {answer!r}", param_hint="--steps")
+    return int(answer)
+
+
 def _check_data(data: str) -> None:
+    if not data.strip():
+        raise typer.BadParameter(f"must be a file, a folder, hf:ORG/NAME or quickstart, got {data!r}",
+                                 param_hint="--data")  # fmt: skip
     if data != "quickstart" and not data.startswith("hf:") and not Path(f"{data}.bin").exists():
         must_exist([data])
 

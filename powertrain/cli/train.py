@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from powertrain.cli.lint import missing_files, read_run
 from powertrain.cli.paths import must_exist
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from powertrain.train.config.reader import Run
     from powertrain.train.reporting.metrics import Sink
     from powertrain.train.trainer import Trainer
@@ -44,8 +45,9 @@ def train(
     """
     must_exist(missing_files(files))
     from powertrain.train import mesh_shape, ranks
+    from powertrain.train.reporting.screen import screen
 
-    console = Console()
+    console = screen()
     try:
         launch_env = ranks.read_launch_env()
         run = read_run(files, world_size=launch_env.world_size, strict=strict, format=format)
@@ -60,7 +62,7 @@ def train(
     _fit(run, launch_env, console, fresh=fresh)
 
 
-def _fit(run: "Run", launch_env: Any, console: Console, *, quiet: bool = False, fresh: bool = False) -> "Trainer":
+def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False, fresh: bool = False) -> "Trainer":
     from powertrain.parallel.transport.heartbeat import PeerTimeout
     from powertrain.train.agreement import is_on_all
     from powertrain.train.checkpoint.store import NotWritten
@@ -115,7 +117,7 @@ def _fit(run: "Run", launch_env: Any, console: Console, *, quiet: bool = False, 
     return trainer
 
 
-def _smoke(run: "Run", launch_env: Any, console: Console) -> None:
+def _smoke(run: "Run", launch_env: Any, console: "Console") -> None:
     """One step, a checkpoint, another process's view of it: a trainer that resumes and takes the second step."""
     with _smoke_folder(run, launch_env) as folder:
         started = time.monotonic()
@@ -177,7 +179,7 @@ def _shortened(run: "Run", folder: Path, steps: int) -> "Run":
     return dataclasses.replace(run, config=config.model_copy(update=sections))
 
 
-def _show(run: "Run", console: Console) -> None:
+def _show(run: "Run", console: "Console") -> None:
     from powertrain.train.config.table import render
 
     console.print(run.note, highlight=False)

@@ -1,5 +1,6 @@
 """The text of a log, as bytes, and its lines."""
 
+import codecs
 import re
 from collections.abc import Callable, Iterator
 
@@ -11,11 +12,18 @@ _LINE_BYTES = 4 * LINE
 _COLORS = re.compile(rb"\x1b\[[\d;]*[A-Za-z]")
 
 
+def _as_utf_8(data: bytes) -> bytes:
+    """A log without its byte order mark; PowerShell's `>` writes UTF-16."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16", errors="replace").encode(errors="replace")
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
 class Log:
     """A text, as bytes: without colors, ended by newlines; text overwritten after a carriage return is its own line."""
 
     def __init__(self, text: str | bytes) -> None:
-        data = text.encode(errors="replace") if isinstance(text, str) else text
+        data = text.encode(errors="replace") if isinstance(text, str) else _as_utf_8(text)
         # a search is cheaper than the substitution, and most logs have no colors
         data = _COLORS.sub(b"", data) if b"\x1b" in data else data
         self.data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").rstrip()

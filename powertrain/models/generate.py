@@ -22,12 +22,16 @@ class Sampler:
     def __init__(
         self, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
     ) -> None:
-        if temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        # so written that nan is refused
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
         if top_k is not None and top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {top_k}")
         if top_p is not None and not 0 <= top_p <= 1:
             raise ValueError(f"top_p must be in [0, 1], got {top_p}")
+        # what torch.Generator takes
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed must be in [-2**63, 2**64), got {seed}")
         self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k or None, top_p or None, seed
         self._generator: torch.Generator | None = None
 

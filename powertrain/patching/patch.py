@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from powertrain.patching import attention, gain, loss, mlps, norms, replace, rotary, verify
 from powertrain.patching.replace import Part, Report
+from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
 # pairs with their config, since parts of one model share a config object or have their own
@@ -35,8 +36,10 @@ def patch(model: nn.Module, *, kinds: Iterable[str] = KINDS, explain: bool = Fal
     left to Inductor, which fuses them with their neighbours. In training with labels a patched causal language model
     returns `logits=None`.
     Memory: while a part is judged, a few copies of its weights in float64.
-    Raises ValueError for a kind that there is not. Parts that are patched already are left.
+    Raises ValueError for a kind that there is not, and for a model that is no module. Parts that are patched already
+    are left.
     """
+    _check_model("patch", model)
     wanted = _checked(kinds)
     report = Report(model)
     for kind, step in _STEPS.items():
@@ -50,11 +53,17 @@ def patch(model: nn.Module, *, kinds: Iterable[str] = KINDS, explain: bool = Fal
 
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's own forward again, attention its former implementation."""
+    _check_model("unpatch", model)
     # reading the mark rather than a list: a deep copy of the model is unpatched too
     for module in model.modules():
         if replace.installed(module):
             replace.remove(module)
     _restore_attention(model)
+
+
+def _check_model(op: str, model: object) -> None:
+    got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    checks.require(isinstance(model, nn.Module), op, "model", "be an nn.Module", got)
 
 
 def _checked(kinds: Iterable[str]) -> set[str]:

@@ -133,8 +133,10 @@ class _Rotation:
 
     def _table(self, cos: Tensor, sin: Tensor) -> tuple[RopeTable, Tensor | None]:
         """One row a token; kept while the same cos comes again, as it does from layer to layer."""
+        # in inference mode tensors have no version by which a change could be seen: every layer makes its table
+        is_tracked = not (cos.is_inference() or sin.is_inference())
         # identity and versions: comparing values would wait for the GPU; a weak reference does not keep cos alive
-        if self.last and self.last[0]() is cos and self.last[1] == (cos._version, sin._version, id(sin)):
+        if is_tracked and self.last and self.last[0]() is cos and self.last[1] == (cos._version, sin._version, id(sin)):
             return self.last[2]
         pick = ANGLES[self.angles]
         # float32: our kernel rotates in float32 whatever q's dtype
@@ -142,7 +144,8 @@ class _Rotation:
         B, S = cos.shape[:2]
         # batches with position ids of their own get one row of the table per token
         positions = None if B == 1 else torch.arange(B * S, device=cos.device).view(B, S)
-        self.last = weakref.ref(cos), (cos._version, sin._version, id(sin)), (table, positions)
+        if is_tracked:
+            self.last = weakref.ref(cos), (cos._version, sin._version, id(sin)), (table, positions)
         return table, positions
 
 

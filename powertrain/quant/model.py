@@ -82,8 +82,11 @@ def quantize_model(
     The state dict does not change, except that delayed scaling adds its buffers (`FP8Linear`); one without them loads.
     Memory: activations are saved in one byte an element instead of two. A weight is quantized in every forward and, its
     transpose, in every backward; see `shared_weights`.
-    Raises ValueError for an entry of keep that names no layer.
+    Raises ValueError for an entry of keep that names no layer, and for a recipe or model that is none.
     """
+    got = recipe.__name__ if isinstance(recipe, type) else repr(recipe)
+    checks.require(isinstance(recipe, Recipe), "quantize_model", "recipe", "be Tensor(), Row() or Block()", got)
+    checks.require(isinstance(model, nn.Module), "quantize_model", "model", "be an nn.Module", type(model).__name__)
     if keep == "fp8":
         keep = ("lm_head", "router", "fp8")
     keep = (keep,) if isinstance(keep, str) else tuple(keep)

@@ -135,3 +135,9 @@ def reload() -> Settings:
     _current = None
     steering.changed()
     return settings()
+
+
+def forget_no_columns() -> None:
+    """Unset COLUMNS=0, which rich takes for the width of the screen: it would print nothing at all."""
+    if os.environ.get("COLUMNS") == "0":
+        del os.environ["COLUMNS"]

@@ -6,6 +6,7 @@
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,12 +57,16 @@ def first(key: object) -> bool:
 
 def _print(text: str) -> None:
     line = f"powertrain: {text}\n"
-    if settings().log_file:
-        with open(settings().log_file or "", "a") as file:
+    if log_file := settings().log_file:
+        # a full disk below the log is no reason to fail what is reported on: stderr has the line then
+        with suppress(OSError), open(log_file, "a", encoding="utf-8") as file:
             file.write(line)
-    else:
-        sys.stderr.write(line)
-        sys.stderr.flush()
+            return
+    if sys.stderr is not None:
+        # a closed pipe or terminal is no reason to fail what is reported on
+        with suppress(OSError):
+            sys.stderr.write(line)
+            sys.stderr.flush()
 
 
 def event(kind: str, text: str, **facts: Any) -> None:

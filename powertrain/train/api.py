@@ -1,11 +1,12 @@
 """`train(config)`: a run from Python, as `powertrain train` makes it."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import torch
 
 from powertrain.train import mesh_shape, ranks
 from powertrain.train.checkpoint.store import find
@@ -14,9 +15,12 @@ from powertrain.train.config.schema import RunConfig
 from powertrain.train.reporting.kernel_profile import KernelTable
 from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.run_summary import about
+from powertrain.train.reporting.screen import screen
 from powertrain.train.reporting.sinks import open_sinks
 from powertrain.train.run import start, stop_on_signals
 from powertrain.train.trainer import Trainer
+
+_one_run = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,31 @@ def train(
     overrides   "train.steps=100" and the like, laid over a file or dictionary
     fresh       an error where the folder holds a checkpoint
     quiet       nothing on the screen; files are written all the same
+    One run at a time in a process; inside torch.no_grad() and inference_mode() too.
     In the main thread SIGTERM and Ctrl-C end the run after the current step, with a checkpoint; `finished` is False.
     Raises ConfigError (a ValueError) for the config, ValueError or OSError for data, TrainingStopped for a loss that
-    went bad, NotWritten for a last checkpoint that could not be written.
+    went bad, NotWritten for a last checkpoint that could not be written, RuntimeError while another run is under way in
+    this process.
     """
+    # two at once draw from the same random generators, and have ended with a segmentation fault
+    if not _one_run.acquire(blocking=False):
+        raise RuntimeError("train: another run is under way in this process; a process has one at a time")
+    try:
+        # a caller's inference mode would make parameters that have no gradients
+        with torch.inference_mode(False), torch.enable_grad():
+            return _train(config, overrides, fresh, quiet)
+    finally:
+        _one_run.release()
+
+
+def _train(
+    config: str | Path | Mapping[str, Any] | RunConfig, overrides: Sequence[str], fresh: bool, quiet: bool
+) -> TrainResult:
     launch_env = ranks.read_launch_env()
     run = _read(config, overrides, launch_env.world_size)
     mesh_shape.check_parallel(run.config, launch_env.world_size)
     last = _Last()
-    console = Console(quiet=quiet)
+    console = screen(quiet=quiet)
 
     def sinks(trainer: Trainer) -> Sequence[Sink]:
         return [*open_sinks(trainer.config, about(trainer, run), console), last]

@@ -7,6 +7,8 @@ from powertrain.models.causal_lm import CausalLM
 from powertrain.models.generate import Row, Sampler, complete
 from powertrain.train.data.tokenizer import Tokenizer
 
+DEFAULT_NEW_TOKENS = 128
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -25,6 +27,7 @@ class Completion:
 class Completer:
     """Continues texts.
 
+    max_new_tokens       None: 128, or as many as the model has positions for behind the longest prompt of a batch
     stops, stop_tokens   an answer ends before the first of these; at the end of a document always
     batch_size           prompts that are continued together, those of similar length
     """
@@ -32,10 +35,16 @@ class Completer:
     model: CausalLM
     tokenizer: Tokenizer
     sampler: Sampler
-    max_new_tokens: int
+    max_new_tokens: int | None
     stops: Sequence[str] = ()
     stop_tokens: Sequence[int] = ()
     batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        size = self.tokenizer.vocab_size
+        # a token that the tokenizer does not have would never end anything
+        if wrong := [token for token in self.stop_tokens if not 0 <= token < size]:
+            raise ValueError(f"stop tokens must be in [0, {size}), the tokenizer's ids, got {wrong[0]}")
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[Completion]:
         """Each prompt's continuation, in order; an empty prompt is the beginning of a document.
@@ -58,10 +67,18 @@ class Completer:
 
     def rows(self, prompts: Sequence[Sequence[int]]) -> list[Row]:
         """What follows tokens, all in one batch."""
+        count = self.count_after(max(map(len, prompts), default=0))
         return complete(
-            self.model, prompts, max_new_tokens=self.max_new_tokens, sampler=self.sampler, eod=self.tokenizer.eod,
+            self.model, prompts, max_new_tokens=count, sampler=self.sampler, eod=self.tokenizer.eod,
             stop_tokens=self.stop_tokens, stop=self._stops if self.stops else None,
         )  # fmt: skip
+
+    def count_after(self, longest: int) -> int:
+        """How many tokens are drawn after prompts of at most `longest` tokens."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        # at least one: a prompt that fills all positions gets the error that says so
+        return max(1, min(DEFAULT_NEW_TOKENS, self.model.config.max_position_embeddings - longest))
 
     def text_of(self, row: Row) -> str:
         return cut(self.tokenizer.decode(row.tokens), self.stops)

@@ -70,7 +70,7 @@ class Scorer:
             alike.setdefault(repr(sorted(options.items())), []).append(index)
         for indices in alike.values():
             completer = self._completer(requests[indices[0]][1])
-            room = self.max_length - completer.max_new_tokens
+            room = self.max_length - completer.count_after(0)
             prompts = {i: completer.tokens_of(requests[i][0])[-room:] for i in indices}
             for batch in _batches(sorted(indices, key=lambda i: len(prompts[i])), self.batch_size):
                 for i, row in zip(batch, completer.rows([prompts[i] for i in batch]), strict=True):

@@ -376,8 +376,11 @@ def _rendezvous(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) ->
     try:
         tcp = _store(rendezvous, launch_env.world_size, launch_env.rank == 0 and not rendezvous.by_agent, seconds)
     except dist.DistError as error:
+        # at once, and of the rank that opens the store: the port belongs to another program, or to an earlier run
+        is_taken = "EADDRINUSE" in str(error)
+        why = "which another process has open" if is_taken else f"for {seconds:.0f} s: {error}"
         raise RendezvousError(
-            f"rank {launch_env.rank} reached no store at {where} for {seconds:.0f} s: {error}"
+            f"rank {launch_env.rank} {'cannot open' if is_taken else 'reached no store at'} {where} {why}"
         ) from None
     finally:
         late.cancel()

@@ -2,10 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
     """The config files, unchanged and resolved, in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in run.texts.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     write_json(folder / "run.json", config.model_dump(mode="json"))
     write_json(folder / "overrides.json", list(run.overrides))
 
@@ -176,9 +177,11 @@ def stop_on_signals(trainer: Trainer, *, is_last: bool = False, quiet: bool = Fa
         # within that time it is the same Ctrl-C, sent by terminal and launcher
         if number == signal.SIGINT and asked and time.monotonic() - asked > _SAME:
             raise KeyboardInterrupt
-        if not asked and trainer.ranks.is_first and not quiet:
+        # None: the descriptor was closed when the process started, and may be another file's now
+        if not asked and trainer.ranks.is_first and not quiet and sys.stderr is not None:
             # a step may take minutes. Not by print: the signal may have come in the middle of one
-            os.write(2, _acknowledged(signal.Signals(number)).encode())
+            with suppress(OSError):  # a terminal that hung up, a `tee` that Ctrl-C ended first
+                os.write(2, _acknowledged(signal.Signals(number)).encode())
         asked = asked or time.monotonic()
         # the first signal is the reason; later ones follow from it
         trainer.stop_reason = trainer.stop_reason or signal.Signals(number).name

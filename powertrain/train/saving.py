@@ -69,7 +69,8 @@ class Saver:
     def _note_not_written(self, error: checkpoint_store.NotWritten) -> None:
         # kept, not raised: a full disk may have room again when the next checkpoint is due
         self._saving, self._not_written = None, error
-        self.note(f"{error}. The training goes on; the newest is {checkpoint_store.find(self.checkpoints.folder)}")
+        newest = checkpoint_store.find(self.checkpoints.folder)
+        self.note(f"{error}. The training goes on; {f'the newest is {newest}' if newest else 'there is none yet'}")
 
 
 def save_step(step: int, every: int, scale: str) -> bool:

@@ -1,12 +1,16 @@
 """`powertrain doctor` and `powertrain diagnose` as commands."""
 
+import codecs
 import json
+import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from powertrain.cli import app, doctor
+from powertrain.cli import app, diagnose, doctor
 from powertrain.doctor import checks
 from powertrain.doctor.finding import Check, Finding
 from powertrain.runtime.machine import Ran
@@ -112,3 +116,33 @@ def test_overlap_tries_ranks_of_this_machine() -> None:
     code, said = _run("doctor", "--overlap", "--only", "overlap-powertrain")
     assert code == 0, said
     assert "products are right over" in said and "symmetric" in said
+
+
+OUT_OF_MEMORY = "\x1b[31mtorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB\x1b[0m\r\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+def test_logs_as_windows_writes_them(encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / "log.txt"
+    mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+    file.write_bytes(mark + OUT_OF_MEMORY.encode(encoding))
+    code, said = _run("diagnose", str(file))
+    assert code == 0 and "line 1: torch.OutOfMemoryError: CUDA out of memory" in said, said
+
+
+def test_a_pipe_with_a_name_and_no_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`powertrain diagnose <(command)`; and a process whose stdin was closed."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(OUT_OF_MEMORY,))
+    writer.start()
+    assert "cuda-out-of-memory" in _run("diagnose", str(pipe))[1]
+    writer.join()
+    monkeypatch.setattr(diagnose, "sys", SimpleNamespace(stdin=None))
+    code, said = _run("diagnose")
+    assert code == 2 and "must be a file where stdin is closed" in said
+
+
+def test_a_terminal_of_no_width(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["target"], env={"COLUMNS": "0"})
+    assert result.exit_code == 0 and "RTX 2060" in result.output

@@ -134,7 +134,9 @@ def test_what_is_sampled(options: dict[str, Any], expected: list[float]) -> None
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+        ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
+        ({"seed": 2**64}, r"seed must be in \[-2\*\*63, 2\*\*64\), got 18446744073709551616"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_p": -0.1}, r"top_p must be in \[0, 1\], got -0.1"),
         ({"top_p": 1.1}, r"top_p must be in \[0, 1\], got 1.1"),

@@ -174,6 +174,17 @@ def test_generate(name: str, cache: str) -> None:
     assert torch.equal(model.generate(**inputs, **options), right)
 
 
+def test_in_inference_mode() -> None:
+    """Its tensors have no versions, which the table of angles was kept by."""
+    model, inputs = causal("Llama").eval(), batch("none")
+    del inputs["labels"]
+    right = model(**inputs).logits
+    pt.patch(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(**inputs).logits, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(**inputs).logits, right, rtol=1e-4, atol=1e-5)
+
+
 def test_trainer_calls() -> None:
     """What trainers pass and read: tokens counted over accumulated batches, labels shifted before, eval's logits."""
     model, inputs = causal("Llama"), batch()
@@ -385,3 +396,7 @@ def test_report_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
     with pytest.raises(ValueError, match="kinds must be of norm, mlp, rotary, attention, loss, got 'norms'"):
         pt.patch(model, kinds=["norms"])
+    with pytest.raises(ValueError, match=r"patch: model must be an nn\.Module, got the class Linear"):
+        pt.patch(nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"unpatch: model must be an nn\.Module, got str"):
+        pt.unpatch("model")  # type: ignore[arg-type]

@@ -111,6 +111,14 @@ def test_unknown_names_are_said_and_nothing_is_changed() -> None:
     assert not any(isinstance(m, FP8Linear) for m in model.modules())
 
 
+@pytest.mark.parametrize("recipe, got", [("row", "'row'"), (Row, "Row"), (None, "None")])
+def test_what_is_no_recipe_is_said_and_nothing_is_changed(recipe: object, got: str) -> None:
+    model = nn.Linear(64, 64)
+    with pytest.raises(ValueError, match=rf"quantize_model: recipe must be Tensor\(\), .*, got {got}$"):
+        quantize_model(model, recipe)  # type: ignore[arg-type]
+    assert type(model) is nn.Linear
+
+
 def test_an_unknown_name_leaves_an_earlier_recipe() -> None:
     model = Model()
     quantize_model(model, Row(), keep=["*.2"])

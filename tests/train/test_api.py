@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from powertrain.train.config.yaml_source import ConfigError
 from powertrain.train.data.indexed import DocumentSlice, IndexedData, IndexedWriter
 from powertrain.train.data.sources import open_data
 from powertrain.train.data.tokenizer import ByteTokenizer
+from powertrain.train.ranks import RendezvousError
 from powertrain.train.reporting.metrics import StepRecord
 from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.trainer import Trainer
@@ -51,6 +53,37 @@ def test_quickstart_is_a_config_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_config(["quickstart"]).config.train.steps == 180
     (tmp_path / "quickstart.yml").write_text(write_config(tmp_path).read_text())
     assert read_config(["quickstart"]).config.train.steps == 12
+
+
+def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", **where}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RendezvousError, match=rf"cannot open 127.0.0.1:{port} .* which another process has open"):
+            train(write_config(tmp_path), quiet=True)
+
+
+def test_in_inference_mode_and_beside_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, said = write_config(tmp_path), []
+
+    def another(*_: object) -> int:
+        with pytest.raises(RuntimeError) as caught:
+            train(file, quiet=True)
+        said.append(str(caught.value))
+        return 0
+
+    overrides = ["train.steps=2", "logging.report=false", "evaluation.at_end=false"]
+    with monkeypatch.context() as patched, torch.inference_mode():
+        patched.setattr("powertrain.train.api.about", another)
+        patched.setattr("powertrain.train.api.open_sinks", lambda *_: [])
+        assert train(file, overrides, quiet=True).steps == 2
+    assert said == ["train: another run is under way in this process; a process has one at a time"]
+    with torch.no_grad():
+        assert train(file, [*overrides, "train.steps=3"], quiet=True).steps == 3
 
 
 def test_what_train_refuses(tmp_path: Path) -> None:

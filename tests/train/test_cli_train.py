@@ -45,7 +45,7 @@ def test_generate_says_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
     assert _train(tmp_path, "train.steps=1")[0] == 0
     for words, said in (
         (["--prompt", "long " * 20], "prompts must have fewer than model.max_position_embeddings (64) tokens, got 100"),
-        (["--prompt", "abc"], "max_new_tokens must be at most 61 after a prompt of 3 tokens"),
+        (["--prompt", "abc", "--max-new-tokens", "62"], "max_new_tokens must be at most 61 after a prompt of 3 tokens"),
         (["--prompt", "abc", "--device", "cuda:77"], "--device must be cpu or one of the"),
         (["--prompt", "abc", "--device", "cuda:x"], "--device must be cpu or one of the"),
         (["--prompt", "abc", "--device", "tpu"], "--device must be cpu or one of the"),

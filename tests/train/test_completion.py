@@ -63,6 +63,26 @@ def test_prompts_end_where_one_says(run: Path, tmp_path: Path) -> None:
     assert "must hold prompts, got none" in _said(run, "--input", str(file)).output
 
 
+def test_prompts_of_a_file_are_utf_8(run: Path, tmp_path: Path) -> None:
+    """A byte order mark is no part of the first prompt; another encoding is an error that names file and byte."""
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffline\r\ntext\r\n".encode())
+    assert _said(run, "--input", str(file)).exit_code == 0
+    answers = [json.loads(line) for line in Path(f"{file}.output.jsonl").read_text().splitlines()]
+    assert [a["context"] for a in answers] == ["line", "text"]
+    file.write_bytes(b"caf\xe9\n")
+    result = _said(run, "--input", str(file))
+    assert result.exit_code == 2 and f"{file}: must be UTF-8 text, got byte 0xe9 at 3" in result.output
+
+
+def test_without_a_length_answers_end_with_the_models_positions(run: Path) -> None:
+    """64 positions: 128 more tokens, the default, would be refused after any prompt."""
+    words = ["generate", str(run), "--device", "cpu", "--temperature", "0", "--prompt", PROMPTS[0]]
+    for more in ([], ["--logprobs"]):
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 0 and PROMPTS[0] in result.output, result.output
+
+
 def test_beginnings_of_documents(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     assert _said(run, "--num-samples", "3", "--output", str(output), "--temperature", "1").exit_code == 0
@@ -108,6 +128,8 @@ def test_prompts_come_from_one_place(run: Path, tmp_path: Path) -> None:
         (["--interactive", "--output", "answers.jsonl"], "--output must be left out with --interactive"),
         (["--prompt", "a", "--stop", ""], "--stop must not be empty"),
         (["--prompt", "a", "--prompt-end", ""], "--stop must not be empty"),
+        (["--prompt", "a", "--stop-token", "256"], "stop tokens must be in [0, 256), the tokenizer's ids, got 256"),
+        (["--prompt", "caf\udce9"], r"must be UTF-8 text, got '\udce9' at 3"),
     ],
 )
 def test_options_without_an_effect_are_refused(words: list[str], message: str, run: Path) -> None:

@@ -109,7 +109,14 @@ def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) ->
         ("train.seq_length=4096", "train.seq_length must be at most model.max_position_embeddings (128), got 4096"),
         ("train.steps=true", "command line: train.steps must be a number, got 'True'"),
         ("checkpoint.keep_last=false", "checkpoint.keep_last must be a number"),
-        ("data.train=null", "data.train must be right: Tuple should have at least 1 item"),
+        ("data.train=null", "data.train must hold at least one entry, got '[]'"),
+        ("data.train=", "data.train must hold at least one entry"),
+        ("data.train=' '", "data.train.0.path must be a path, got ' '"),
+        ("data.split=nan", "command line: data.split must be one to three shares such as"),
+        ("data.split=9,-1", "data.split must be one to three shares such as '969, 30, 1', not all 0, got '9,-1'"),
+        ("evaluation=", "evaluation must be a section, such as {key: value}, got nothing"),
+        ("logging={folder: 2024}", "logging.folder must be text (in quotes where it looks like a number), got '2024'"),
+        ("trian.steps=3", "command line: trian: unknown key; did you mean train"),
         ("model=null", "model must be a section or the name of a preset"),
         ("model.architecture=rwkv", "model.architecture must be one of gpt_neox, llama"),
         ("train.seed=[1", "command line: train.seed: must be YAML"),
@@ -117,6 +124,15 @@ def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) ->
 )
 def test_overrides_say_what_is_wrong(override: str, words: str) -> None:
     assert words in _message(OURS, overrides=(override,))
+
+
+def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would become a folder named ~ otherwise."""
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ["data.train=~/text", "logging.folder=~/run", "checkpoint.load=~/c", "data.tokenizer=~/t.json"]
+    config = read_config([OURS], paths).config
+    assert config.data.train[0].path == "/home/me/text" and str(config.folder()) == "/home/me/run"
+    assert config.checkpoint.load == "/home/me/c" and config.data.tokenizer == "/home/me/t.json"
 
 
 def test_all_mistakes_at_once() -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from powertrain.train.config.section import Above0, NonNegative, Positive, Section
+from powertrain.train.config.section import Above0, FilePath, NonNegative, Positive, Section
 
 ObjectiveName = Literal["pretrain", "sft", "dpo", "kto", "reward", "policy", "distill"]
 # 0.5 or more would teach the opposite
@@ -105,6 +105,6 @@ class DistillConfig(Section):
     temperature   divides the logits of both models
     """
 
-    teacher: str | None = None
+    teacher: FilePath | None = None
     beta: Annotated[float, Field(ge=0, le=1)] = 0.0
     temperature: Above0 = 1.0

@@ -218,6 +218,8 @@ _YAML = {
     "dict_type": "be a section, such as {key: value}",
     "model_type": "be a section, such as {key: value}",
     "model_attributes_type": "be a section, such as {key: value}",
+    "string_type": "be text (in quotes where it looks like a number)",
+    "too_short": "hold at least one entry",
 }
 
 
@@ -236,7 +238,9 @@ def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]
     # pydantic's sentence without its subject
     must = message.removeprefix("Input should ") if message.startswith("Input should ") else f"be right: {message}"
     must = _YAML.get(str(problem["type"]), must)
-    return f"{key} must {must}, got {str(problem['input'])[:80]!r}"
+    # a section whose keys are all commented out is null to YAML
+    got = "nothing" if problem["input"] is None else repr(str(problem["input"])[:80])
+    return f"{key} must {must}, got {got}"
 
 
 def _fields(path: KeyPath, values: dict[str, Any]) -> Iterable[str]:

@@ -17,7 +17,8 @@ from powertrain.train.config.objectives import (
     PreferenceConfig,
     RewardConfig,
 )
-from powertrain.train.config.section import Above0, Natural, NonNegative, Positive, Section
+from powertrain.train.config.section import Above0, FilePath, Natural, NonNegative, Positive, Section
+from powertrain.train.config.split import shares_of
 
 
 class DataSource(Section):
@@ -31,18 +32,26 @@ class DataSource(Section):
                               float for each token
     """
 
-    path: str
+    path: FilePath
     weight: NonNegative = 1.0
-    labels: str | None = None
-    rejected: str | None = None
-    rejected_labels: str | None = None
-    rewards: str | None = None
-    log_probs: str | None = None
+    labels: FilePath | None = None
+    rejected: FilePath | None = None
+    rejected_labels: FilePath | None = None
+    rewards: FilePath | None = None
+    log_probs: FilePath | None = None
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
     streaming: bool = False
     documents: Positive | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _given(cls, path: str) -> str:
+        # the empty path would be this folder to some readers and nothing to others
+        if not path.strip():
+            raise PydanticCustomError("no_path", "Input should be a path")
+        return path
 
 
 class DataConfig(Section):
@@ -61,7 +70,7 @@ class DataConfig(Section):
     validation: tuple[DataSource, ...] = ()
     test: tuple[DataSource, ...] = ()
     split: str = "969, 30, 1"
-    tokenizer: str = "bytes"
+    tokenizer: FilePath = "bytes"
     vocab_multiple: Positive = 128
     text_key: str = "text"
     append_eod: bool = True
@@ -73,7 +82,14 @@ class DataConfig(Section):
     weighted_sampler_alpha: float = 1.0
     order: Literal["neox", "sequential"] = "neox"
     num_workers: Natural = 2
-    cache_folder: str | None = None
+    cache_folder: FilePath | None = None
+
+    @field_validator("split")
+    @classmethod
+    def _shares(cls, split: str) -> str:
+        # here and not where documents are split: that comes after all text has been tokenized
+        shares_of(split)
+        return split
 
     @model_validator(mode="after")
     def _whole_documents_are_shuffled(self) -> "DataConfig":
@@ -125,7 +141,7 @@ class ProfileConfig(Section):
 
     start: Positive = 10
     steps: Natural = 0
-    folder: str | None = None
+    folder: FilePath | None = None
     memory: bool = True
 
 
@@ -153,7 +169,7 @@ class TrainConfig(Section):
     exit_interval: Natural = 0
     seq_length: Positive
     objective: ObjectiveName = "pretrain"
-    reference: str | None = None
+    reference: FilePath | None = None
     reference_cache: bool = False
     lora: LoRAConfig | None = None
     preference: PreferenceConfig = PreferenceConfig()
@@ -353,8 +369,8 @@ class CheckpointConfig(Section):
     """
 
     save: bool = True
-    folder: str | None = None
-    load: str | None = None
+    folder: FilePath | None = None
+    load: FilePath | None = None
     finetune: bool = False
     load_optimizer: bool = True
     load_schedule: bool = False
@@ -385,7 +401,7 @@ class EvaluationConfig(Section):
     advance: bool = False
     at_end: bool = True
     tasks: tuple[str, ...] = ()
-    tasks_folder: str | None = None
+    tasks_folder: FilePath | None = None
     task_limit: Positive | None = None
 
 
@@ -394,7 +410,7 @@ class LoggingConfig(Section):
     phase_timers  how long data, forward, backward and optimizer take, in every step's numbers
     """
 
-    folder: str | None = None
+    folder: FilePath | None = None
     every: Positive = 10
     tensorboard: bool = True
     wandb: dict[str, Any] | None = None

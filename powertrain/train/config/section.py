@@ -1,14 +1,23 @@
 """The base class of all sections of a config (frozen, unknown keys are errors), and types of numbers with limits."""
 
+import os
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
+
+
+def _expanded(path: str) -> str:
+    # no shell has seen a path of a file, and `~` would become the name of a folder
+    return os.path.expanduser(path)
+
+
+FilePath = Annotated[str, AfterValidator(_expanded)]
 
 
 class Section(BaseModel):

@@ -110,6 +110,8 @@ class Source:
             # null counts as an empty section
             if section.get(key) is None:
                 section[key] = {}
+                # an unknown section is a slip of the command line, not of a file
+                self.locations[path[:depth]] = COMMAND_LINE
             section = section[key]
             if not isinstance(section, dict):
                 raise ConfigError(f"{COMMAND_LINE}: {'.'.join(keys[:depth])} must be a section, got {section!r}")

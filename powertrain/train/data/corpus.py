@@ -5,6 +5,7 @@ as GPT-NeoX's reader takes them; or it has the messages of a chat under the key.
 of its sorted paths, hidden files left out.
 """
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -138,6 +139,8 @@ def _lines(path: Path, file: Any) -> Iterator[Raw]:
     try:
         # with a limit, so that a file without line ends cannot exhaust the memory
         while line := file.readline(_MOST_LINE):
+            # PowerShell and editors on Windows begin files with a byte order mark, which is no part of the first line
+            line = line if number else line.removeprefix(codecs.BOM_UTF8)
             number += 1
             where, damage = f"{path}:{number}", ""
             if len(line) == _MOST_LINE:

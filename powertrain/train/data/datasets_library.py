@@ -58,6 +58,8 @@ def _open(source: DataSource) -> Any:
     import datasets
 
     path = source.path
+    if path == HUB:
+        raise ValueError(f"must be {HUB}ORG/NAME")
     if path.startswith(HUB):
         return datasets.load_dataset(
             path.removeprefix(HUB), source.subset, split=source.split, revision=source.revision,

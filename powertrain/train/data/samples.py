@@ -25,6 +25,7 @@ from powertrain.runtime import tracing
 from powertrain.runtime.jobs import available_memory
 from powertrain.runtime.reading import one_line
 from powertrain.train.checksums import compare, crc_of, read_sums, sync, write_sums
+from powertrain.train.config.split import shares_of
 from powertrain.train.data.file_lock import one_at_a_time
 
 _SUMS = "checksums.json"
@@ -56,13 +57,7 @@ def split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     split: up to three shares such as "969, 30, 1" or "8/1/1"; a part may be empty. Shares are rounded as there: the
     difference that rounding makes is taken from every bound.
     """
-    try:
-        shares = [float(part) for part in split.replace("/", ",").split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
-        raise ValueError(f"data.split must be one to three shares such as '969, 30, 1', not all 0, got {split!r}")
-    shares += [0.0] * (3 - len(shares))
+    shares = shares_of(split)
     total, bounds = sum(shares), [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share / total * float(count)))

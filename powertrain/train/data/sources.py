@@ -95,7 +95,8 @@ def open_data(
     opener = _Opener(config, folder, tokenizer, seq_length, seed)
     parts = opener.parts()
     if not parts[0]:
-        raise ValueError(f"data.train must hold documents to train on, got none; data.split is {config.split!r}")
+        names = ", ".join(source.path for source in config.train)
+        raise ValueError(f"data.train must hold documents to train on, got none in {names} (split {config.split!r})")
     samples = [opener.samples(name, part, wanted) for name, part, wanted in zip(PARTS, parts, num_samples, strict=True)]
     train, validation, test = samples
     assert train is not None

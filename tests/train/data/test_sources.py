@@ -132,7 +132,7 @@ def test_a_part_without_documents_is_said(tmp_path: Path, capsys: pytest.Capture
     data = opened(tmp_path, train=data_set(tmp_path / "d", [50, 50]))
     assert data.validation is None and data.test is None
     assert "no document is left for validation (split '969, 30, 1')" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"data\.train must hold documents .*; data\.split is '0, 1, 1'"):
+    with pytest.raises(ValueError, match=r"data\.train must hold documents .*, got none in .*/d \(split '0, 1, 1'\)"):
         opened(tmp_path, train=str(tmp_path / "d"), split="0, 1, 1")
 
 

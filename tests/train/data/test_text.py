@@ -46,6 +46,8 @@ def test_forms_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": ["a", "b"]}\n\n"just text"\n{"body": ""}\n')
     assert list(texts([path], "body")) == ["a\n\nb", "just text", ""]
+    path.write_text('\ufeff{"body": "\ufeffkept"}\r\n', encoding="utf-8")
+    assert list(texts([path], "body")) == ["\ufeffkept"]
 
 
 @pytest.mark.parametrize(

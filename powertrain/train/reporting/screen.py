@@ -1,0 +1,61 @@
+"""The console of a run, which outlives its reader: a closed pipe, a terminal that hung up, a full disk."""
+
+import errno
+import os
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from powertrain.runtime import tracing
+
+
+def screen(*, quiet: bool = False) -> Console:
+    """A console on stdout. An error of writing is said once on stderr, and what is printed afterwards may be lost.
+    Characters that stdout's encoding lacks are escaped.
+
+    Without it Ctrl-C in `powertrain train run.yml | tee log` would lose the run's last checkpoint: tee ends first, and
+    rich answers the closed pipe with SystemExit.
+    """
+    # None: a process whose stdout was closed when it started
+    return Console(file=None if sys.stdout is None else _Lasting(sys.stdout), quiet=quiet)  # type: ignore[arg-type]
+
+
+class _Lasting:
+    """A text file whose `write` and `flush` never fail; all else is the file's."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        try:
+            try:
+                return self._file.write(text)
+            except UnicodeEncodeError as error:
+                # a path or a text that the locale has no characters for
+                self._file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+                return len(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _lose(self, error: OSError) -> None:
+        tracing.warn(f"the screen cannot be written: {error.strerror}; the run goes on, and its files are written")
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            # a full disk may have room again
+            return
+        # nobody reads it any more; what is buffered would fail again when the interpreter ends, with exit code 120
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._file.fileno())
+            os.close(null)
