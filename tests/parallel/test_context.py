@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.models.sequence_sharding import ContextSharding
+from powertrain.nn.attention import Context
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.parallel.context.api import FLOPS_PER_BYTE, ContextParallel, choose_mode, context_parallel
 from powertrain.parallel.context.block_attention import Mask, Queries, Sum, dense_blocks, gradients
@@ -250,5 +251,5 @@ def test_a_model_keeps_the_places_of_a_few_lengths_only() -> None:
 
     spread = ContextSharding(SimpleNamespace(sharding=sharding))  # type: ignore[arg-type]
     for length in [*range(1, 100), 99]:
-        assert spread._sharding_of(torch.zeros(1, length), None).num_tokens == length
+        assert spread._sharding_of(torch.zeros(1, length), Context()).num_tokens == length
     assert len(made) == 99 and sum(ref() is not None for ref in made) <= 16

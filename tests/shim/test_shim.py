@@ -265,9 +265,9 @@ EXAMPLES = """
         layer(torch.randn(4, 2, 32)).sum().backward()
     assert layer.layernorm_mlp.fc1_fp8.fp8_amax.min() > 0
     try:
-        te.InferenceParams()
+        te.MXFP8Quantizer()
     except AttributeError as error:
-        assert "InferenceParams is not in Powertrain (not yet; powertrain.nn.KVCache" in str(error), error
+        assert "MXFP8Quantizer is not in Powertrain (needs the products of sm_100" in str(error), error
 """
 
 
