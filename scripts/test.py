@@ -68,10 +68,10 @@ def main(options: list[str]) -> int:
     if not slow:
         rest = ["-m", "not slow", *rest]
     processes = jobs(PER_PROCESS)
-    # on a CPU one more than cores: tests of faults and of ranks wait for a fifth of their time
-    count = min(processes.count, GPU_PROCESSES) if gpu else processes.count + 1
+    # one more than cores was slower: 561 s for 520 on two
+    count = min(processes.count, GPU_PROCESSES) if gpu else processes.count
     if count > 1 and find_spec("xdist"):
-        print(f"test processes: {count} ({processes.why}{'' if gpu else ', and one more'})")
+        print(f"test processes: {count} ({processes.why})")
         # Each process has tests that lie together, so module fixtures are made once; one that is idle takes others'.
         rest = ["-n", str(count), "--dist", "worksteal", *rest]
     if gpu:
