@@ -277,7 +277,7 @@ def test_fp8_of_experts(run_file: str) -> None:
     (line,) = (line for line in output.splitlines() if line.startswith("layers.*.mlp.experts.gate_up"))
     assert code == 0 and line.split()[1:3] == ["4096x7168", "bf16:"], output
     assert "FP8 by row is" in line and "expected to be slower" in output  # folded
-    # the figures that say so: three products and quantization, beside bf16's; they are in no sum of what is FP8
+    # the times of three products and of quantization in FP8, beside those in bf16; no sum of FP8 layers has them
     *times, fp8, bf16 = (float(word) for word in line.split()[-9:-3])
     assert fp8 == pytest.approx(sum(times), abs=0.01) and fp8 > 1.5 * bf16 > 0
     (total,) = (line for line in output.splitlines() if "layers in FP8:" in line)

@@ -6,6 +6,7 @@ set; LAMB, NovoGrad and Adagrad do not read it, as there. Nothing waits for the 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,12 +136,8 @@ def multi_tensor_adam_capturable(
 
     The gradients become inv_scale times themselves, unless noop_flag is set.
     """
-    checks.require(
-        len(tensor_lists) == 4, "multi_tensor_adam_capturable", "tensor_lists", "be 4 lists", len(tensor_lists)
-    )
-    grads = _unscaled(noop_flag, tensor_lists[0], inv_scale)
-    numbers = (lr.reshape(()), beta1, beta2, epsilon, step.reshape(()).double(), mode, bias_correction, weight_decay)
-    multi_tensor_adam(chunk_size, noop_flag, [grads, *tensor_lists[1:]], *numbers)
+    numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    _capturable("multi_tensor_adam_capturable", 4, noop_flag, tensor_lists, inv_scale, numbers)
 
 
 def multi_tensor_adam_capturable_master(
@@ -158,11 +155,20 @@ def multi_tensor_adam_capturable_master(
     inv_scale: Tensor,
 ) -> None:
     """`multi_tensor_adam_capturable` with a fifth list, the float32 master parameters."""
-    op = "multi_tensor_adam_capturable_master"
-    checks.require(len(tensor_lists) == 5, op, "tensor_lists", "be 5 lists", len(tensor_lists))
+    numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    _capturable("multi_tensor_adam_capturable_master", 5, noop_flag, tensor_lists, inv_scale, numbers)
+
+
+def _capturable(
+    op: str, count: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, numbers: tuple[Any, ...]
+) -> None:
+    """`multi_tensor_adam` of `count` lists; numbers are its arguments from lr on, lr and step as tensors."""
+    checks.require(len(tensor_lists) == count, op, "tensor_lists", f"be {count} lists", len(tensor_lists))
+    lr, beta1, beta2, epsilon, step, *rest = numbers
     grads = _unscaled(noop_flag, tensor_lists[0], inv_scale)
-    numbers = (lr.reshape(()), beta1, beta2, epsilon, step.reshape(()).double(), mode, bias_correction, weight_decay)
-    multi_tensor_adam(chunk_size, noop_flag, [grads, *tensor_lists[1:]], *numbers)
+    # chunk_size 0: a hint that is not read
+    numbers = (lr.reshape(()), beta1, beta2, epsilon, step.reshape(()).double(), *rest)
+    multi_tensor_adam(0, noop_flag, [grads, *tensor_lists[1:]], *numbers)
 
 
 def _unscaled(noop_flag: Tensor, grads: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ from powertrain.ops.shapes import cdiv
 FP8_DTYPE = torch.float8_e4m3fn
 # suffixes of a weight's name, of its scales
 _SCALES = ("_scale_inv", "_scale")
-# of what is quantized in a forward: that is our recipe's
+# scales of tensors that a forward quantizes: our recipe computes those
 _LEFT_OUT = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 
 

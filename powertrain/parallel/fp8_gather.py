@@ -3,9 +3,9 @@
     fp8_all_gather_gemm        y_i = gather(x) w_iᵀ      x's rows are sharded; w_i's rows (features out) are this rank's
 
 It is `all_gather_gemm` (collective_matmul.py) whose products, forward and backward, are those of `fp8_linear`. An
-element's scale is what it would be after gathering (fp8_operands.py), so x travels in FP8, rank by rank. In backward it
-travels once more, as xᵀ for dW: by tensor the same bytes; by row and block its scales are of 128 tokens, so it travels
-in FP8 if each rank's first token is a multiple of 128, else x as it is.
+element has the scale that it would have after gathering (fp8_operands.py), so x travels in FP8, rank by rank. In
+backward it travels once more, as xᵀ for dW: by tensor the same bytes; by row and block its scales are of 128 tokens, so
+it travels in FP8 if each rank's first token is a multiple of 128, else x as it is.
 
 Saved: what backward sends, x in one byte an element or x, and the weights with their scales.
 """

@@ -123,7 +123,7 @@ def dequantize_model(model: nn.Module) -> None:
 
 
 def _refuse(model: nn.Module, report: Report, unknown: list[str]) -> None:
-    """Undo what was changed, and raise ValueError for entries of keep that name no layer."""
+    """Restore the layers that were replaced, and raise ValueError for entries of keep that name no layer."""
     for part in report.quantized:
         _revert(model.get_submodule(part.name))
     for name in report.kept:

@@ -58,12 +58,12 @@ def first(key: object) -> bool:
 def _print(text: str) -> None:
     line = f"powertrain: {text}\n"
     if log_file := settings().log_file:
-        # a full disk below the log is no reason to fail what is reported on: stderr has the line then
+        # a full disk is no reason to fail the run that writes the log: stderr has the line then
         with suppress(OSError), open(log_file, "a", encoding="utf-8") as file:
             file.write(line)
             return
     if sys.stderr is not None:
-        # a closed pipe or terminal is no reason to fail what is reported on
+        # a closed pipe or terminal is no reason to fail the run that prints
         with suppress(OSError):
             sys.stderr.write(line)
             sys.stderr.flush()

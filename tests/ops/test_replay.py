@@ -550,7 +550,7 @@ def test_a_second_backward_is_refused_after_replays(device: torch.device) -> Non
     ],
 )
 def test_fp8_layers_of_one_shape_keep_apart(by: Any, kept: str, device: torch.device, counted: _Counted) -> None:
-    """What a backward keeps beside saved tensors (scales, amaxes, last scales, main_grad) is that of its own layer."""
+    """A backward uses the scales, amaxes, last scales and main_grad of its own layer."""
     layers: list[dict[str, Any]] = []
     for layer in range(2):
         weight = torch.randn(32, 48, device=device).bfloat16().requires_grad_()

@@ -125,7 +125,7 @@ def test_bad_readings_move_a_layer_to_a_safer_recipe(recipe: str, tmp_path: Path
 
 
 def _regression(rescue: bool) -> tuple[list[float], list[str]]:
-    """Losses of a layer that learns from channels beside one of 3e7, by tensor, and what is noted."""
+    """Losses of a layer that learns from channels beside one of 3e7, by tensor, and the notes of the run."""
     torch.manual_seed(0)
     x = torch.randn(64, 256)
     x[:, 0] = 3e7

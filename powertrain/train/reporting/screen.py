@@ -54,7 +54,7 @@ class _Lasting:
         if error.errno not in (errno.EPIPE, errno.EIO):
             # a full disk may have room again
             return
-        # nobody reads it any more; what is buffered would fail again when the interpreter ends, with exit code 120
+        # nobody reads it any more; buffered text would fail again when the interpreter ends, with exit code 120
         with suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._file.fileno())
