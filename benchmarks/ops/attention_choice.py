@@ -11,7 +11,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import suppress
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +22,9 @@ from torch import Tensor
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.select import NoBackendError
-from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.errors import PowertrainError
 from powertrain.runtime.jobs import usable_cores
-from powertrain.runtime.recording import record
-from powertrain.runtime.target import Target
-from powertrain.testing.bench import Timing, measure
+from powertrain.testing.bench import Timing, measure, note
 
 HEAD_DIMS = (40, 48, 64, 72, 80, 88, 96, 112, 120, 128, 136, 160, 184, 192, 224, 256, 320, 384, 512)
 HEADS = ((8, 8), (16, 16), (32, 32), (32, 8), (28, 4), (64, 8), (12, 1))
@@ -61,6 +60,9 @@ def draw(source: random.Random) -> Problem:
     while True:
         length = round(math.exp(source.uniform(0, math.log(MOST_TOKENS))))
         batch = source.choice((1, 1, 2, 3, 4, 8, 16))
+        if length <= 512 and source.random() < 0.5:
+            # windows of images and sentences come in large batches
+            batch = max(batch, round(math.exp(source.uniform(0, math.log(MOST_TOKENS / length)))))
         packed = source.random() < 0.25
         lengths = [source.randint(1, length) for _ in range(batch)] if packed else [length] * batch
         # few queries beside many keys, as when a cache is filled
@@ -72,49 +74,44 @@ def draw(source: random.Random) -> Problem:
             return problem
 
 
-def _tensors(problem: Problem, device: str) -> tuple[list[Tensor], Tensor]:
+def _tensors(problem: Problem) -> tuple[list[Tensor], Tensor]:
     total, batch = sum(problem.lengths), len(problem.lengths)
     rows = (total,) if problem.packed else (batch, problem.lengths[0])
     key_rows = rows if problem.keys is None else (batch, problem.keys)
     sizes = ((rows, problem.heads), (key_rows, problem.kv_heads), (key_rows, problem.kv_heads))
-    make = torch.empty if device == "meta" else torch.randn
-    leaves = [make(*rows, heads, problem.head_dim, device=device, dtype=torch.bfloat16) for rows, heads in sizes]
+    leaves = [torch.randn(*r, heads, problem.head_dim, device="cuda", dtype=torch.bfloat16) for r, heads in sizes]
     return [x.requires_grad_() for x in leaves], torch.ones_like(leaves[0])
 
 
-def _call(problem: Problem, device: str) -> Callable[..., Tensor]:
+def _call(problem: Problem) -> Callable[..., Tensor]:
     """(q, k, v, backend) -> out."""
     options: dict[str, Any] = {"is_causal": problem.causal}
     if problem.window is not None:
         options["window_size"] = (problem.window - 1, 0)
     if not problem.packed:
         return lambda q, k, v, backend: attention(q, k, v, backend=backend, **options)
-    starts = torch.tensor([0, *problem.lengths], device="cpu").cumsum(0).int().to(device)
+    starts = torch.tensor([0, *problem.lengths], device="cpu").cumsum(0).int().cuda()
     longest = max(problem.lengths)
     return lambda q, k, v, backend: varlen_attention(
         q, k, v, starts, max_seqlen_q=longest, backend=backend, **options
     )  # fmt: skip
 
 
-def compile_kernels(problems: list[Problem]) -> None:
-    """Those of every backend, on all cores, so that timing does not wait for one after the other."""
-    with record(Target.of(torch.device("cuda"))) as wanted:
-        for problem in problems:
-            (leaves, dout), call = _tensors(problem, "meta"), _call(problem, "meta")
-            for name in ("triton", "hopper"):
-                try:
-                    torch.autograd.grad(call(*leaves, name), leaves, dout)
-                except PowertrainError:
-                    # a backend that does not take it, which the measurement finds too
-                    continue
-    specs = {spec.key: spec for spec in wanted.specs}
-    with ThreadPoolExecutor(usable_cores()[0]) as pool:
-        list(pool.map(entry_for, specs.values()))
+def compile_kernels(problem: Problem) -> None:
+    """Those of our backends and of their self-tests, by running each once: in a process of its own, since lowering a
+    kernel keeps Python busy for a second."""
+    (leaves, dout), call = _tensors(problem), _call(problem)
+    for name in ("triton", "hopper"):
+        # a backend that does not take it, or is wrong, is found by the measurement too
+        with suppress(PowertrainError, RuntimeError):
+            torch.autograd.grad(call(*leaves, name), leaves, dout)
+            call(*(x.detach() for x in leaves), name)
+    torch.cuda.empty_cache()
 
 
 def _variants(problem: Problem) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]], list[str]]:
     """Forwards and training steps of the choice ("selector") and each backend, and a line for each that failed."""
-    (leaves, dout), call = _tensors(problem, "cuda"), _call(problem, "cuda")
+    (leaves, dout), call = _tensors(problem), _call(problem)
     plain = [x.detach() for x in leaves]
     forward: dict[str, Callable[[], Any]] = {}
     both: dict[str, Callable[[], Any]] = {}
@@ -153,9 +150,11 @@ def miss(times: dict[str, Timing]) -> tuple[str, float] | None:
 
 def _misses(way: str, problem: Problem, variants: dict[str, Callable[[], Any]]) -> Iterator[tuple[str, str]]:
     """The kind of a miss and its line, if there is one."""
-    if miss(measure(variants, seconds=0.0)) is None:
-        return
-    times = measure(variants, seconds=1.0, rounds=30)
+    times = measure(variants, seconds=0.0)
+    if miss(times) is not None:
+        times = measure(variants, seconds=1.0, rounds=30)
+    for name, timing in times.items():
+        note(f"{problem.label} {way}", name, timing)
     again = miss(times)
     if again is not None:
         cells = ", ".join(f"{name} {timing.ms:.4f}" for name, timing in times.items())
@@ -168,20 +167,22 @@ def run(count: int = 300, seconds: float = math.inf, seed: int = 0) -> Iterator[
     source = random.Random(seed)
     problems = [draw(source) for _ in range(count)]
     measured, kinds = 0, Counter[str]()
-    for start in range(0, count, 12):
+    with ProcessPoolExecutor(usable_cores()[0], mp_context=get_context("spawn")) as pool:
+        compiled = [pool.submit(compile_kernels, problem) for problem in problems]
+        # all compiled before the first is timed: other processes' kernels would slow it down
+        wait(compiled, timeout=max(0.0, end - time.monotonic()) / 2)
+        pool.shutdown(cancel_futures=True)
+    ready = [problem for problem, future in zip(problems, compiled, strict=True) if not future.cancelled()]
+    for problem in ready:
         if time.monotonic() > end:
             break
-        compile_kernels(problems[start : start + 12])
-        for problem in problems[start : start + 12]:
-            if time.monotonic() > end:
-                break
-            forward, both, said = _variants(problem)
-            yield from said
-            for way, variants in (("forward", forward), ("training", both)):
-                for kind, line in _misses(way, problem, variants):
-                    kinds[kind] += 1
-                    yield line
-            measured += 1
+        forward, both, said = _variants(problem)
+        yield from said
+        for way, variants in (("forward", forward), ("training", both)):
+            for kind, line in _misses(way, problem, variants):
+                kinds[kind] += 1
+                yield line
+        measured += 1
     missed = sum(kinds.values())
     yield f"{measured} of {count} problems, forward and training: {missed} of {2 * measured} choices over 3 % too slow"
     yield from (f"  {number:4} x {kind}" for kind, number in kinds.most_common())

@@ -15,6 +15,7 @@ from powertrain.ops.attention import attention, operands, varlen_attention
 from powertrain.ops.attention.backend_preferences import DryRun, dry_run
 from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.ops.attention.hopper import forward, plans
+from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
@@ -160,14 +161,21 @@ def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
 
 
+def _causal_call(d_qk: int, d_v: int, deterministic: bool = False) -> Operands:
+    args = OpArguments(*(None,) * 11, "bshd", d_qk**-0.5, 0.0, 0.0, -1, 0, 0, False, deterministic)
+    return Operands.of(*_leaves(*((1, 256, 1, d) for d in (d_qk, d_qk, d_v))), args)
+
+
 def test_self_tests_pass_and_run_once() -> None:
     hopper_backend._self_tests.clear()
     hopper_backend._backward_self_tests.clear()
-    here = torch.device("cuda", 0)
     tested = [plans.plan_for(*dims) for dims in PLANS]
-    assert [hopper_backend.fails_here(here, plan) for plan in tested] == [None] * len(PLANS)
+    calls = [_causal_call(*dims[:2]) for dims in PLANS]
+    assert [hopper_backend.fails_here(call, plan) for call, plan in zip(calls, tested, strict=True)] == [None] * len(
+        PLANS
+    )
     backwards = list(product((64, 128, 256), (False, True)))
-    assert [hopper_backend.backward_fails_here(here, *backward) for backward in backwards] == [None] * 6
+    assert [hopper_backend.backward_fails_here(_causal_call(d, d, fixed)) for d, fixed in backwards] == [None] * 6
     assert hopper_backend._self_tests == {plan: {0: None} for plan in tested}
     assert hopper_backend._backward_self_tests == {backward: {0: None} for backward in backwards}
 

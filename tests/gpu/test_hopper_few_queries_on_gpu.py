@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, operands, varlen_attention
-from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.ops.attention.hopper import plans
+from powertrain.ops.attention.hopper.self_tests import forward_defect
+from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
@@ -248,13 +249,17 @@ def test_gradients() -> None:
 
 
 def test_self_tests_pass() -> None:
+    args = OpArguments(*(None,) * 11, "bshd", 0.1, 0.0, 0.0, -1, 0, 0, True)
     tested = [
-        plans.plan_for(*dims, 16)._replace(heads_per_tile=pack, num_splits=cuts, partial=partial)
+        (
+            Operands.of(*(torch.randn(1, 256, 1, d, device=CUDA).bfloat16() for d in (*dims[:1], *dims)), args),
+            plans.plan_for(*dims, 16)._replace(heads_per_tile=pack, num_splits=cuts, partial=partial),
+        )
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
         for pack, cuts, partial in ((4, 1, False), (1, 7, False), (16, 7, False), (8, 1, True))
     ]
     with record() as wanted:
-        for plan in tested:
-            hopper_backend._forward_self_test(CUDA, plan)
+        for call, plan in tested:
+            forward_defect(call, plan)
     assert not prebuild.build(wanted.specs).failures
-    assert [hopper_backend._forward_self_test(CUDA, plan) for plan in tested] == [None] * len(tested)
+    assert [forward_defect(call, plan) for call, plan in tested] == [None] * len(tested)

@@ -20,7 +20,6 @@ from powertrain.ops.attention.backends import versions
 from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.ops.attention.hopper import forward as hopper_forward
 from powertrain.ops.attention.hopper import plans
-from powertrain.ops.attention.operands import Operands
 from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.compile.triton_compat import lower
 from powertrain.runtime.errors import CompileError
@@ -339,51 +338,6 @@ def test_heads_of_a_group() -> None:
     assert plans.group_for(4 * mib, 1, False) == 1 and plans.group_for(4 * mib, 4, False) == 4
 
 
-def _right(operands: Operands, plan: Any = None) -> tuple[Tensor, Tensor]:
-    query, key, value = operands.q.tensor, operands.k.tensor, operands.v.tensor
-    result: tuple[Tensor, Tensor] = attention(
-        query, key, value, is_causal=True, return_lse=True, backend="reference"
-    )  # scale: the usual one
-    return result
-
-
-@pytest.mark.parametrize("pack, partial", [(1, False), (4, False), (16, False), (8, True)])
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_self_tests_see_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, head_dims: tuple[int, int], pack: int, partial: bool
-) -> None:
-    device, plan = (
-        torch.device("cpu"),
-        plans.plan_for(*head_dims, 512)._replace(heads_per_tile=pack, partial=partial),
-    )
-    monkeypatch.setattr(hopper_backend, "launch_forward", _right)
-    assert hopper_backend._forward_self_test(device, plan) is None
-
-    def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _right(*inputs)
-        out[0, 3, 0, 5] = float("nan")
-        return out, lse
-
-    monkeypatch.setattr(hopper_backend, "launch_forward", wrong)
-    expected = f"its self-test gave 1 wrong results of {(189 if partial else 192) * (head_dims[1] + 1)}"
-    assert hopper_backend._forward_self_test(device, plan) == expected
-
-
-@pytest.mark.parametrize("in_turn", [False, True])
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_the_backwards_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, width: int, in_turn: bool) -> None:
-    small = hopper_backend._small(torch.device("cpu"), width, width)
-    query, key, value = (x.clone().requires_grad_() for x in small.inputs[1:])
-    with torch.enable_grad():
-        out, _ = _right(Operands.of(query, key, value, small.args))
-    grads = list(torch.autograd.grad(out, (query, key, value), small.inputs[0]))
-    monkeypatch.setattr(hopper_backend, "launch_backward", lambda *_: (*grads, torch.empty(0)))
-    assert hopper_backend._backward_self_test(torch.device("cpu"), width, in_turn) is None
-    grads[1] = -grads[1]
-    expected = f"wrong results of {3 * 192 * width}"
-    assert expected in str(hopper_backend._backward_self_test(torch.device("cpu"), width, in_turn))
-
-
 def test_a_failed_self_test_leaves_it_to_triton(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,12 +347,12 @@ def test_a_failed_self_test_leaves_it_to_triton(
     wrong, right = plans.plan_for(64, 64, 512), plans.plan_for(128, 128, 512)
     reason = "its self-test gave 7 wrong results of 9"
     monkeypatch.setattr(hopper_backend, "_self_tests", {})
-    monkeypatch.setattr(hopper_backend, "_forward_self_test", lambda device, plan: reason if plan == wrong else None)
+    monkeypatch.setattr(hopper_backend, "forward_defect", lambda call, plan: reason if plan == wrong else None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    device = torch.device("cuda", 0)
+    call: Any = SimpleNamespace(q=SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda", 0))))
     for _ in range(2):
-        assert hopper_backend.fails_here(device, wrong) == reason
-        assert hopper_backend.fails_here(device, right) is None
+        assert hopper_backend.fails_here(call, wrong) == reason
+        assert hopper_backend.fails_here(call, right) is None
     said = capfd.readouterr().err
     assert said.count("at head dims 64 and 64: triton serves cuda:0 although the Hopper kernel is for it") == 1
 

@@ -9,7 +9,6 @@ at most four tiles an SM, or heads do not fill their tiles, B * S * H * (E + 1) 
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from powertrain.ops.attention.backends import cudnn_backward
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of, width_of
 from powertrain.ops.attention.hopper.forward import launch_forward
 from powertrain.ops.attention.hopper.plans import Plan, plan_of
-from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands, is_expanded, one_head
+from powertrain.ops.attention.hopper.self_tests import backward_defect, forward_defect
+from powertrain.ops.attention.operands import BackwardCall, Operands, is_expanded, one_head
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.ops.attention.triton import backend as triton_backend
 from powertrain.ops.attention.triton.backward import attention_backward
@@ -70,80 +70,22 @@ _self_tests: dict[Plan, dict[int | None, str | None]] = {}
 _backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
 
 
-def fails_here(device: torch.device, plan: Plan) -> str | None:
-    """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small
-    problem."""
+def fails_here(call: Operands, plan: Plan) -> str | None:
+    """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small problem
+    like the call."""
     plan = plan._replace(num_splits=min(plan.num_splits, 2))  # how many there are is the same to it
     results, name = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {sum(plan.p_v)}"
-    return self_test.failure(results, device, lambda on: _forward_self_test(on, plan), f"{name}: triton serves")
-
-
-def backward_fails_here(device: torch.device, width: int, deterministic: bool) -> str | None:
-    """The same of the backward, whose tiles depend on the padded head dim."""
-    results = _backward_self_tests.setdefault((width, deterministic), {})
-    name = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
     return self_test.failure(
-        results, device, lambda on: _backward_self_test(on, width, deterministic), f"{name}: triton serves"
+        results, call.q.tensor.device, lambda on: forward_defect(call, plan), f"{name}: triton serves"
     )
 
 
-class _Small(NamedTuple):
-    """A causal problem of 192 keys and at most as many pairs of query and head, and its results in float32."""
-
-    inputs: list[Tensor]  # dout, query, key, value
-    args: OpArguments
-    out: Tensor
-    lse: Tensor
-    grads: list[Tensor]
-
-
-def _small(device: torch.device, d_qk: int, d_v: int, heads: int = 1) -> _Small:
-    # the caller's own are left as they are
-    draws = torch.Generator(device).manual_seed(0)
-    queries, keys = 192 // heads, 192
-    shapes = (queries, heads, d_v), (queries, heads, d_qk), (keys, 1, d_qk), (keys, 1, d_v)
-    inputs = [torch.randn(1, *shape, device=device, generator=draws).to(torch.bfloat16) for shape in shapes]
-    dout, q, k, v = (x.flatten(0, 2).float() for x in inputs)
-    scale = d_qk**-0.5
-    # heads of one token are neighbours, as packed heads lie in a tile
-    row, column = torch.arange(queries * heads, device=device), torch.arange(keys, device=device)
-    hidden = column > (row // heads + keys - queries)[:, None]
-    scores = (_product(q, k.T) * scale).masked_fill(hidden, -torch.inf)
-    p = scores.softmax(1)
-    out = _product(p, v)
-    ds = p * (_product(dout, v.T) - (dout * out).sum(1, keepdim=True)) * scale
-    args = OpArguments(*(None,) * 11, "bshd", scale, 0.0, 0.0, -1, 0, 0, True)
-    lse = scores.logsumexp(1).view(queries, heads).T
-    return _Small(inputs, args, out, lse, [_product(ds, k), _product(ds.T, q), _product(p.T, dout)])
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` without cuBLAS, which torch.use_deterministic_algorithms lets work only with its own settings."""
-    return (a[:, :, None] * b[None]).sum(1)
-
-
-def _wrong(results: list[Tensor], exact: list[Tensor]) -> str | None:
-    pairs = zip(results, exact, strict=True)
-    count = sum(int((~((a.view(b.shape) - b).abs() <= 2**-6 * b.abs().max())).sum()) for a, b in pairs)
-    return f"its self-test gave {count} wrong results of {sum(x.numel() for x in exact)}" if count else None
-
-
-def _forward_self_test(device: torch.device, plan: Plan) -> str | None:
-    small = _small(device, sum(plan.p_qk), sum(plan.p_v), plan.heads_per_tile - plan.partial)
-    _, query, key, value = small.inputs
-    operands = Operands.of(query, key, value, small.args)
-    return _wrong(list(launch_forward(operands, plan)), [small.out, small.lse])
-
-
-def _backward_self_test(device: torch.device, width: int, deterministic: bool) -> str | None:
-    small = _small(device, width, width)
-    args = small.args._replace(deterministic=deterministic)
-    # the exact results and not the kernel's: the backward is judged alone
-    out, lse = small.out.to(torch.bfloat16).view(1, 192, 1, width), small.lse.view(1, 1, 192)
-    dout, query, key, value = small.inputs
-    call = BackwardCall(dout, None, query, key, value, out, lse, [True] * 3 + [False], args)
-    grads = launch_backward(call, call.operands())
-    return _wrong(list(grads[:3]), small.grads)
+def backward_fails_here(call: Operands) -> str | None:
+    """The same of the backward, whose tiles depend on the padded head dim."""
+    width, deterministic = width_of(max(call.d_qk, call.d_v)), call.args.deterministic
+    results = _backward_self_tests.setdefault((width, deterministic), {})
+    name = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
+    return self_test.failure(results, call.q.tensor.device, lambda on: backward_defect(call), f"{name}: triton serves")
 
 
 def _why_not_tensors(operands: Operands) -> str | None:
@@ -171,7 +113,7 @@ def _forward(operands: Operands) -> tuple[Tensor, Tensor]:
     plan = plan_of(operands)
     reason = _why_not_tensors(operands)
     if reason is None and _is_real(operands.q.tensor):
-        reason = fails_here(operands.q.tensor.device, plan)
+        reason = fails_here(operands, plan)
     if reason:
         _report_fallback("attention", reason)
         return attention_forward(operands)
@@ -182,8 +124,7 @@ def _backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, Tensor, T
     reason = why_not_backward(operands)
     # a recording, or meta tensors, have no results to test
     if reason is None and _is_real(call.query):
-        width = width_of(max(operands.d_qk, operands.d_v))
-        reason = backward_fails_here(call.query.device, width, call.args.deterministic)
+        reason = backward_fails_here(operands)
     if reason:
         _report_fallback("attention's backward", reason)
         return attention_backward(call, operands)
