@@ -254,12 +254,18 @@ D64: dict[str, Any] = {"head_dim_qk": 64, "head_dim_v": 64, "mask": MaskSpec(rig
         ({"lengths": Lengths("short")}, "hopper"),
         ({"lengths": Lengths("short"), "needs_grad": False}, "hopper"),
         ({"lengths": Lengths("short"), "needs_grad": False, "head_dim_qk": 64, "head_dim_v": 64}, "cudnn"),
-        ({"lengths": Lengths("decode", False, few=True), "mask": MaskSpec(), "needs_grad": False}, "cudnn"),
+        ({"lengths": Lengths("decode", False, few=True), "mask": MaskSpec(), "needs_grad": False}, "hopper"),
+        ({"lengths": Lengths("decode", False, few=True)}, "hopper"),
+        ({"lengths": Lengths("decode", few=True), "head_dim_qk": 192, "head_dim_v": 192, "mask": MaskSpec()}, "flash"),
+        (
+            {"lengths": Lengths("decode", few=True), "head_dim_qk": 192, "head_dim_v": 192, "num_kv_heads": 4},
+            "hopper",
+        ),
         ({"lengths": Lengths("short", False, few=True), "needs_grad": False, **D64}, "hopper"),
         ({"lengths": Lengths("short", False), "needs_grad": False, **D64}, "flash-attn-4"),
         (
             {"lengths": Lengths("short", few=True), "needs_grad": False, "num_heads": 28, "num_kv_heads": 4, **D64},
-            "cudnn",
+            "hopper",
         ),
     ],
 )
