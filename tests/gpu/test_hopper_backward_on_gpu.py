@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, operands, varlen_attention
-from powertrain.ops.attention.hopper import backward
+from powertrain.ops.attention.hopper import backward_plans
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward
 from powertrain.ops.attention.operands import BackwardCall
 from powertrain.ops.attention.triton import backend as triton_backend
@@ -182,7 +182,7 @@ def test_parts_of_the_heads_that_share_keys(
     splits: int, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many tiles they are split over, with few CTAs too."""
-    monkeypatch.setattr(backward, "head_splits_for", lambda *sizes: splits)
+    monkeypatch.setattr(backward_plans, "head_splits_for", lambda *sizes: splits)
     leaves = _leaves((2 * 500, 12, head_dim), (2 * 500, 2, head_dim), (2 * 500, 2, head_dim))
     dout = torch.randn(2 * 500, 12, head_dim, device=CUDA, dtype=torch.bfloat16)
     starts = torch.tensor([0, 70, 70, 601, 1000], dtype=torch.int32, device=CUDA)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from powertrain.ops.attention.hopper import backward
+from powertrain.ops.attention.hopper import backward, backward_plans
 from powertrain.ops.attention.triton.sequences import key_tile_coords
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
@@ -121,7 +121,7 @@ SPLITS = [
 
 def _parts(sizes: tuple[int, int, int, int], is_causal: bool, deterministic: bool = False) -> int:
     batch, length, heads, kv_heads = sizes
-    return backward.head_splits_for(
+    return backward_plans.head_splits_for(
         batch * kv_heads * cdiv(length, 128), cdiv(length, 64), heads // kv_heads, is_causal,
         batch * length * kv_heads * 256 * 4, deterministic, SMS,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def test_sms_are_busy(sizes: tuple[int, int, int, int], splits: int) -> None:
     batch, length, _heads, kv_heads = sizes
     assert _parts(sizes, True) == splits
     blocks = cdiv(length, 128)
-    late = backward.late_blocks_for(batch * kv_heads * splits, blocks, SMS)
+    late = backward_plans.late_blocks_for(batch * kv_heads * splits, blocks, SMS)
     assert late <= blocks // 2
     time, busy = _time(*sizes, splits, late, 4)
     before, _ = _time(*sizes, 1, 0, 4)
@@ -144,7 +144,7 @@ def test_heads_are_split_only_where_that_saves_more_than_it_costs() -> None:
     assert _parts((3, 3000, 28, 4), False) == 7  # 288 tiles are three waves
     assert _parts((1, 2048, 32, 8), False) == 1  # 128 tiles are one
     assert _parts((1, 128, 32, 8), True) == _parts((1, 128, 32, 8), False) == 1  # launches cost more
-    few = [backward.head_splits_for(16, 16, 8, False, size, False, SMS) for size in (2**20, 2**34)]
+    few = [backward_plans.head_splits_for(16, 16, 8, False, size, False, SMS) for size in (2**20, 2**34)]
     assert few == [8, 1]  # 16 tiles for 132 SMs; sums of 17 GB
     assert _parts((8, 4096, 32, 32), True) == 1
 
@@ -153,7 +153,7 @@ def test_in_turn_heads_are_split_where_a_tile_is_longer_than_an_sms_share() -> N
     """Each part has sums of its own there, to be stored and read. Their number decides the order of additions, so it is
     the same on GPUs with fewer SMs."""
     for sms in (1, 50, 114):
-        assert backward.head_splits_for(4 * 32, 64, 7, True, 2**24, True, sms) == backward.head_splits_for(
+        assert backward_plans.head_splits_for(4 * 32, 64, 7, True, 2**24, True, sms) == backward_plans.head_splits_for(
             4 * 32, 64, 7, True, 2**24, True, SMS
         )
     assert [_parts(sizes, True, True) for sizes, _ in SPLITS[:5]] == [1, 1, 2, 7, 4]
