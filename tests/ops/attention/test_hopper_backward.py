@@ -141,6 +141,7 @@ def _slow(*values: Any, id: str) -> Any:
         pytest.param(128, torch.bfloat16, ALL, {"repeats": 8}, id="split"),
         _slow(64, torch.bfloat16, ALL, {"repeats": 8, "right": -1}, id="split-full-d64"),
         pytest.param(96, torch.bfloat16, [True, False, True], {"repeats": 8, **IN_TURN}, id="split-in-turn-no-dk-d96"),
+        _slow(64, torch.bfloat16, [False, True, True], {"repeats": 8, **IN_TURN}, id="split-in-turn-no-dq-d64"),
     ],
 )
 def test_products_run_beside_everything_else(

@@ -4,7 +4,7 @@ The sums are those of hopper/backward.py. dk and dv of 64 keys fill the register
 keys of one head, and its two *consumers* share them by columns: each holds half of dk's and dv's. Of a block's scores
 each computes half of the queries; p and ds meet in shared memory, from where both multiply all of them. The product
 for dv waits for the next block, whose exponentials run beside it. The *producer* loads, and computes each block's
-contribution to dq, as there. Where heads are split, dk and dv leave the consumers as sums; else the producer stores them.
+contribution to dq, as there. Where heads are split, dk and dv leave the consumers as sums.
 
 Memory beyond results: hopper/backward.py says.
 Source: as hopper/backward.py's.
