@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, operands, varlen_attention
-from powertrain.ops.attention.hopper import backward
+from powertrain.ops.attention.hopper import backward_plans
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward
 from powertrain.ops.attention.operands import BackwardCall
 from powertrain.ops.attention.triton import backend as triton_backend
@@ -176,13 +176,13 @@ def test_sequences_of_nothing(
 
 @BOTH_ORDERS
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 136, 192, 256])
 @pytest.mark.parametrize("splits", [1, 2, 3, 6])
 def test_parts_of_the_heads_that_share_keys(
     splits: int, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many tiles they are split over, with few CTAs too."""
-    monkeypatch.setattr(backward, "head_splits_for", lambda *sizes: splits)
+    monkeypatch.setattr(backward_plans, "head_splits_for", lambda *sizes: splits)
     leaves = _leaves((2 * 500, 12, head_dim), (2 * 500, 2, head_dim), (2 * 500, 2, head_dim))
     dout = torch.randn(2 * 500, 12, head_dim, device=CUDA, dtype=torch.bfloat16)
     starts = torch.tensor([0, 70, 70, 601, 1000], dtype=torch.int32, device=CUDA)
@@ -202,6 +202,37 @@ def test_parts_of_the_heads_that_share_keys(
         found = grads(leaves, dout, "triton")
         assert set(taken) == {None}
         _close(tuple(x.float() for x in found), exact)
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("wanted", [(1,), (2,), (1, 2)])
+def test_parts_of_the_heads_without_dq(
+    wanted: tuple[int, ...], head_dim: int, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn too each part has sums of its own, which nothing clears."""
+    monkeypatch.setattr(backward_plans, "head_splits_for", lambda *sizes: 4)
+    leaves = _leaves((2, 300, 8, head_dim), (2, 300, 2, head_dim), (2, 300, 2, head_dim))
+    dout = torch.randn(2, 300, 8, head_dim, device=CUDA, dtype=torch.bfloat16)
+    every = torch.autograd.grad(attention(*leaves, is_causal=True, backend="triton"), leaves, dout)
+    some = [x.detach().requires_grad_(n in wanted) for n, x in enumerate(leaves)]
+    out = attention(*some, is_causal=True, backend="triton")
+    _close(torch.autograd.grad(out, [some[n] for n in wanted], dout), tuple(every[n] for n in wanted))
+    assert taken == [None, None]
+
+
+@IN_TURN
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_the_same_bits_of_parts_of_the_heads(
+    head_dim: int, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward_plans, "head_splits_for", lambda *sizes: 3)
+    for packed in (False, True):
+        grads = _gradients("causal", head_dim, packed)
+        first = grads()
+        for _ in range(10):
+            assert all(map(torch.equal, grads(), first))
+    assert set(taken) == {None}
 
 
 def test_keys_that_all_batch_entries_share(taken: list[str | None]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from powertrain.ops.attention.hopper import backward
+from powertrain.ops.attention.hopper import backward, backward_plans
 from powertrain.ops.attention.triton.sequences import key_tile_coords
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
@@ -44,17 +44,20 @@ def _order_of_threads(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("width, head_dim, splits", [(64, 64, 2), (96, 72, 3), (128, 128, 1)])
-def test_sums_of_parts_of_the_heads(width: int, head_dim: int, splits: int, device: torch.device) -> None:
-    """Two batch entries, two heads, 150 keys: the second tile is cut off, and an entry has 100 of its keys in use."""
+@pytest.mark.parametrize(
+    "width, head_dim, splits, tile", [(64, 64, 2, 128), (96, 72, 3, 128), (128, 128, 1, 128), (192, 168, 2, 64)]
+)
+def test_sums_of_parts_of_the_heads(width: int, head_dim: int, splits: int, tile: int, device: torch.device) -> None:
+    """Two batch entries, two heads, 150 keys: the last tile is cut off, and an entry has 100 of its keys in use."""
     torch.manual_seed(0)
     used = torch.tensor([150, 100], dtype=torch.int32, device=device)
-    parts = torch.randn(2, 2, splits, 2, 2, 64, width, device=device)  # entry, head, part, tile, half
+    blocks = cdiv(150, tile)
+    parts = torch.randn(2, 2, splits, blocks, tile // 64, 64, width, device=device)  # entry, head, part, tile, half
     sums = torch.stack([_order_of_threads(x) for x in parts.flatten(0, 4)])
     dk = torch.full((2, 150, 2, head_dim), float("nan"), device=device)
-    backward._hopper_attention_sums_kernel[(2 * 2 * 2 * 2,)](
-        sums, dk, None, used, 2, 150, 2, 2, 1, splits, 0.5, dk.stride(0), dk.stride(1), dk.stride(2), 0,
-        D=head_dim, W=width, BLOCK_M=128, SPLIT_HEADS=splits > 1,
+    backward._hopper_attention_sums_kernel[(2 * 2 * blocks * tile // 64,)](
+        sums, dk, None, used, 2, 150, blocks, 2, 1, splits, 0.5, dk.stride(0), dk.stride(1), dk.stride(2), 0,
+        D=head_dim, W=width, BLOCK_M=tile, SPLIT_HEADS=splits > 1,
     )  # fmt: skip
     expected = 0.5 * parts.sum(2).flatten(2, 4)[:, :, :150, :head_dim].transpose(1, 2)
     expected[1, 100:] = 0
@@ -121,7 +124,7 @@ SPLITS = [
 
 def _parts(sizes: tuple[int, int, int, int], is_causal: bool, deterministic: bool = False) -> int:
     batch, length, heads, kv_heads = sizes
-    return backward.head_splits_for(
+    return backward_plans.head_splits_for(
         batch * kv_heads * cdiv(length, 128), cdiv(length, 64), heads // kv_heads, is_causal,
         batch * length * kv_heads * 256 * 4, deterministic, SMS,
     )  # fmt: skip
@@ -132,7 +135,7 @@ def test_sms_are_busy(sizes: tuple[int, int, int, int], splits: int) -> None:
     batch, length, _heads, kv_heads = sizes
     assert _parts(sizes, True) == splits
     blocks = cdiv(length, 128)
-    late = backward.late_blocks_for(batch * kv_heads * splits, blocks, SMS)
+    late = backward_plans.late_blocks_for(batch * kv_heads * splits, blocks, SMS)
     assert late <= blocks // 2
     time, busy = _time(*sizes, splits, late, 4)
     before, _ = _time(*sizes, 1, 0, 4)
@@ -144,7 +147,7 @@ def test_heads_are_split_only_where_that_saves_more_than_it_costs() -> None:
     assert _parts((3, 3000, 28, 4), False) == 7  # 288 tiles are three waves
     assert _parts((1, 2048, 32, 8), False) == 1  # 128 tiles are one
     assert _parts((1, 128, 32, 8), True) == _parts((1, 128, 32, 8), False) == 1  # launches cost more
-    few = [backward.head_splits_for(16, 16, 8, False, size, False, SMS) for size in (2**20, 2**34)]
+    few = [backward_plans.head_splits_for(16, 16, 8, False, size, False, SMS) for size in (2**20, 2**34)]
     assert few == [8, 1]  # 16 tiles for 132 SMs; sums of 17 GB
     assert _parts((8, 4096, 32, 32), True) == 1
 
@@ -153,7 +156,14 @@ def test_in_turn_heads_are_split_where_a_tile_is_longer_than_an_sms_share() -> N
     """Each part has sums of its own there, to be stored and read. Their number decides the order of additions, so it is
     the same on GPUs with fewer SMs."""
     for sms in (1, 50, 114):
-        assert backward.head_splits_for(4 * 32, 64, 7, True, 2**24, True, sms) == backward.head_splits_for(
+        assert backward_plans.head_splits_for(4 * 32, 64, 7, True, 2**24, True, sms) == backward_plans.head_splits_for(
             4 * 32, 64, 7, True, 2**24, True, SMS
         )
     assert [_parts(sizes, True, True) for sizes, _ in SPLITS[:5]] == [1, 1, 2, 7, 4]
+
+
+def test_tiles_of_64_keys_are_reckoned_in_longer_blocks() -> None:
+    """One kv head and 635 tokens are ten tiles: a part for each query head. The launches beside count as fewer blocks."""
+    assert backward_plans.head_splits_for(12, 10, 12, True, 2**20, False, SMS, 3.1) == 12
+    few = [backward_plans.head_splits_for(2, 8, 2, True, 0, False, SMS, block_us) for block_us in (2.1, 3.1)]
+    assert few == [1, 2]

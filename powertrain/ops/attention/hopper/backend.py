@@ -15,7 +15,8 @@ from torch import Tensor
 
 from powertrain.ops.attention import autograd
 from powertrain.ops.attention.backends import cudnn_backward
-from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of, width_of
+from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of
+from powertrain.ops.attention.hopper.backward_plans import width_of
 from powertrain.ops.attention.hopper.forward import launch_forward
 from powertrain.ops.attention.hopper.plans import Plan, plan_of
 from powertrain.ops.attention.hopper.self_tests import backward_defect, forward_defect

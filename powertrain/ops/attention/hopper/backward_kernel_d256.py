@@ -4,7 +4,7 @@ The sums are those of hopper/backward.py. dk and dv of 64 keys fill the register
 keys of one head, and its two *consumers* share them by columns: each holds half of dk's and dv's. Of a block's scores
 each computes half of the queries; p and ds meet in shared memory, from where both multiply all of them. The product
 for dv waits for the next block, whose exponentials run beside it. The *producer* loads, and computes each block's
-contribution to dq, as there.
+contribution to dq, as there. Where heads are split, dk and dv leave the consumers as sums.
 
 Memory beyond results: hopper/backward.py says.
 Source: as hopper/backward.py's.
@@ -12,7 +12,15 @@ Source: as hopper/backward.py's.
 
 from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, queries_of
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
-from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, half_of, no_half_sums
+from powertrain.ops.attention.hopper.pieces import (
+    add_piece_of_dq,
+    alloc_pieces,
+    half_of,
+    leave_halves,
+    load_key_rows,
+    no_half_sums,
+    store_rows,
+)
 from powertrain.ops.attention.hopper.primitives import (
     LOG2E,
     BackwardConfig,
@@ -93,30 +101,10 @@ def _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(smem, base, length, capacity, stride, D: gl.constexpr):
-    """64 rows in shared memory to memory; zeros from `length` to `capacity`."""
-    for i in gl.static_range(len(smem)):
-        _store_piece(smem[i].index(0), i * smem[0].shape[2], base, length, capacity, stride, D)
-
-
-@gluon.jit
-def _store_piece(tile, FIRST: gl.constexpr, base, length, capacity, stride, D: gl.constexpr):
-    W: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
-    for part in gl.static_range(4):
-        rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
-        cols = FIRST + gl.arange(0, W, gl.SliceLayout(0, layout))
-        values = tile.slice(part * 16, 16, 0).load(layout)
-        values = gl.where(gl.expand_dims(rows < length, 1), values, 0.0)
-        ptrs = base + gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
-        gl.store(ptrs, values, mask=gl.expand_dims(rows < capacity, 1) & gl.expand_dims(cols < D, 0))  # [16, W]
-
-
-@gluon.jit
 def _produce(
     q_desc, do_desc, rows_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, first, unseen, tile0,
     slots, num_q_per_kv, k_left, k_capacity, stride_dks, stride_dvs,
-    D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr, SPLIT_HEADS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that loads queries, multiplies ds K and adds it to the sums of dq, and stores dk and dv."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, _, ds_smem = smem
@@ -175,13 +163,14 @@ def _produce(
         repeat, block = _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC)
     if DETERMINISTIC:
         signal_successor(order_ptr, owed, first + BLOCK_N)
-    mbarrier.arrive(drained, count=1)
-    mbarrier.wait(dv_full, 0)
-    if dv_ptr is not None:
-        _store_rows(v_smem, dv_ptr, k_left, k_capacity, stride_dvs, D_V)
-    mbarrier.wait(dk_full, 0)
-    if dk_ptr is not None:
-        _store_rows(k_smem, dk_ptr, k_left, k_capacity, stride_dks, D_QK)
+    if not SPLIT_HEADS:
+        mbarrier.arrive(drained, count=1)
+        mbarrier.wait(dv_full, 0)
+        if dv_ptr is not None:
+            store_rows(v_smem, dv_ptr, k_left, k_capacity, stride_dvs, D_V)
+        mbarrier.wait(dk_full, 0)
+        if dk_ptr is not None:
+            store_rows(k_smem, dk_ptr, k_left, k_capacity, stride_dks, D_QK)
 
 
 @gluon.jit
@@ -220,8 +209,9 @@ def _wait_for_sums(sums, AHEAD: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    slopes_ptr, smem, bars, count, num_q_per_kv, distance, k_left, scale, softcap, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, DETERMINISTIC: gl.constexpr, CONSUMER: gl.constexpr,
+    slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_left, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns half of the columns of dk and dv, and computes half of each block's p and ds.
 
@@ -317,24 +307,21 @@ def _consume(
     if last_block >= 0:
         stage = last_block % STAGES
         dv = _wait_for_sums(_multiply(p_smem.index(stage), do_smem, stage, dv, last_block > 0, CONSUMER), 0)
-    # in the place of v, which both have read; and of k, when the producer has
-    named_barrier_sync_divergent(_PAIR, 256)
-    for i in gl.static_range(len(v_smem)):
-        half_of(v_smem[i].index(0), CONSUMER).store(dv[i].to(dtype))  # [64, COLS]
-    mbarrier.arrive(dv_full, count=1)
-    mbarrier.wait(drained, 0)
-    for i in gl.static_range(len(k_smem)):
-        half_of(k_smem[i].index(0), CONSUMER).store((dk[i] * scale).to(dtype))  # [64, COLS]
-    mbarrier.arrive(dk_full, count=1)
-
-
-@gluon.jit
-def _load_key_rows(ptr, rows, D, stride, COLUMN: gl.constexpr, bar, smem, first):
-    """64 rows of a piece of columns, by a descriptor that serves once."""
-    TILE: gl.constexpr = [smem.shape[1], smem.shape[2]]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, smem.dtype)
-    desc = tma.make_tensor_descriptor(ptr, [rows, D], [stride, 1], TILE, layout)
-    tma_load(desc, [first, COLUMN], bar, smem.index(0))
+    if SPLIT_HEADS:
+        if dv_sum_ptr is not None:
+            leave_halves(dv_sum_ptr, dv, not DETERMINISTIC, CONSUMER)
+        if dk_sum_ptr is not None:
+            leave_halves(dk_sum_ptr, dk, not DETERMINISTIC, CONSUMER)
+    else:
+        # in the place of v, which both have read; and of k, when the producer has
+        named_barrier_sync_divergent(_PAIR, 256)
+        for i in gl.static_range(len(v_smem)):
+            half_of(v_smem[i].index(0), CONSUMER).store(dv[i].to(dtype))  # [64, COLS]
+        mbarrier.arrive(dv_full, count=1)
+        mbarrier.wait(drained, 0)
+        for i in gl.static_range(len(k_smem)):
+            half_of(k_smem[i].index(0), CONSUMER).store((dk[i] * scale).to(dtype))  # [64, COLS]
+        mbarrier.arrive(dk_full, count=1)
 
 
 @gluon.jit
@@ -363,10 +350,12 @@ def _hopper_attention_bwd_d256_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
     D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr, SPLIT_HEADS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
+    W_QK: gl.constexpr = P_QK[0] + (P_QK[1] if len(P_QK) > 1 else 0)
+    W_V: gl.constexpr = P_V[0] + (P_V[1] if len(P_V) > 1 else 0)
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots, rows_size = int32(blocks), int32(swizzle), int32(slots), int32(rows_size)
@@ -375,17 +364,20 @@ def _hopper_attention_bwd_d256_kernel(
     if order_ptr is not None:
         number = fetch_next_tile(counter_ptr, True)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    if SPLIT_HEADS:
+        splits = gl.num_programs(0) // (blocks * kv_heads * (1 if PACKED else batch))
+        kv_heads = kv_heads * splits
     sizes = BackwardSizes(
         batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None,
         rows_size,
     )  # fmt: skip
     window = Window(left, right)
-    PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, order_ptr is not None, False, False, False,
+        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, False, False,
     )  # fmt: skip
-    b, kv, _, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
+    b, kv, slot, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
     begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
     start = begin
     unseen = gl.to_tensor(0)
@@ -410,12 +402,28 @@ def _hopper_attention_bwd_d256_kernel(
     do_ptr += storage * stride_dob + q64 * stride_dos + head64 * stride_dor
     # keys are loaded whether there are any or not: then the first rows of all, for behind the last may be nothing
     from64 = gl.where(first < k_len, k_start, 0).to(gl.int64)
+    if SPLIT_HEADS:
+        kv64 = kv64 // splits
     k_ptr += storage * stride_kb + from64 * stride_ks + kv64 * stride_kh
     v_ptr += storage * stride_vb + from64 * stride_vs + kv64 * stride_vh
-    if dk_ptr is not None:
-        dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
-    if dv_ptr is not None:
-        dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
+    dk_sum_ptr: gl.constexpr = None
+    dv_sum_ptr: gl.constexpr = None
+    if SPLIT_HEADS:
+        head = kv
+        if not PACKED:
+            head += b * kv_heads
+        if order_ptr is None:  # all parts add to the same sums
+            head = head // splits
+        place = (head * blocks + slot).to(gl.int64) * BLOCK_N
+        if dk_ptr is not None:
+            dk_sum_ptr = dk_ptr + place * W_QK
+        if dv_ptr is not None:
+            dv_sum_ptr = dv_ptr + place * W_V
+    else:
+        if dk_ptr is not None:
+            dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
+        if dv_ptr is not None:
+            dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
 
     # panels of 32 queries, one for each consumer
     half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
@@ -441,13 +449,11 @@ def _hopper_attention_bwd_d256_kernel(
 
     # descriptors that end where the sequence ends: behind it are zeros
     rows = gl.maximum(k_len, 1)
-    W_QK: gl.constexpr = P_QK[0] + (P_QK[1] if len(P_QK) > 1 else 0)
-    W_V: gl.constexpr = P_V[0] + (P_V[1] if len(P_V) > 1 else 0)
     mbarrier.expect(kv_full, BLOCK_N * (W_QK + W_V) * BYTES)
     for i in gl.static_range(len(P_QK)):
-        _load_key_rows(k_ptr, rows, D_QK, stride_ks, i * P_QK[0], kv_full, k_smem[i], first)
+        load_key_rows(k_ptr, rows, D_QK, stride_ks, i * P_QK[0], kv_full, k_smem[i], first)
     for i in gl.static_range(len(P_V)):
-        _load_key_rows(v_ptr, rows, D_V, stride_vs, i * P_V[0], kv_full, v_smem[i], first)
+        load_key_rows(v_ptr, rows, D_V, stride_vs, i * P_V[0], kv_full, v_smem[i], first)
     rows = gl.maximum(q_len, 1)
     q_desc = ()
     for i in gl.static_range(len(P_QK)):
@@ -464,14 +470,14 @@ def _hopper_attention_bwd_d256_kernel(
         (_produce, (
             q_desc, do_desc, rows_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, begin + count,
             first, unseen, tile0, slots, num_q_per_kv, k_len - first, k_capacity - first, stride_dks, stride_dvs,
-            D_QK, D_V, PART,
+            D_QK, D_V, PART, SPLIT_HEADS,
         )),
         (_consume, (
-            slopes_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
-            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, 0,
+            slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
+            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, SPLIT_HEADS, 0,
         )),
         (_consume, (
-            slopes_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
-            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, 1,
+            slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
+            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, SPLIT_HEADS, 1,
         )),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

@@ -6,8 +6,14 @@ each.
 """
 
 from powertrain.ops.attention.hopper.dq_order import wait_for_predecessor
-from powertrain.ops.attention.hopper.primitives import add_in_order, alloc_pipeline_stages, as_tile, rows_desc_of
-from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, tma_load
+from powertrain.ops.attention.hopper.primitives import (
+    add_in_order,
+    alloc_pipeline_stages,
+    as_tile,
+    rows_desc_of,
+    store_in_order,
+)
+from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, tma, tma_load
 
 
 @gluon.jit
@@ -169,3 +175,43 @@ def no_half_sums(smem):
     for i in gl.static_range(len(smem)):
         sums += (_zeros_of_half(smem[i]),)  # type: ignore[assignment]
     return sums
+
+
+@gluon.jit
+def leave_halves(ptr, sums, ADD: gl.constexpr, CONSUMER: gl.constexpr):
+    """Add a consumer's half of each piece of columns to the float32 sums of a tile, or store it there."""
+    for i in gl.static_range(len(sums)):
+        base = ptr + 64 * (2 * i * sums[0].shape[1] + CONSUMER * sums[i].shape[1])
+        if ADD:
+            add_in_order(base, sums[i])
+        else:
+            store_in_order(base, sums[i])
+
+
+@gluon.jit
+def store_rows(smem, base, length, capacity, stride, D: gl.constexpr):
+    """64 rows in shared memory to memory; zeros from `length` to `capacity`."""
+    for i in gl.static_range(len(smem)):
+        _store_piece(smem[i].index(0), i * smem[0].shape[2], base, length, capacity, stride, D)
+
+
+@gluon.jit
+def _store_piece(tile, FIRST: gl.constexpr, base, length, capacity, stride, D: gl.constexpr):
+    W: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
+    for part in gl.static_range(4):
+        rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        cols = FIRST + gl.arange(0, W, gl.SliceLayout(0, layout))
+        values = tile.slice(part * 16, 16, 0).load(layout)
+        values = gl.where(gl.expand_dims(rows < length, 1), values, 0.0)
+        ptrs = base + gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
+        gl.store(ptrs, values, mask=gl.expand_dims(rows < capacity, 1) & gl.expand_dims(cols < D, 0))  # [16, W]
+
+
+@gluon.jit
+def load_key_rows(ptr, rows, D, stride, COLUMN: gl.constexpr, bar, smem, first):
+    """64 rows of a piece of columns, by a descriptor that serves once."""
+    TILE: gl.constexpr = [smem.shape[1], smem.shape[2]]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, smem.dtype)
+    desc = tma.make_tensor_descriptor(ptr, [rows, D], [stride, 1], TILE, layout)
+    tma_load(desc, [first, COLUMN], bar, smem.index(0))

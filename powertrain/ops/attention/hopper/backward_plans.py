@@ -1,0 +1,155 @@
+"""Tiles of the Hopper backward: their sizes, which of the query heads that share keys each has, and their order."""
+
+import functools
+import math
+from typing import NamedTuple
+
+from powertrain.ops.attention.hopper.plans import pieces_of
+from powertrain.ops.attention.operands import OpArguments, Operands
+from powertrain.ops.shapes import cdiv, next_power_of_2
+
+
+class Plan(NamedTuple):
+    """Tiles of 128 keys (64 at head dims above 128) by block_m queries, so that a consumer's scores, dp, dk and dv
+    leave it registers enough."""
+
+    block_m: int = 64
+    stages: int = 3
+    ds_stages: int = 2
+    part: int = 32  # columns of dq at a time
+    registers: int = 224  # of a consumer's thread; the producer has 504 less twice as many
+    group: int = 4  # heads at a time
+    group_start: int = 2  # in turn: blocks that the tile before is to be ahead
+    ahead: bool = False  # a block's scores are asked for behind the products of the one before
+    early: bool = False  # without masks, queries are waited for and LSE is loaded early
+
+
+def plan_for(d_qk: int, d_v: int) -> Plan:
+    """ms, bf16, one H200, causal: H32 D64 S8192 2.99 with 128 queries a block, 2.71 with 64, 2.59 with 64 columns of dq
+    too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855; H8 D256 S8192 64 columns of dq and 208
+    registers 3.08, 32 and 224 3.23; H16 D96 S8192 224 registers 1.833, 208 with `ahead` 1.781; D80 3 stages 1.597, 4
+    1.596, full S4096 0.802, 0.798; H16 D192 64 columns of dq 5.226, 32 5.139."""
+    if max(d_qk, d_v) > 192:
+        return Plan(stages=2, part=64, registers=208, group_start=4)
+    if max(d_qk, d_v) > 128:
+        return Plan(stages=2, group_start=4)
+    if max(d_qk, d_v) <= 64:
+        return Plan(stages=4, part=64, registers=208, group_start=8, ahead=True)
+    if max(d_qk, d_v) <= 96:
+        return Plan(stages=4 if max(d_qk, d_v) <= 80 else 3, part=64, registers=208, ahead=True)
+    # where dk and dv have not the same width they leave through memory of their own
+    return Plan(stages=2 if 80 < min(d_qk, d_v) <= 96 else 3, early=True)
+
+
+class Schedule(NamedTuple):
+    """Which tile of keys has which heads, and which tile is next."""
+
+    num_splits: int  # parts of the query heads that share keys, a tile each
+    group: int  # heads at a time
+    late_blocks: int  # the last blocks of keys of each head, which come behind all others
+
+
+def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
+    """The schedule of a call whose heads have `blocks` tiles of keys each."""
+    args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
+    sequences = max(1, operands.batch) if operands.is_packed else 1
+    queries = operands.queries // sequences
+    wide = is_wide(operands.d_qk, operands.d_v)
+    num_splits = 1
+    if heads.q_per_kv > 1:
+        seen = min(queries, args.left + block_n_of(operands)) if args.left >= 0 else queries
+        keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
+        num_splits = head_splits_for(
+            operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
+            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,
+            _BLOCK_US.get(width_of(max(operands.d_qk, operands.d_v)), 2.1),
+        )  # fmt: skip
+    repeats = heads.q_per_kv // num_splits
+    group = plan.group
+    if args.deterministic:
+        group = deterministic_swizzle(plan, queries, repeats, args, num_sms)
+    late = 0
+    # with a window nearly all tiles are equal. Wide, S2048 B8 H8 D256: 0.981 without, 0.995
+    if args.right >= 0 and args.left < 0 and not operands.is_packed and not wide:
+        late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
+    return Schedule(num_splits, group, late)
+
+
+# of the H100 SXM and H200. In turn dk and dv are sums over the parts: their number must be the same on every Hopper GPU
+_SMS_IN_TURN = 132
+# microseconds of a block of 64 queries by padded head dim, 64 keys a tile; from B2 S8192 causal (H8 2.26 ms, H16 5.14,
+# H8 3.08). Narrower ones have 128 keys, and 2.1
+_BLOCK_US = {160: 2.3, 192: 2.6, 256: 3.1}
+
+
+@functools.lru_cache(maxsize=1024)
+def head_splits_for(
+    tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, deterministic: bool, num_sms: int,
+    block_us: float = 2.1,
+) -> int:  # fmt: skip
+    """Into how many parts the `repeats` query heads of each of so many tiles are split, a tile each: a divisor.
+    `longest`: blocks of queries of one head in the longest tile; under a causal mask tiles have half of them on
+    average. `keys_bytes`: of dk and dv in float32, zeroed and read once more; in turn, for each part.
+
+    Reckoned in the time of a block; a tile costs three beside its own, the launches that add up the parts ten of 2.1
+    us, in each of which memory moves 6 MB. Fitted to head dim 128; above it only the time of a block is measured. The
+    longest tile, begun first, costs a quarter of itself in SMs that wait at the end, a tenth where heads are split. ms,
+    bf16, one H200, causal D128, whole, in 2 parts, in all: 28/4 B3 S3000 1.078, -, 0.986; B1 S4096 0.947, -, 0.581; B1
+    S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218, 0.225; B4 S2048 0.781, 0.792, 0.813; B2
+    S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000 2.07, -, 1.73; 32/8 B1 S2048 0.309,
+    0.338, 0.351."""
+    if deterministic:
+        num_sms = _SMS_IN_TURN
+    mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms
+    # what an SM has to do in all must not be much more than the longest tile. Of 8 heads and more the least was
+    # measured; in turn, each part's sums cost more
+    share = 1.0 if deterministic else 0.4 if repeats >= 8 else 0.55
+    if is_causal and repeats * longest <= share * mean:
+        return 1
+
+    def cost(splits: int) -> float:
+        tile = repeats // splits * longest + 3
+        if is_causal:
+            waits = tile / (4 if splits == 1 else 10)
+            spent = max(tile, mean + 3 * tiles * splits / num_sms + waits)
+        else:
+            spent = cdiv(tiles * splits, num_sms) * tile
+        copies = splits if deterministic else 1
+        return spent + ((10 + 2 * copies * keys_bytes / 6e6) * 2.1 / block_us if splits > 1 else 0)
+
+    return min((n for n in range(1, repeats + 1) if repeats % n == 0), key=lambda n: (cost(n), n))
+
+
+def late_blocks_for(heads: int, blocks: int, num_sms: int) -> int:
+    """How many of a head's last blocks of keys come behind those of all heads, under a causal mask: their tiles, n^2
+    blocks of queries a head for n of them, are to fill what the longest tiles leave."""
+    return min(blocks // 2, math.isqrt(num_sms * blocks // max(1, heads)))
+
+
+def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArguments, num_sms: int) -> int:
+    """Heads at a time where tiles add in turn: so many that a head's tiles are drawn `group_start` blocks apart, for
+    each waits for the one before.
+
+    ms, bf16, one H200, causal, groups of 4, 8, 16, 32: D128 H16 S2048 1.215, 0.933, 0.905, 0.916; S8192 2.739, 2.747,
+    2.793, 2.945; D64 H32 S2048 1.734, 1.257, 1.093, 1.002; S8192 3.486, 3.144, 3.096, 3.124; D256 H8 S8192 4.325,
+    4.180, 4.461, 4.438."""
+    seen = queries // 2 if args.right >= 0 else queries
+    if args.left >= 0:
+        seen = min(seen, args.left + 128)
+    blocks = max(1, repeats * seen // plan.block_m)
+    return min(32, max(4, next_power_of_2(plan.group_start * num_sms // blocks)))
+
+
+def width_of(head_dim: int) -> int:
+    """The padded head dim."""
+    return sum(pieces_of(head_dim))
+
+
+def is_wide(d_qk: int, d_v: int) -> bool:
+    """Whether backward_kernel_d256.py serves, whose tiles have 64 keys instead of 128."""
+    return max(d_qk, d_v) > 128
+
+
+def block_n_of(operands: Operands) -> int:
+    """Keys of a tile."""
+    return 64 if is_wide(operands.d_qk, operands.d_v) else 128
