@@ -14,7 +14,7 @@ from torch import Tensor
 from powertrain.ops.attention import attention, operands, varlen_attention
 from powertrain.ops.attention.backend_preferences import DryRun, dry_run
 from powertrain.ops.attention.hopper import backend as hopper_backend
-from powertrain.ops.attention.hopper import forward, plans
+from powertrain.ops.attention.hopper import plans, tile_counter
 from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
@@ -303,7 +303,7 @@ def test_many_launches_on_two_streams_leave_their_counters() -> None:
             found.append((n % 20, out))
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected[n]) for n, out in found)
-    assert len(forward._counters) >= 2 and not any(map(int, forward._counters.values()))
+    assert len(tile_counter._counters) >= 2 and not any(map(int, tile_counter._counters.values()))
 
 
 def test_inductor() -> None:
@@ -323,7 +323,7 @@ def test_inductor() -> None:
 def test_inductor_with_graphs() -> None:
     """Its warm-up raises if anything stays in the graphs' memory."""
     leaves = [torch.randn(1, 260, 4, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(3)]
-    forward._counters.clear()
+    tile_counter._counters.clear()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q * 1.5, k + 0.5, v * 2, is_causal=True, backend="hopper").sin()

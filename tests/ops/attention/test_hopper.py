@@ -18,8 +18,7 @@ from torch import Tensor
 from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.backends import versions
 from powertrain.ops.attention.hopper import backend as hopper_backend
-from powertrain.ops.attention.hopper import forward as hopper_forward
-from powertrain.ops.attention.hopper import plans
+from powertrain.ops.attention.hopper import plans, tile_counter
 from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.compile.triton_compat import lower
 from powertrain.runtime.errors import CompileError
@@ -373,9 +372,9 @@ def test_what_is_kept_is_allocated_by_another_thread(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"the default stream of {device}")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(hopper_forward, "_counters", {})
+    monkeypatch.setattr(tile_counter, "_counters", {})
     x: Any = SimpleNamespace(is_meta=False, device=torch.device("cpu"), get_device=lambda: 0)
-    first, second = hopper_forward._counter(x), hopper_forward._counter(x)
+    first, second = tile_counter.counter_of(x), tile_counter.counter_of(x)
     assert first is second and first.dtype is torch.int32 and first.tolist() == [0]
     assert len(threads) == 1 and threads[0] != threading.get_ident()
     assert waits == ["the default stream of cpu"]

@@ -18,6 +18,7 @@ from powertrain.ops.attention.backends import cudnn_backward
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of
 from powertrain.ops.attention.hopper.backward_plans import width_of
 from powertrain.ops.attention.hopper.forward import launch_forward
+from powertrain.ops.attention.hopper.forward_d512 import launch_forward_d512
 from powertrain.ops.attention.hopper.plans import Plan, plan_of
 from powertrain.ops.attention.hopper.self_tests import backward_defect, forward_defect
 from powertrain.ops.attention.operands import BackwardCall, Operands, is_expanded, one_head
@@ -28,7 +29,8 @@ from powertrain.ops.attention.triton.forward import attention_forward
 from powertrain.runtime import checks, gluon_compat, recording, self_test, tracing
 from powertrain.runtime.settings import settings
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
+_WIDE = 256  # above it both head dims must be: forward_d512.py has tiles of its own
 
 
 def why_not(problem: AttentionProblem) -> Iterator[Reason]:
@@ -46,6 +48,9 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_v", problem.head_dim_v)):
         if dim > _MAX_HEAD_DIM:
             yield Reason(f"it takes {name} up to {_MAX_HEAD_DIM}, got {dim}", "use triton")
+    dims = problem.head_dim_qk, problem.head_dim_v
+    if min(dims) <= _WIDE < max(dims) <= _MAX_HEAD_DIM:
+        yield Reason(f"it takes both head dims up to {_WIDE} or both above, got {dims[0]} and {dims[1]}", "use triton")
     if problem.head_dim_v % 8:
         yield Reason(f"it takes head_dim_v in multiples of 8, got {problem.head_dim_v}", "use triton, or pad value")
     if not problem.aligned:
@@ -77,7 +82,7 @@ def fails_here(call: Operands, plan: Plan) -> str | None:
     plan = plan._replace(num_splits=min(plan.num_splits, 2))  # how many there are is the same to it
     results, name = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {sum(plan.p_v)}"
     return self_test.failure(
-        results, call.q.tensor.device, lambda on: forward_defect(call, plan), f"{name}: triton serves"
+        results, call.q.tensor.device, lambda on: forward_defect(call, plan, _launch), f"{name}: triton serves"
     )
 
 
@@ -118,7 +123,11 @@ def _forward(operands: Operands) -> tuple[Tensor, Tensor]:
     if reason:
         _report_fallback("attention", reason)
         return attention_forward(operands)
-    return launch_forward(operands, plan)
+    return _launch(operands, plan)
+
+
+def _launch(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
+    return launch_forward_d512(operands, plan) if plan.splits_columns else launch_forward(operands, plan)
 
 
 def _backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,8 +20,6 @@ Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups bes
 during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 from torch import Tensor
 
@@ -48,6 +46,7 @@ from powertrain.ops.attention.hopper.primitives import (
     alloc_pipeline_stages,
     int32,
 )
+from powertrain.ops.attention.hopper.tile_counter import counter_of
 from powertrain.ops.attention.operands import Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
 from powertrain.ops.shapes import cdiv
@@ -164,7 +163,7 @@ def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
         q.tensor, k.tensor, v.tensor, into, into_lse, args.slopes, args.sinks,
-        args.query_starts, args.key_starts, args.query_used, args.key_used, _counter(q.tensor),
+        args.query_starts, args.key_starts, args.query_used, args.key_used, counter_of(q.tensor),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
         group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
         q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, *strides, args.slopes_stride,
@@ -193,27 +192,3 @@ def _is_aligned(operands: Operands, plan: Plan) -> bool:
     if args.query_starts is not None or args.query_used is not None:
         return operands.keys == operands.queries
     return (operands.keys - operands.queries) % 128 == 0 if args.bottom_right else operands.keys >= operands.queries
-
-
-_counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
-
-
-def _counter(x: Tensor) -> Tensor:
-    """An int32 that is 0, which the launch leaves 0: one for each stream, whose launches follow one another."""
-    # the graph's own: its replays may run on any stream
-    if x.is_meta or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=x.device)
-    where = x.get_device(), torch._C._cuda_getCurrentRawStream(x.get_device())
-    counter = _counters.get(where)
-    if counter is None:
-        counter = _counters[where] = _zero_to_keep(x.device)
-    return counter
-
-
-def _zero_to_keep(device: torch.device) -> Tensor:
-    """By another thread, on its stream: memory that this thread allocates while torch.compile warms up for CUDA graphs
-    belongs to the graphs and must not be kept."""
-    with ThreadPoolExecutor(1) as thread:
-        zero = thread.submit(lambda: torch.zeros(1, dtype=torch.int32, device=device)).result()
-    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
-    return zero

@@ -100,7 +100,7 @@ def _no_results(v_smem, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _by_row(x, o):
+def by_row(x, o):
     """A number for each row, beside the columns of `o`."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, o.type.layout)), 1)
 
@@ -194,12 +194,12 @@ def _step(
     # m moves only when a row's maximum grew by more than GROWTH, so most warps skip the 64 multiplications
     rescaled = ()
     for i in gl.static_range(len(o)):
-        rescaled += (rescale_o(o[i], _by_row(alpha, o[i])),)  # type: ignore[assignment]
+        rescaled += (rescale_o(o[i], by_row(alpha, o[i])),)  # type: ignore[assignment]
     return rescaled, m, l, weights
 
 
 @gluon.jit
-def _parts(o, STORE_PARTS: gl.constexpr):
+def parts_of(o, STORE_PARTS: gl.constexpr):
     """`o` [rows, columns] in STORE_PARTS parts of its columns."""
     if STORE_PARTS == 1:
         parts = (o,)
@@ -208,8 +208,8 @@ def _parts(o, STORE_PARTS: gl.constexpr):
         COLS: gl.constexpr = o.shape[1]
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS // 2, 16])
         left, right = o.reshape([ROWS, 2, COLS // 2]).permute(0, 2, 1).split()
-        parts = _parts(gl.convert_layout(left, layout), STORE_PARTS // 2)
-        parts += _parts(gl.convert_layout(right, layout), STORE_PARTS // 2)
+        parts = parts_of(gl.convert_layout(left, layout), STORE_PARTS // 2)
+        parts += parts_of(gl.convert_layout(right, layout), STORE_PARTS // 2)
     return parts
 
 
@@ -397,7 +397,7 @@ def _consume_tile(
         base += head.to(gl.int64) * strides.oh
         for n in gl.static_range(len(o)):
             store_split(
-                o[n] * _by_row(inverse, o[n]),
+                o[n] * by_row(inverse, o[n]),
                 n * v_smem[0].shape[2],
                 base,
                 q_capacity - row,
@@ -410,10 +410,10 @@ def _consume_tile(
     else:
         parts = ()
         for n in gl.static_range(len(o)):
-            piece = o[n] * _by_row(inverse, o[n])
+            piece = o[n] * by_row(inverse, o[n])
             if CONFIG.ragged:  # rows of no sequence may hold NaN
-                piece = gl.where(_by_row(i, o[n]) < q_len, piece, 0.0)
-            parts += (_parts(piece, STORE_PARTS),)  # type: ignore[assignment]
+                piece = gl.where(by_row(i, o[n]) < q_len, piece, 0.0)
+            parts += (parts_of(piece, STORE_PARTS),)  # type: ignore[assignment]
         for part in gl.static_range(STORE_PARTS):
             store_result(
                 parts, part, o_desc, o_smem, CONSUMER, results.o, b_at, head, row, q_start, q_capacity, strides, CONFIG,

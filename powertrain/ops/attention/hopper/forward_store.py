@@ -7,9 +7,9 @@ from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, reinterp
 @gluon.jit
 def store_result(
     parts, PART: gl.constexpr, o_desc, o_smem, CONSUMER: gl.constexpr, o_ptr, batch, head, row, q_start, q_capacity,
-    strides, CONFIG: gl.constexpr,
+    strides, CONFIG: gl.constexpr, FIRST: gl.constexpr = 0,
 ):  # fmt: skip
-    """Part PART of the parts of each piece of results through shared memory to memory."""
+    """Part PART of the parts of each piece of results, from column FIRST on, through shared memory to memory."""
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
     QUERIES: gl.constexpr = o_smem[0].shape[1] // HEADS_PER_TILE
     PIECE: gl.constexpr = len(parts[0]) * o_smem[0].shape[2]  # columns of the first piece
@@ -22,13 +22,13 @@ def store_result(
     hopper.fence_async_shared()
     barrier()
     if not CONFIG.packed:
-        _store_tiles(o_desc, o_smem, PIECE, PART, CONSUMER, batch, head, row, HEADS_PER_TILE)
+        _store_tiles(o_desc, o_smem, PIECE, PART, CONSUMER, batch, head, row, HEADS_PER_TILE, FIRST)
     elif row + QUERIES <= q_capacity:
-        _store_tiles(o_desc, o_smem, PIECE, PART, CONSUMER, batch, head, q_start + row, HEADS_PER_TILE)
+        _store_tiles(o_desc, o_smem, PIECE, PART, CONSUMER, batch, head, q_start + row, HEADS_PER_TILE, FIRST)
     else:  # the rows behind are another sequence's
         base = o_ptr + (q_start + row).to(gl.int64) * strides.os + head.to(gl.int64) * strides.oh
         for i in gl.static_range(len(o_smem)):
-            column = gl.to_tensor(i * PIECE + PART * o_smem[i].shape[2])
+            column = gl.to_tensor(FIRST + i * PIECE + PART * o_smem[i].shape[2])
             o_tile = o_smem[i].index(CONSUMER)
             _copy_out(o_tile, base, q_capacity - row, column, strides.os, strides.oh, CONFIG.d_v, HEADS_PER_TILE)
 
@@ -36,10 +36,10 @@ def store_result(
 @gluon.jit
 def _store_tiles(
     o_desc, o_smem, PIECE: gl.constexpr, PART: gl.constexpr, CONSUMER: gl.constexpr, batch, head, row,
-    HEADS_PER_TILE: gl.constexpr,
+    HEADS_PER_TILE: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     for i in gl.static_range(len(o_smem)):
-        column = i * PIECE + PART * o_smem[i].shape[2]
+        column = FIRST + i * PIECE + PART * o_smem[i].shape[2]
         if HEADS_PER_TILE == 1:
             tma_store(o_desc[i], [batch, head, row, column], as_tile(o_smem[i].index(CONSUMER)))
         else:

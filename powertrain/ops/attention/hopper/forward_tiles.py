@@ -250,7 +250,7 @@ def _clear_piece(pieces, first, group, count):
 
 
 @gluon.jit
-def _clear_behind(v_smem, count):
+def clear_behind(v_smem, count):
     ROWS: gl.constexpr = v_smem.shape[0]
     COLS: gl.constexpr = v_smem.shape[1]
     WIDTH: gl.constexpr = min(COLS, 64)
@@ -266,7 +266,7 @@ def _clear_behind(v_smem, count):
 def clear_values(v_smem, stage, count):
     """Zeros in the rows of a block of v from `count` on: rows past a sequence may hold NaN, and 0 times NaN is NaN."""
     for i in gl.static_range(len(v_smem)):
-        _clear_behind(v_smem[i].index(stage), count)
+        clear_behind(v_smem[i].index(stage), count)
     # wgmma of any warp reads the stores of all, by another path to shared memory
     hopper.fence_async_shared()
     barrier()

@@ -10,7 +10,7 @@ from powertrain.ops.shapes import cdiv, next_power_of_2
 class Plan(NamedTuple):
     """The tiles of a pair of head dims, and of so many queries beside so many keys."""
 
-    p_qk: tuple[int, ...]  # one or two pieces of the head dim of queries and keys, powers of 2
+    p_qk: tuple[int, ...]  # one or two pieces of the head dim of queries and keys, powers of 2; above 256 three or four
     p_v: tuple[int, ...]  # of that of values
     block_n: int = 128
     stages: int = 2
@@ -23,8 +23,13 @@ class Plan(NamedTuple):
     num_splits: int = 1  # parts of the keys, a tile each
 
     @property
+    def splits_columns(self) -> bool:
+        """Consumers have the same rows and half of the result's columns each (forward_d512.py)."""
+        return len(self.p_v) > 2
+
+    @property
     def block_m(self) -> int:
-        return 64 * self.consumers
+        return 64 if self.splits_columns else 64 * self.consumers
 
     @property
     def leaves_parts(self) -> bool:
@@ -38,7 +43,10 @@ class Plan(NamedTuple):
 
 def pieces_of(head_dim: int) -> tuple[int, ...]:
     """The padded head dim: a power of 2, or two of which the second begins within the tensor."""
-    widths = ((64,), (64, 16), (64, 32), (128,), (128, 32), (128, 64), (256,))
+    widths = (
+        (64,), (64, 16), (64, 32), (128,), (128, 32), (128, 64), (256,),
+        (128, 128, 64), (128,) * 3, (128, 128, 128, 64), (128,) * 4,
+    )  # fmt: skip
     return next(pieces for pieces in widths if head_dim <= sum(pieces))
 
 
@@ -59,6 +67,8 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
         return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
     if d_qk <= 192 and d_v <= 192:
         return Plan(p_qk, p_v, block_n=64, q_slots=1)
+    if d_qk > 256 and d_v > 256:
+        return Plan(p_qk, p_v, block_n=64, stages=4, store_parts=2, q_slots=1, q_held=False)
     p_v = (64,) if d_v <= 64 else (128,) if d_v <= 128 else (256,)
     return Plan((256,), p_v, block_n=64, store_parts=p_v[0] // 64, q_slots=1, q_held=False)
 
@@ -113,7 +123,7 @@ def plan_of(operands: Operands) -> Plan:
     # of packed sequences on average
     queries, keys = max(1, operands.queries // sequences), max(1, operands.keys // sequences)
     plan = plan_for(operands.d_qk, operands.d_v, queries)
-    if 4 * queries > keys:
+    if 4 * queries > keys or plan.splits_columns:
         return plan
     # a tile has one slope
     if args.slopes is None:

@@ -4,13 +4,13 @@ It has the mask, the packing and the head dims of the call that asks, so that th
 the call needs: a first call compiles one forward and one backward.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward import launch_backward
-from powertrain.ops.attention.hopper.forward import launch_forward
 from powertrain.ops.attention.hopper.plans import Plan
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 
@@ -88,11 +88,14 @@ def _arguments(args: OpArguments, queries: int, keys: int, heads: int, device: t
     )  # fmt: skip
 
 
-def forward_defect(call: Operands, plan: Plan) -> str | None:
-    """What is wrong with the forward of this plan, or None."""
+Forward = Callable[[Operands, Plan], tuple[Tensor, Tensor]]
+
+
+def forward_defect(call: Operands, plan: Plan, forward: Forward) -> str | None:
+    """What is wrong with this forward of this plan, or None."""
     small = SmallProblem.like(call, plan.heads_per_tile - plan.partial)
     _, query, key, value = small.inputs
-    return _wrong(list(launch_forward(Operands.of(query, key, value, small.args), plan)), [small.out, small.lse])
+    return _wrong(list(forward(Operands.of(query, key, value, small.args), plan)), [small.out, small.lse])
 
 
 def backward_defect(call: Operands) -> str | None:
