@@ -116,10 +116,13 @@ def combine(
     # of packed sequences partial results have a batch of one, and lse [H, S] has no batch
     b = partial.shape[1] if table is None else lse.shape[0]
     block_d = min(128, next_power_of_2(head_dim_v))
+    # many splits at a time, for the loads of one batch wait for those of the last; with many rows, few, so that more
+    # rows are on an SM. us, one H200: 31 short sequences and one of 64 splits 5.7 (8: 12.5), 8 queries of 32 sequences,
+    # 8192 rows, 8: 12.5 (32: 22.3); on two warps 7.8 and 24.9
+    at_a_time = 8 if b * sq * h > 4096 else 32
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)
     _combine_kernel[(b * sq * h, cdiv(head_dim_v, block_d))](
         partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra, *strides,
-        # 32 splits at a time: 8 took longer, for the loads of one batch wait for those of the last
-        # (docs/log/attention_triton.md)
-        HEAD_DIM_V=head_dim_v, BLOCK_S=min(32, next_power_of_2(partial.shape[0])), BLOCK_D=block_d, num_warps=2,
+        HEAD_DIM_V=head_dim_v, BLOCK_S=min(at_a_time, next_power_of_2(partial.shape[0])), BLOCK_D=block_d,
+        num_warps=1,
     )  # fmt: skip

@@ -175,7 +175,7 @@ def decode_attention(
         where a sequence's keys are cut, and so rounding, follows from shapes and the lengths of the whole batch, with
         num_splits from shapes alone.
     Memory: out, and where keys are split parts * S * H * (E + 1) * 4 bytes: B * num_splits parts, or B and as many more
-        as fill the GPU four times.
+        as fill the GPU eight times.
     Raises ValueError with the argument's name, requirement and value; NotImplementedError where a gradient is
         wanted: this is for inference.
     Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.

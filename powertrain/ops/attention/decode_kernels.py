@@ -149,7 +149,8 @@ def _decode_kernel(
         number, split, parts = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
         if number >= batches:
             return
-        batch, slot = number.to(tl.int64), part.to(tl.int64)
+        # results of first parts lie behind those of all others, where the combination finds them
+        batch, slot = number.to(tl.int64), tl.where(split == 0, num_parts - batches + number, part).to(tl.int64)
     else:
         batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
         split, parts = tl.program_id(1), num_parts
@@ -266,6 +267,7 @@ def _plan(
     """`rows` of queries a kv head has; widths: of the head dims in pieces; `aligned`: 16-byte loads."""
     # batch 64, 32/8 heads, 8192 keys, bf16, D128 unless said, ms; copying as many bytes takes 0.505 (D64 half, ...):
     #   dense            128 keys 4 warps 3 stages 0.471; 64 keys 0.474 to 0.549; 8 warps the same
+    #                    64 keys 4 stages 0.494 (128: 0.491), 16 sequences 0.142 (0.149), 1 long among 31 0.070 (0.079)
     #     D64, D256      256 keys 3 stages 0.244 (128 keys 0.278);  64 keys 3 stages 0.929 of 1.010
     #   pages of 64 on   64 keys 4 warps 3 stages 0.479; 128 keys 0.486;   D64 64 keys 6 stages 0.242 (3: 0.262)
     #   pages of 1, 16   32 keys 4 warps 6 stages 0.487, 0.490; 64 keys 3 stages 0.640
@@ -294,6 +296,9 @@ def _plan(
         block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << ((72 << 10) // key_bytes).bit_length() - 1))
         block_n = block_n if block_m == 16 or is_wide else min(block_n, 64)
         stages = 3 if block_m == 16 or page_size % 64 or not is_wide else 2
+        if block_m == 16 and page_size == 0 and key_bytes == 512 and itemsize == 2:
+            # two programs on an SM: one begins while the other reads
+            block_n, stages = 64, 4
     else:
         block_n = 64 if in_pages or key_bytes < 512 or block_m > 16 else 32
         stages = 3 if in_pages and block_n * key_bytes >= 32 << 10 else 6

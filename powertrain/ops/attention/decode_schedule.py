@@ -90,6 +90,22 @@ def _extra_parts(blocks, share, FILLS_ONCE: tl.constexpr):
     return tl.maximum(tl.cdiv(blocks - slack, share), 1) - 1
 
 
+@triton.jit
+def _share_of(total, longest, batches, at_once, least):
+    """Blocks of keys of a part, where there are more parts than run at once; `least`: of the smallest.
+
+    Small parts end at about the same time, but each begins with an empty pipeline, as long as two blocks of 64 keys. us
+    on one H200, 32/8 heads, head dim 128, with parts of the keys that each of the programs at once has (in brackets),
+    1/2, 1/4, 1/8 of them: 64 sequences of 500 to 32768 (18000) 612, 597, 571, 574; 32 of them (10000) 353, 340, 338,
+    341; one of 32768 among 31 of 500 (1460) 70, 74, 74, -. 64 of 8192 are best left whole: 490, 491, 502, 514.
+    """
+    at_each = tl.cdiv(total, at_once)
+    root = tl.sqrt((at_each * least).to(tl.float32) * 0.5).to(tl.int32)
+    share = tl.maximum(tl.minimum(tl.maximum(root, 3 * least), at_each), 1)
+    whole = tl.cdiv(batches, at_once) * longest
+    return tl.where(whole <= at_each + at_each // share + share // 2, longest, share)
+
+
 @kernel()
 def _schedule_kernel(
     seqlens_ptr,
@@ -102,6 +118,7 @@ def _schedule_kernel(
     num_new,
     capacity,
     extra,
+    at_once,
     least,
     left,
     right,
@@ -114,26 +131,27 @@ def _schedule_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """One tile of queries: every sequence's keys are cut into parts of about the same size, in all at most `extra`
-    beyond one a sequence.
+    beyond one a sequence. `at_once`: parts that run at the same time; `least`: blocks of the smallest part.
 
-    parts [tiles, extra + batches, 3] int32: (sequence, its part, how many it has), first the parts that are extra,
-    sequence `batches` where there are fewer, then the first one of each sequence.
+    parts [tiles, extra + batches, 3] int32: (sequence, its part, how many it has), in the order in which programs take
+    them: first the parts that are extra, then the first one of each sequence, then sequence `batches`, no part.
     of_sequences [batches, tiles, 2]: (the first of its extra parts, how many parts it has).
     """
     tile = tl.program_id(0)
     tiles = tl.num_programs(0)
     total = 0
+    longest = 0
     for start in range(0, batches, BLOCK_B):
         blocks = _blocks_of(
             start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
             ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total += tl.sum(blocks)
+        longest = tl.maximum(longest, tl.max(blocks))
     # sum of floor(blocks / share) <= total / share <= extra
-    share = tl.maximum(tl.cdiv(total, extra), least)
+    safe = tl.maximum(tl.cdiv(total, extra), least)
     # the sequences are one block: look for the smallest share
     if FILLS_ONCE:
-        safe = share
         blocks = _blocks_of(
             tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
             right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
@@ -144,7 +162,17 @@ def _schedule_kernel(
             closer = tl.maximum(share + 1, tl.cdiv(share * (needed + batches), extra + batches))
             share = tl.where(needed > extra, closer, share)
         share = tl.where(tl.sum(_extra_parts(blocks, share, True)) > extra, safe, share)
+    else:
+        share = tl.maximum(_share_of(total, longest, batches, at_once, least), safe)
 
+    used = 0
+    for start in range(0, batches, BLOCK_B):
+        batch = start + tl.arange(0, BLOCK_B)
+        blocks = _blocks_of(
+            batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
+            HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        used += tl.sum(tl.where(batch < batches, _extra_parts(blocks, share, FILLS_ONCE), 0))
     parts_ptr += tile * (extra + batches) * 3
     before = 0
     for start in range(0, batches, BLOCK_B):
@@ -156,7 +184,7 @@ def _schedule_kernel(
         more = tl.where(batch < batches, _extra_parts(blocks, share, FILLS_ONCE), 0)
         begin = before + tl.cumsum(more) - more
         before += tl.sum(more)
-        row, of_sequence = parts_ptr + (extra + batch) * 3, of_sequences_ptr + (batch * tiles + tile) * 2
+        row, of_sequence = parts_ptr + (used + batch) * 3, of_sequences_ptr + (batch * tiles + tile) * 2
         tl.store(row, batch, mask=batch < batches)  # [BLOCK_B]
         tl.store(row + 1, tl.zeros_like(batch), mask=batch < batches)  # [BLOCK_B]
         tl.store(row + 2, more + 1, mask=batch < batches)  # [BLOCK_B]
@@ -169,7 +197,9 @@ def _schedule_kernel(
         sequence = tl.zeros([BLOCK_E], tl.int32)
         begin_of_it = tl.zeros([BLOCK_E], tl.int32)
         parts_of_it = tl.zeros([BLOCK_E], tl.int32)
-        for start in range(0, batches, BLOCK_B):
+        # behind the last part that is used all are the same
+        bound = tl.where(first < used, batches, 0)
+        for start in range(0, bound, BLOCK_B):
             batch = start + tl.arange(0, BLOCK_B)
             of_sequence = of_sequences_ptr + (batch * tiles + tile) * 2
             begin = tl.load(of_sequence, mask=batch < batches, other=0)  # [BLOCK_B]
@@ -180,28 +210,25 @@ def _schedule_kernel(
             sequence += tl.sum(passed.to(tl.int32), axis=0)
             begin_of_it += tl.sum(tl.where(is_it, begin[:, None], 0), axis=0)
             parts_of_it += tl.sum(tl.where(is_it, parts[:, None], 0), axis=0)
-        row = parts_ptr + part * 3
-        tl.store(row, sequence, mask=part < extra)  # [BLOCK_E]
+        row = parts_ptr + tl.where(part < used, part, part + batches) * 3
+        tl.store(row, tl.where(part < used, sequence, batches), mask=part < extra)  # [BLOCK_E]
         tl.store(row + 1, part - begin_of_it + 1, mask=part < extra)  # [BLOCK_E]
         tl.store(row + 2, parts_of_it, mask=part < extra)  # [BLOCK_E]
 
 
-# how many times over the parts fill the GPU, where they cannot all run at once
-_WAVES = 4
+# how many times over the parts fill the GPU at most, where they cannot all run at once
+_WAVES = 8
 _LEAST_KEYS = 512  # of a part
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Target) -> tuple[int, bool]:
-    """(parts beyond one a sequence, whether all parts run at once), where `tiles` programs work on each part."""
-    # 32 sequences of 500 to 32768 keys, 32/8 heads, us, if parts beyond 1 a sequence fill the GPU 1, 2, 3, 4, 6 times:
-    #   dense 417, 342, 325, 324, 326; pages of 16 392, 366, 357, 345, 333; one of 32768 among 500 60, 65, 65, 71, 73
-    at_once = target.num_sms * per_sm // max(1, tiles)
+def _choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Target) -> tuple[int, int, bool]:
+    """(parts beyond one a sequence, parts that run at once, whether all do), where `tiles` programs work on each."""
+    at_once = max(1, target.num_sms * per_sm // max(1, tiles))
     if at_once >= 2 * sequences:
-        return at_once - sequences, True
-    return max(
-        1, min(sequences * cdiv(keys, _LEAST_KEYS), cdiv(_WAVES * target.num_sms * per_sm, max(1, tiles)))
-    ), False
+        return at_once - sequences, at_once, True
+    most = cdiv(_WAVES * target.num_sms * per_sm, max(1, tiles))
+    return max(1, min(sequences * cdiv(keys, _LEAST_KEYS), most)), at_once, False
 
 
 class KeysSeen(NamedTuple):
@@ -234,13 +261,13 @@ def schedule(
     """
     block_m, block_n, per_sm = plan
     tiles = cdiv(queries * ratio, block_m)
-    extra, fills_once = _choose_parts(batch, programs, seen, per_sm, target)
+    extra, at_once, fills_once = _choose_parts(batch, programs, seen, per_sm, target)
     device = keys.seqlens.device
     parts = torch.empty((tiles, extra + batch, 3), dtype=torch.int32, device=device)
     table = PartTable(torch.empty((batch, tiles, 2), dtype=torch.int32, device=device), ratio, block_m, extra)
     _schedule_kernel[(tiles,)](
         keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio, keys.num_new, keys.capacity, extra,
-        cdiv(_LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
+        at_once, cdiv(_LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
         FILLS_ONCE=fills_once, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=min(256, next_power_of_2(batch)), BLOCK_E=32,
         num_warps=4,
     )  # fmt: skip

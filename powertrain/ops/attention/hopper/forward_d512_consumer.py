@@ -1,4 +1,4 @@
-"""A consumer of the Hopper forward for head dims above 256: every other block's scores, half of the result's columns."""
+"""A consumer of the Hopper forward above head dim 256: every other block's scores, half of the result's columns."""
 
 from powertrain.ops.attention.hopper.forward_consumer import by_row, parts_of
 from powertrain.ops.attention.hopper.forward_d512_tiles import (
