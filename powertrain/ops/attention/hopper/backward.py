@@ -22,16 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward_kernel import _hopper_attention_bwd_kernel
+from powertrain.ops.attention.hopper.backward_kernel_d192 import _hopper_attention_bwd_d192_kernel
 from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attention_bwd_d256_kernel
-from powertrain.ops.attention.hopper.backward_plans import (
-    Plan,
-    Schedule,
-    block_n_of,
-    is_wide,
-    plan_for,
-    schedule_of,
-    width_of,
-)
+from powertrain.ops.attention.hopper.backward_plans import Plan, Schedule, dq_width, plan_of, schedule_of, width_of
 from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, Operand, Operands
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
@@ -205,7 +198,7 @@ def launch_backward(
         _launch(
             call, operands, operands.like_query(dq) if call.need[0] else None,
             operands.like_key(dk) if call.need[1] else None, operands.like_key(dv) if call.need[2] else None,
-            plan or plan_for(operands.d_qk, operands.d_v),
+            plan or plan_of(operands),
         )  # fmt: skip
     return dq, dk, dv, dbias
 
@@ -226,7 +219,7 @@ class _Scratch(NamedTuple):
         tiles = operands.num_heads * slots
         sums = order = None
         if need_dq:
-            size = tiles * plan.block_m * width_of(operands.d_qk)
+            size = tiles * plan.block_m * dq_width(operands, plan)
             sums = torch.empty(size, dtype=torch.float32, device=device)
         # it tells the kernel too that parts have sums of dk and dv of their own, whether dq is wanted or not
         if operands.args.deterministic and (need_dq or is_split):
@@ -245,11 +238,10 @@ class _KeySums(NamedTuple):
     parts: int  # that have sums of their own: 1, to which all add, or in turn as many as there are
 
     @staticmethod
-    def of(operands: Operands, schedule: Schedule, tiles: int, need_dk: bool, need_dv: bool) -> "_KeySums":
+    def of(operands: Operands, schedule: Schedule, rows: int, need_dk: bool, need_dv: bool) -> "_KeySums":
         parts = schedule.num_splits if operands.args.deterministic else 1
         dims = (need_dk, operands.d_qk), (need_dv, operands.d_v)
-        rows = tiles * parts * block_n_of(operands)
-        sizes = [rows * width_of(dim) if need else 0 for need, dim in dims]
+        sizes = [rows * parts * width_of(dim) if need else 0 for need, dim in dims]
         memory = torch.empty(sum(sizes), dtype=torch.float32, device=operands.q.tensor.device)
         dk, dv = (Operand(x, 0, 0, 0, 0) if x.numel() else None for x in memory.split(sizes))
         return _KeySums(memory, dk, dv, parts)
@@ -259,15 +251,14 @@ def _launch(
     call: BackwardCall, operands: Operands, dq: Operand | None, dk: Operand | None, dv: Operand | None, plan: Plan
 ) -> None:
     args, heads = operands.args, operands.heads
-    num_heads, w_qk = heads.kv * heads.q_per_kv, width_of(operands.d_qk)
-    block_n = block_n_of(operands)
-    blocks = operands.key_blocks(block_n)
-    tiles = operands.storage * heads.kv * blocks
-    schedule = schedule_of(operands, plan, blocks)
+    num_heads, w_qk = heads.kv * heads.q_per_kv, dq_width(operands, plan)
+    blocks = operands.key_blocks(plan.block_n)
+    rows = operands.storage * heads.kv * blocks * plan.block_n
+    schedule = schedule_of(operands, plan)
     scratch = _Scratch.of(operands, plan, dq is not None, schedule.num_splits > 1)
     sums = None
     if schedule.num_splits > 1:
-        sums = _KeySums.of(operands, schedule, tiles, dk is not None, dv is not None)
+        sums = _KeySums.of(operands, schedule, rows, dk is not None, dv is not None)
     zeros = sums.memory if sums is not None and sums.parts == 1 else None
     do = operands.like_query(_for_tma(call.dout))
     dlse = None if call.dlse is None else call.dlse.contiguous()
@@ -284,10 +275,10 @@ def _launch(
     if sums is not None:
         for x, of_parts, dim, scale in ((dk, sums.dk, operands.d_qk, args.scale), (dv, sums.dv, operands.d_v, 1.0)):
             if x is not None and of_parts is not None:
-                _hopper_attention_sums_kernel[(tiles * block_n // 64,)](
+                _hopper_attention_sums_kernel[(rows // 64,)](
                     of_parts.tensor, x.tensor, args.key_starts, args.key_used, operands.batch, operands.keys, blocks,
                     heads.kv, 1, sums.parts, scale, x.b, x.s, x.h, 0,
-                    D=dim, W=width_of(dim), BLOCK_M=block_n, SPLIT_HEADS=sums.parts > 1,
+                    D=dim, W=width_of(dim), BLOCK_M=plan.block_n, SPLIT_HEADS=sums.parts > 1,
                 )  # fmt: skip
     if dq is not None:
         _hopper_attention_sums_kernel[(scratch.tiles * plan.block_m // 64,)](
@@ -323,11 +314,15 @@ def _launch_main(
     }  # fmt: skip
     sizes = operands.batch, operands.queries, operands.keys
     members = heads.q_per_kv // num_splits
-    if is_wide(operands.d_qk, operands.d_v):
+    if plan.block_n == 96:
+        names = "LEFT", "RIGHT", "BOTTOM_RIGHT", "D_QK", "D_V", "REGISTERS", "num_warps"
+        _hopper_attention_bwd_d192_kernel[(count,)](
+            *tensors, *sizes, heads.kv, members, *order, *rest, **{name: options[name] for name in names}
+        )
+    elif plan.block_n == 64:
         # it finds the number of parts by the number of programs
         _hopper_attention_bwd_d256_kernel[(count,)](
-            *tensors, *sizes, heads.kv, members, *order, *rest,
-            BLOCK_N=block_n_of(operands), SPLIT_HEADS=num_splits > 1, **options,
+            *tensors, *sizes, heads.kv, members, *order, *rest, BLOCK_N=64, SPLIT_HEADS=num_splits > 1, **options,
         )  # fmt: skip
     else:
         _hopper_attention_bwd_kernel[(min(operands.target.num_sms, count),)](

@@ -10,10 +10,11 @@ from powertrain.ops.shapes import cdiv, next_power_of_2
 
 
 class Plan(NamedTuple):
-    """Tiles of 128 keys (64 at head dims above 128) by block_m queries, so that a consumer's scores, dp, dk and dv
-    leave it registers enough."""
+    """Tiles of block_n keys by block_m queries, so that a consumer's scores, dp, dk and dv leave it registers enough:
+    128 keys in backward_kernel.py, 64 in backward_kernel_d256.py, 96 in backward_kernel_d192.py."""
 
     block_m: int = 64
+    block_n: int = 128
     stages: int = 3
     ds_stages: int = 2
     part: int = 32  # columns of dq at a time
@@ -30,15 +31,45 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
     registers 3.08, 32 and 224 3.23; H16 D96 S8192 224 registers 1.833, 208 with `ahead` 1.781; D80 3 stages 1.597, 4
     1.596, full S4096 0.802, 0.798; H16 D192 64 columns of dq 5.226, 32 5.139."""
     if max(d_qk, d_v) > 192:
-        return Plan(stages=2, part=64, registers=208, group_start=4)
+        return Plan(block_n=64, stages=2, part=64, registers=208, group_start=4)
     if max(d_qk, d_v) > 128:
-        return Plan(stages=2, group_start=4)
+        return Plan(block_n=64, stages=2, group_start=4)
     if max(d_qk, d_v) <= 64:
         return Plan(stages=4, part=64, registers=208, group_start=8, ahead=True)
     if max(d_qk, d_v) <= 96:
         return Plan(stages=4 if max(d_qk, d_v) <= 80 else 3, part=64, registers=208, ahead=True)
     # where dk and dv have not the same width they leave through memory of their own
     return Plan(stages=2 if 80 < min(d_qk, d_v) <= 96 else 3, early=True)
+
+
+# three consumers; the producer has 32 registers. Not timed yet, so nothing chooses it
+PLAN_OF_96_KEYS = Plan(block_n=96, stages=2, registers=160)
+_PREFERS_96_KEYS = False
+
+
+def why_not_96_keys(operands: Operands) -> str | None:
+    """Why backward_kernel_d192.py does not take this call, or None."""
+    args, dims = operands.args, (operands.d_qk, operands.d_v)
+    if not 128 < min(dims) <= max(dims) <= 192:
+        return f"head dims must be 136 to 192, are {dims[0]} and {dims[1]}"
+    if args.deterministic or args.softcap > 0 or args.slopes is not None:
+        return "it has no fixed order of sums, no softcap and no ALiBi"
+    return None
+
+
+def plan_of(operands: Operands) -> Plan:
+    """The plan of a call."""
+    plan = plan_for(operands.d_qk, operands.d_v)
+    if _PREFERS_96_KEYS and why_not_96_keys(operands) is None:
+        # which takes no parts of the heads that share keys
+        if schedule_of(operands, plan).num_splits == 1:
+            return PLAN_OF_96_KEYS
+    return plan
+
+
+def dq_width(operands: Operands, plan: Plan) -> int:
+    """Columns of the sums of dq."""
+    return 192 if plan.block_n == 96 else width_of(operands.d_qk)
 
 
 class Schedule(NamedTuple):
@@ -49,15 +80,14 @@ class Schedule(NamedTuple):
     late_blocks: int  # the last blocks of keys of each head, which come behind all others
 
 
-def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
-    """The schedule of a call whose heads have `blocks` tiles of keys each."""
+def schedule_of(operands: Operands, plan: Plan) -> Schedule:
+    blocks = operands.key_blocks(plan.block_n)
     args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
     sequences = max(1, operands.batch) if operands.is_packed else 1
     queries = operands.queries // sequences
-    wide = is_wide(operands.d_qk, operands.d_v)
     num_splits = 1
-    if heads.q_per_kv > 1:
-        seen = min(queries, args.left + block_n_of(operands)) if args.left >= 0 else queries
+    if heads.q_per_kv > 1 and plan.block_n != 96:
+        seen = min(queries, args.left + plan.block_n) if args.left >= 0 else queries
         keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
         num_splits = head_splits_for(
             operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
@@ -70,7 +100,7 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
         group = deterministic_swizzle(plan, queries, repeats, args, num_sms)
     late = 0
     # with a window nearly all tiles are equal. Wide, S2048 B8 H8 D256: 0.981 without, 0.995
-    if args.right >= 0 and args.left < 0 and not operands.is_packed and not wide:
+    if args.right >= 0 and args.left < 0 and not operands.is_packed and plan.block_n == 128:
         late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
     return Schedule(num_splits, group, late)
 
@@ -143,13 +173,3 @@ def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArgume
 def width_of(head_dim: int) -> int:
     """The padded head dim."""
     return sum(pieces_of(head_dim))
-
-
-def is_wide(d_qk: int, d_v: int) -> bool:
-    """Whether backward_kernel_d256.py serves, whose tiles have 64 keys instead of 128."""
-    return max(d_qk, d_v) > 128
-
-
-def block_n_of(operands: Operands) -> int:
-    """Keys of a tile."""
-    return 64 if is_wide(operands.d_qk, operands.d_v) else 128

@@ -192,14 +192,15 @@ def leave_halves(ptr, sums, ADD: gl.constexpr, CONSUMER: gl.constexpr):
 def store_rows(smem, base, length, capacity, stride, D: gl.constexpr):
     """64 rows in shared memory to memory; zeros from `length` to `capacity`."""
     for i in gl.static_range(len(smem)):
-        _store_piece(smem[i].index(0), i * smem[0].shape[2], base, length, capacity, stride, D)
+        store_piece(smem[i].index(0), i * smem[0].shape[2], base, length, capacity, stride, D)
 
 
 @gluon.jit
-def _store_piece(tile, FIRST: gl.constexpr, base, length, capacity, stride, D: gl.constexpr):
+def store_piece(tile, FIRST: gl.constexpr, base, length, capacity, stride, D: gl.constexpr):
+    """Rows of a piece of columns in shared memory to memory, from column FIRST on."""
     W: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
-    for part in gl.static_range(4):
+    for part in gl.static_range(tile.shape[0] // 16):
         rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
         cols = FIRST + gl.arange(0, W, gl.SliceLayout(0, layout))
         values = tile.slice(part * 16, 16, 0).load(layout)

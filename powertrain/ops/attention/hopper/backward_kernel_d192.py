@@ -1,0 +1,355 @@
+"""Backward of attention for Hopper at head dims of 136 to 192, in Gluon, with 96 keys a tile.
+
+The sums are those of hopper/backward.py. Three *consumers* share a tile of 96 keys. Of a block of 64 queries each
+computes the scores and dp of 32 keys, queries along the rows; p and ds meet in shared memory. Then each owns 64 head
+dims: dvᵀ and dkᵀ of all keys, [64 head dims, 64 + 32 keys] (Triton's tensors are powers of 2), and those columns of
+dq, which it adds to the sums in memory. The product for dv waits for the next block, whose exponentials run beside it.
+The *producer* only loads.
+
+k, v, q and do lie as pieces of 64 columns, whatever the head dim: 192 columns, of which the last may be zeros. Tiles
+add in no fixed order; ALiBi, a softcap and query heads split over tiles are backward_kernel_d256.py's.
+
+Source: FlashAttention-3's tile for this head dim has the same shape (Shah et al. 2024, arXiv:2407.08608).
+"""
+
+from powertrain.ops.attention.hopper.backward_tiles import keys_of, queries_of
+from powertrain.ops.attention.hopper.pieces import store_piece
+from powertrain.ops.attention.hopper.primitives import (
+    LOG2E,
+    BackwardConfig,
+    BackwardSizes,
+    Lengths,
+    Window,
+    add_in_order,
+    alloc_mbarriers,
+    alloc_pipeline_stages,
+    int32,
+)
+from powertrain.runtime.gluon_compat import (
+    gl,
+    gluon,
+    hopper,
+    mbarrier,
+    named_barrier_sync_divergent,
+    reinterpret,
+    tma,
+    tma_load,
+)
+from powertrain.runtime.launch import gluon_kernel
+
+_CONSUMERS = gl.constexpr(8)  # the barrier at which they meet
+_PIECES = gl.constexpr(3)  # of 64 columns, a consumer's each
+_STAGES = gl.constexpr(2)
+
+
+@gluon.jit
+def _load(desc, smem, bar, stage, head, row):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, 64], smem.dtype)
+    for i in gl.static_range(_PIECES):
+        to = reinterpret(smem.index(stage * _PIECES + i), smem.dtype, [1, 64, 64], layout)
+        tma_load(desc, [head, row, i * 64], bar, to)
+
+
+@gluon.jit
+def _produce(
+    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty, begin, end, tile0,
+    slots, num_q_per_kv,
+):  # fmt: skip
+    """The warpgroup that loads queries, their LSE and delta, and the results' gradients."""
+    BYTES: gl.constexpr = 64 * 192 * q_smem.dtype.primitive_bitwidth // 8
+    head = gl.to_tensor(0)
+    block = begin
+    for i in range((end - begin) * num_q_per_kv):
+        stage = i % _STAGES
+        odd = (i // _STAGES) & 1 ^ 1
+        mbarrier.wait(q_empty.index(stage), odd)
+        bar = q_full.index(stage)
+        mbarrier.expect(bar, BYTES + 2 * 64 * 4)
+        _load(q_desc, q_smem, bar, stage, head, block * 64)
+        tma_load(rows_desc, [(tile0 + head * slots + block) * 128], bar, rows_smem.index(stage))  # [128]: LSE, delta
+        mbarrier.wait(do_empty.index(stage), odd)
+        bar = do_full.index(stage)
+        mbarrier.expect(bar, BYTES)
+        _load(do_desc, do_smem, bar, stage, head, block * 64)
+        block += 1
+        wraps = block == end
+        head = gl.where(wraps, head + 1, head)
+        block = gl.where(wraps, begin, block)
+
+
+@gluon.jit
+def _own_keys(keys, piece, CONSUMER: gl.constexpr):
+    """A consumer's 32 keys, by columns: [64, 32]."""
+    first, second = keys
+    if CONSUMER == 2:
+        rows = second.index(piece)
+    else:
+        rows = first.index(piece).slice(CONSUMER * 32, 32, 0)
+    return rows.permute((1, 0))
+
+
+@gluon.jit
+def _ask(rows, stage, keys, i, zeros, CONSUMER: gl.constexpr):
+    """rows keysᵀ of a consumer's keys, under way: [64 queries, 32 keys]."""
+    # not a constant: addresses computed from one would be kept in registers throughout
+    first = i >> 30
+    at = stage * _PIECES
+    s = hopper.warpgroup_mma(
+        rows.index(at), _own_keys(keys, first, CONSUMER), zeros, use_acc=False, is_async=True
+    )  # fmt: skip
+    for n in gl.static_range(1, _PIECES):
+        s = hopper.warpgroup_mma(rows.index(at + n), _own_keys(keys, first + n, CONSUMER), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _add_rows(rows, at, weights, stage, sums, use_acc, CONSUMER: gl.constexpr):
+    """sums + rowsᵀ weights, under way, of a consumer's 64 columns of rows: [64 columns, 64 keys], [64, 32]."""
+    a = rows.index(at * _PIECES + CONSUMER).permute((1, 0))
+    first = hopper.warpgroup_mma(a, weights[0].index(stage), sums[0], use_acc=use_acc, is_async=True)
+    second = hopper.warpgroup_mma(a, weights[1].index(stage), sums[1], use_acc=use_acc, is_async=True)
+    return first, second
+
+
+@gluon.jit
+def _put(weights, stage, x, CONSUMER: gl.constexpr):
+    """A consumer's 32 keys of p or ds."""
+    x = x.to(weights[0].dtype)
+    if CONSUMER == 2:
+        weights[1].index(stage).store(x)
+    else:
+        weights[0].index(stage).slice(CONSUMER * 32, 32, 1).store(x)
+
+
+@gluon.jit
+def _store_columns(sums, smem, ptr, rows_left, capacity, stride, D: gl.constexpr, CONSUMER: gl.constexpr):
+    """A consumer's 64 columns of dk or dv of 96 keys, in the place of its piece of k or v."""
+    for part in gl.static_range(2):
+        tile = smem[part].index(CONSUMER)
+        tile.permute((1, 0)).store(sums[part].to(tile.dtype))
+    for part in gl.static_range(2):
+        base = ptr + part * 64 * stride.to(gl.int64)
+        store_piece(
+            smem[part].index(CONSUMER), CONSUMER * 64, base, rows_left - part * 64, capacity - part * 64, stride, D
+        )  # fmt: skip
+
+
+@gluon.jit
+def _consume(
+    sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
+    kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left, k_capacity,
+    stride_dks, stride_dvs, scale, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup that owns 64 columns of dk, dv and dq, and computes p and ds of 32 of the 96 keys.
+
+    distance  position of the first query less that of the CTA's first key;  k_left  keys from that one on"""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    zeros = gl.zeros([64, 32], gl.float32, s_layout)
+    dk = (gl.zeros([64, 64], gl.float32, sums_layout), gl.zeros([64, 32], gl.float32, s_layout))
+    dv = (gl.zeros([64, 64], gl.float32, sums_layout), gl.zeros([64, 32], gl.float32, s_layout))
+    mbarrier.wait(kv_full, 0)
+    distance -= CONSUMER * 32
+    own_left = k_left - CONSUMER * 32
+    low = distance
+    tile = tile0 + begin
+    total = num_q_per_kv * count
+    for i in range(total):
+        stage = i % _STAGES
+        before = (i + 1) % _STAGES  # the stage of the block before, there being two
+        rows = rows_smem.index(stage)
+        mbarrier.wait(q_full.index(stage), (i // _STAGES) & 1)
+        s = _ask(q_smem, stage, k_smem, i, zeros, CONSUMER)  # [64, 32]
+        mbarrier.wait(do_full.index(stage), (i // _STAGES) & 1)
+        dp = _ask(do_smem, stage, v_smem, i, zeros, CONSUMER)  # [64, 32]
+        # of the block before; at the first there is none: use_acc discards the product
+        dv = _add_rows(do_smem, before, p_smem, before, dv, i > 1, CONSUMER)
+        lse = gl.expand_dims(rows.slice(0, 64).load(row_layout), 1)
+        delta = gl.expand_dims(rows.slice(64, 64).load(row_layout), 1)
+        s = hopper.warpgroup_mma_wait(_PIECES + 2, deps=[s])
+        p = gl.exp2(s * (scale * LOG2E) - lse)
+        masked = own_left < 32
+        if RIGHT:
+            masked = masked | (low + right < 31)
+        if LEFT:
+            masked = masked | (low + 63 - left > 0)
+        if masked:
+            at = gl.expand_dims(low + gl.arange(0, 64, row_layout), 1)
+            j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, s_layout)), 0)
+            last = own_left - 1
+            if RIGHT:
+                last = gl.minimum(at + right, last)
+            seen = j <= last
+            if LEFT:
+                seen = seen & (j >= at - left)
+            p = gl.where(seen, p, 0.0)
+        # given back with do, when all have multiplied p
+        mbarrier.wait(do_empty.index(stage), (i // _STAGES) & 1 ^ 1)
+        _put(p_smem, stage, p, CONSUMER)
+        dp = hopper.warpgroup_mma_wait(2, deps=[dp])
+        _put(ds_smem, stage, p * (dp - delta), CONSUMER)
+        hopper.fence_async_shared()
+        # all have stored their p and ds, and have done with the ds of two blocks before
+        named_barrier_sync_divergent(_CONSUMERS, 384)
+        if sum_ptr is not None:
+            dq = hopper.warpgroup_mma(
+                ds_smem[0].index(stage), k_smem[0].index(CONSUMER + (i >> 30)),
+                gl.zeros([64, 64], gl.float32, sums_layout), use_acc=False, is_async=True,
+            )  # fmt: skip
+            dq = hopper.warpgroup_mma(ds_smem[1].index(stage), k_smem[1].index(CONSUMER + (i >> 30)), dq, is_async=True)
+        dk = _add_rows(q_smem, stage, ds_smem, stage, dk, True, CONSUMER)
+        DQ: gl.constexpr = 2 if sum_ptr is not None else 0
+        dv = hopper.warpgroup_mma_wait(2 + DQ, deps=dv)
+        if i > 0:
+            mbarrier.arrive(do_empty.index(before), count=1)
+        if sum_ptr is not None:
+            dq = hopper.warpgroup_mma_wait(2, deps=[dq])
+            add_in_order(sum_ptr + tile.to(gl.int64) * (64 * 192) + CONSUMER * (64 * 64), dq)
+        dk = hopper.warpgroup_mma_wait(0, deps=dk)
+        mbarrier.arrive(q_empty.index(stage), count=1)
+        low += 64
+        wraps = low == distance + count * 64
+        tile = gl.where(wraps, tile + 1 + slots - count, tile + 1)
+        low = gl.where(wraps, distance, low)
+    if total > 0:
+        stage = (total - 1) % _STAGES
+        dv = _add_rows(do_smem, stage, p_smem, stage, dv, total > 1, CONSUMER)
+        dv = hopper.warpgroup_mma_wait(0, deps=dv)
+    # all have read k and v, in whose place dk and dv leave
+    named_barrier_sync_divergent(_CONSUMERS, 384)
+    if dv_ptr is not None:
+        _store_columns(dv, v_smem, dv_ptr, k_left, k_capacity, stride_dvs, D_V, CONSUMER)
+    if dk_ptr is not None:
+        scaled = (dk[0] * scale, dk[1] * scale)
+        _store_columns(scaled, k_smem, dk_ptr, k_left, k_capacity, stride_dks, D_QK, CONSUMER)
+
+
+@gluon.jit
+def _load_keys(ptr, rows, D, stride, bar, smem, first):
+    """The pieces of 64 or 32 keys."""
+    TILE: gl.constexpr = [smem.shape[1], 64]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, smem.dtype)
+    desc = tma.make_tensor_descriptor(ptr, [rows, D], [stride, 1], TILE, layout)
+    for i in gl.static_range(_PIECES):
+        tma_load(desc, [first, i * 64], bar, smem.index(i))
+
+
+@gluon.jit
+def _heads_desc(ptr, heads, rows, D, stride_h, stride_s, dtype: gl.constexpr):
+    """A descriptor [head, row, column] of 64 rows and a piece of columns."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, 64], dtype)
+    return tma.make_tensor_descriptor(ptr, [heads, rows, D], [stride_h, stride_s, 1], [1, 64, 64], layout)
+
+
+@gluon_kernel(archs=(90,))
+def _hopper_attention_bwd_d192_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots, rows_size,
+    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
+    stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
+    # int64 where a stride needs it
+    queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
+    blocks, swizzle, slots, rows_size = int32(blocks), int32(swizzle), int32(slots), int32(rows_size)
+    batch, left, right = int32(batch), int32(left), int32(right)
+    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    sizes = BackwardSizes(
+        batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None,
+        rows_size,
+    )  # fmt: skip
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    CONFIG: gl.constexpr = BackwardConfig(
+        LEFT, RIGHT, BOTTOM_RIGHT, False, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
+        D_QK, D_V, False, False, False, False,
+    )  # fmt: skip
+    b, kv, _, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(
+        gl.program_id(0), lengths, sizes, 96
+    )  # fmt: skip
+    begin, count, offset = queries_of(first, k_len, q_len, Window(left, right), CONFIG, 64, 96)
+    tile0 = kv * num_q_per_kv * slots
+    storage = b.to(gl.int64)
+    if q_starts_ptr is not None:
+        tile0 += gl.cdiv(q_start, 64) + b
+        storage = storage * 0
+    else:
+        tile0 += b * kv_heads * num_q_per_kv * slots
+    kv64 = kv.to(gl.int64)
+    head64 = kv64 * num_q_per_kv
+    q64 = q_start.to(gl.int64)
+    k64 = k_start.to(gl.int64)
+    q_ptr += storage * stride_qb + q64 * stride_qs + head64 * stride_qr
+    do_ptr += storage * stride_dob + q64 * stride_dos + head64 * stride_dor
+    # keys are loaded whether there are any or not: then the first rows of all, for behind the last may be nothing
+    from64 = gl.where(first < k_len, k_start, 0).to(gl.int64)
+    k_ptr += storage * stride_kb + from64 * stride_ks + kv64 * stride_kh
+    v_ptr += storage * stride_vb + from64 * stride_vs + kv64 * stride_vh
+    if dk_ptr is not None:
+        dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
+    if dv_ptr is not None:
+        dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
+
+    # panels of 32 keys, one for each consumer
+    half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    k_smem = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
+    v_smem = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
+    q_smem = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
+    do_smem = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
+    p_smem = (
+        gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
+        gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
+    )
+    ds_smem = (
+        gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
+        gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
+    )
+    rows_smem = gl.allocate_shared_memory(gl.float32, [_STAGES, 128], rows_layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    q_full = alloc_mbarriers(_STAGES, 1)
+    q_empty = alloc_mbarriers(_STAGES, 3)
+    do_full = alloc_mbarriers(_STAGES, 1)
+    do_empty = alloc_mbarriers(_STAGES, 3)
+    hopper.fence_async_shared()
+
+    # descriptors that end where the sequence ends: behind it are zeros
+    rows = gl.maximum(k_len, 1)
+    mbarrier.expect(kv_full, 2 * 96 * 192 * BYTES)
+    for part in gl.static_range(2):
+        _load_keys(k_ptr, rows, D_QK, stride_ks, kv_full, k_smem[part], first + part * 64)
+        _load_keys(v_ptr, rows, D_V, stride_vs, kv_full, v_smem[part], first + part * 64)
+    rows = gl.maximum(q_len, 1)
+    q_desc = _heads_desc(q_ptr, num_q_per_kv, rows, D_QK, stride_qr, stride_qs, dtype)
+    do_desc = _heads_desc(do_ptr, num_q_per_kv, rows, D_V, stride_dor, stride_dos, dtype)
+    rows_desc = tma.make_tensor_descriptor(rows_ptr, [rows_size], [1], [128], rows_layout)
+    distance = begin * 64 + offset - first
+    k_left, k_capacity = k_len - first, k_capacity - first
+    gl.warp_specialize([
+        (_produce, (
+            q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty,
+            begin, begin + count, tile0, slots, num_q_per_kv,
+        )),
+        (_consume, (
+            sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
+            kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V, 0,
+        )),
+        (_consume, (
+            sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
+            kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V, 1,
+        )),
+        (_consume, (
+            sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
+            kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V, 2,
+        )),
+    ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
