@@ -71,6 +71,8 @@ def _is_few_beside_long(p: AttentionProblem) -> bool:
     packs = repeats & (repeats - 1) == 0 and not p.mask.alibi
     at_end = p.mask.right == 0 and p.mask.bottom_right
     few = p.lengths.few and p.lengths.size in ("decode", "short")
+    # above 256 the Hopper forward neither packs heads nor splits keys
+    packs = packs and max(p.head_dim_qk, p.head_dim_v) <= 256
     return not p.needs_grad and few and at_end and packs and _fills_tiles(p)
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.backends import versions
 from powertrain.ops.attention.hopper import backend as hopper_backend
-from powertrain.ops.attention.hopper import tile_counter
-from powertrain.ops.attention.hopper import plans
+from powertrain.ops.attention.hopper import plans, tile_counter
 from powertrain.ops.attention.operands import Operands
 from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.compile.triton_compat import lower
