@@ -140,7 +140,14 @@ def _short(dtype: torch.dtype) -> str:
 def _ours(name: str) -> tuple[str, ...]:
     if name == "hopper":
         layouts, masks = "bshd, bhsd, sbhd, thd", "causal, bottom right, top left, windows, ALiBi, softcap, sinks"
-        return "sm_90", "fp16, bf16", "to 256, v apart and a multiple of 8", layouts, masks, "deterministic if asked"
+        return (
+            "sm_90",
+            "fp16, bf16",
+            "to 256, or forward alone both of 257 to 512; v apart and a multiple of 8",
+            layouts,
+            masks,
+            "deterministic if asked",
+        )
     where, dtypes = ("all", "fp16, bf16, fp32") if name == "triton" else ("all, and the CPU", "these and fp64")
     return where, dtypes, "to 512, v apart", "all", "all", "deterministic"
 

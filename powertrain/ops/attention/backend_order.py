@@ -73,7 +73,9 @@ def _is_few_beside_long(p: AttentionProblem) -> bool:
     """
     # a packed tile has no column for slopes that differ by row
     few = p.lengths.few and p.lengths.size in ("decode", "short")
-    return not p.needs_grad and few and not p.mask.alibi and _fills_tiles(p)
+    # above 256 the Hopper forward neither packs heads nor splits keys
+    packs = max(p.head_dim_qk, p.head_dim_v) <= 256 and not p.mask.alibi
+    return not p.needs_grad and few and packs and _fills_tiles(p)
 
 
 def _is_few_in_training(p: AttentionProblem) -> bool:

@@ -64,6 +64,8 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
                 launch(feature, head_dims, dtype, "hopper")
         for head_dims in ((80, 80), (160, 160), (192, 192)):  # in two pieces of columns
             launch("causal", head_dims, dtype, "hopper")
+        for feature, head_dims in (("causal", (512, 512)), ("packed", (384, 384)), ("softcap", (320, 448))):
+            launch(feature, head_dims, dtype, "hopper")
         x = torch.empty(B, S, H, 128, dtype=dtype, device=META, requires_grad=True)  # heads that are not split
         attention(x, x, x, is_causal=True, backend="hopper").backward(torch.empty_like(x))
     with any_order(False):

@@ -119,6 +119,35 @@ def test_products_are_not_serialised(
         assert code["PRMT"] <= 4
 
 
+def _expected_d512(p_qk: list[int], p_v: list[int]) -> _Products:
+    """Of both consumers: the first has a step ahead of its loop, whose block has none before it."""
+    waits = multiplications = 0
+    for steps, values in ((2, p_v[:2]), (1, p_v[2:])):
+        # of each loop's step the block before and its own, then the other's last block; a wait for each chunk
+        products = 2 * steps + (0 if steps == 2 else 1)
+        waits += steps * len(p_qk) + products * len(values)
+        multiplications += steps * sum(p_qk) // 16 + products * 4 * len(values)
+    return _Products(waits, multiplications)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "dims, packed, causal",
+    [((512, 512), False, True), ((512, 512), True, True), ((384, 384), False, False), ((264, 448), False, True)],
+)
+def test_products_above_256_are_not_serialised(
+    dims: tuple[int, int], packed: bool, causal: bool, tmp_path: Path
+) -> None:
+    [spec] = _forward(*dims, 512, packed, is_causal=causal)
+    assert "_hopper_attention_fwd_d512_kernel" in spec.describe()
+    entry, _ = entry_for(spec)
+    assert entry.manifest["launch"]["stack"] <= 128
+    assert entry.manifest["launch"]["num_warps"] == 12
+    code = _machine_code(entry.members["cubin"], tmp_path)
+    p_v = [*spec.constants["P_V_LEFT"], *spec.constants["P_V_RIGHT"]]
+    assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected_d512(spec.constants["P_QK"], p_v)
+
+
 def _few_queries(batch: int, queries: int, keys: int, heads: tuple[int, int] = (32, 8), **options: Any) -> list[Spec]:
     q, k = _empty(batch, queries, heads[0], 128), _empty(batch, keys, heads[1], 128)
     with record("sm_90") as wanted:
