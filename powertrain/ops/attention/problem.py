@@ -44,9 +44,11 @@ class Lengths:
     large: bool = False  # more than 65535 sequences, or 2^31 elements or more in query, key and value
     # kernels that split the keys pay off here, so the order is another one (docs/log/attention_hopper.md, 2026-11-22)
     few: bool = False  # four keys or more to a query
+    # kernels of large tiles are slow for a few short sequences, not for many (docs/log/attention_hopper.md, 2026-11-24)
+    crowded: bool = False  # more than 2048 pairs of sequence and head
 
     @staticmethod
-    def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int) -> "_LengthFacts":
+    def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int, heads: int = 1) -> "_LengthFacts":
         """The fields as a tuple, which costs less to make and to look up."""
         # positional and in the order of the fields: this runs in every call, and a tuple is hashed faster than a
         # dataclass
@@ -59,6 +61,7 @@ class Lengths:
             keys == 1,
             batch > 65535 or elements >= 2**31,
             4 * queries <= keys,
+            batch * heads > 2048,
         )
 
     @staticmethod
@@ -66,7 +69,7 @@ class Lengths:
         return Lengths(*Lengths.facts(queries, keys, equal, batch, elements))
 
 
-_LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool, bool]
+_LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool, bool, bool]
 
 
 # frozen and without tensors: the problem is a dictionary key, and explain_attention makes one for a GPU that is not

@@ -375,7 +375,7 @@ def test_a_failed_self_test_leaves_it_to_triton(
     wrong, right = plans.plan_for(64, 64, 512), plans.plan_for(128, 128, 512)
     reason = "its self-test gave 7 wrong results of 9"
     monkeypatch.setattr(hopper_backend, "_self_tests", {})
-    monkeypatch.setattr(hopper_backend, "forward_defect", lambda call, plan: reason if plan == wrong else None)
+    monkeypatch.setattr(hopper_backend, "forward_defect", lambda call, plan, _: reason if plan == wrong else None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     call: Any = SimpleNamespace(q=SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda", 0))))
     for _ in range(2):
