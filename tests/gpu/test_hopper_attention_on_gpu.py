@@ -14,7 +14,7 @@ from torch import Tensor
 from powertrain.ops.attention import attention, operands, varlen_attention
 from powertrain.ops.attention.backend_preferences import DryRun, dry_run
 from powertrain.ops.attention.hopper import backend as hopper_backend
-from powertrain.ops.attention.hopper import forward, plans
+from powertrain.ops.attention.hopper import backward_plans, forward, plans
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
@@ -166,8 +166,10 @@ def test_self_tests_pass_and_run_once() -> None:
     here = torch.device("cuda", 0)
     tested = [plans.plan_for(*dims) for dims in PLANS]
     assert [hopper_backend.fails_here(here, plan) for plan in tested] == [None] * len(PLANS)
-    backwards = list(product((64, 128, 256), (False, True)))
-    assert [hopper_backend.backward_fails_here(here, *backward) for backward in backwards] == [None] * 6
+    both = product((64, 128, 256), (False, True))
+    backwards = [(width, turn, backward_plans.plan_for(width, width)) for width, turn in both]
+    backwards.append((192, False, backward_plans.PLAN_OF_96_KEYS))
+    assert [hopper_backend.backward_fails_here(here, *backward) for backward in backwards] == [None] * 7
     assert hopper_backend._self_tests == {plan: {0: None} for plan in tested}
     assert hopper_backend._backward_self_tests == {backward: {0: None} for backward in backwards}
 

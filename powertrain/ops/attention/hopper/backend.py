@@ -17,6 +17,8 @@ from torch import Tensor
 from powertrain.ops.attention import autograd
 from powertrain.ops.attention.backends import cudnn_backward
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of
+from powertrain.ops.attention.hopper.backward_plans import Plan as BackwardPlan
+from powertrain.ops.attention.hopper.backward_plans import plan_of as backward_plan_of
 from powertrain.ops.attention.hopper.backward_plans import width_of
 from powertrain.ops.attention.hopper.forward import launch_forward
 from powertrain.ops.attention.hopper.plans import Plan, plan_of
@@ -66,9 +68,9 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
             yield Reason(f"it has no {name}", other)
 
 
-# results by device: of each forward plan, and of each backward (padded head dim, deterministic)
+# results by device: of each forward plan, and of each backward (padded head dim, deterministic, plan)
 _self_tests: dict[Plan, dict[int | None, str | None]] = {}
-_backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
+_backward_self_tests: dict[tuple[int, bool, BackwardPlan], dict[int | None, str | None]] = {}
 
 
 def fails_here(device: torch.device, plan: Plan) -> str | None:
@@ -79,12 +81,12 @@ def fails_here(device: torch.device, plan: Plan) -> str | None:
     return self_test.failure(results, device, lambda on: _forward_self_test(on, plan), f"{name}: triton serves")
 
 
-def backward_fails_here(device: torch.device, width: int, deterministic: bool) -> str | None:
-    """The same of the backward, whose tiles depend on the padded head dim."""
-    results = _backward_self_tests.setdefault((width, deterministic), {})
+def backward_fails_here(device: torch.device, width: int, deterministic: bool, plan: BackwardPlan) -> str | None:
+    """The same of the backward, at a padded head dim."""
+    results = _backward_self_tests.setdefault((width, deterministic, plan), {})
     name = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
     return self_test.failure(
-        results, device, lambda on: _backward_self_test(on, width, deterministic), f"{name}: triton serves"
+        results, device, lambda on: _backward_self_test(on, width, deterministic, plan), f"{name}: triton serves"
     )
 
 
@@ -136,14 +138,14 @@ def _forward_self_test(device: torch.device, plan: Plan) -> str | None:
     return _wrong(list(launch_forward(operands, plan)), [small.out, small.lse])
 
 
-def _backward_self_test(device: torch.device, width: int, deterministic: bool) -> str | None:
+def _backward_self_test(device: torch.device, width: int, deterministic: bool, plan: BackwardPlan) -> str | None:
     small = _small(device, width, width)
     args = small.args._replace(deterministic=deterministic)
     # the exact results and not the kernel's: the backward is judged alone
     out, lse = small.out.to(torch.bfloat16).view(1, 192, 1, width), small.lse.view(1, 1, 192)
     dout, query, key, value = small.inputs
     call = BackwardCall(dout, None, query, key, value, out, lse, [True] * 3 + [False], args)
-    grads = launch_backward(call, call.operands())
+    grads = launch_backward(call, call.operands(), plan)
     return _wrong(list(grads[:3]), small.grads)
 
 
@@ -180,15 +182,15 @@ def _forward(operands: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    reason = why_not_backward(operands)
+    reason, plan = why_not_backward(operands), None
     # a recording, or meta tensors, have no results to test
     if reason is None and _is_real(call.query):
-        width = width_of(max(operands.d_qk, operands.d_v))
-        reason = backward_fails_here(call.query.device, width, call.args.deterministic)
+        width, plan = width_of(max(operands.d_qk, operands.d_v)), backward_plan_of(operands)
+        reason = backward_fails_here(call.query.device, width, call.args.deterministic, plan)
     if reason:
         _report_fallback("attention's backward", reason)
         return attention_backward(call, operands)
-    return launch_backward(call, operands)
+    return launch_backward(call, operands, plan)
 
 
 def _is_real(x: Tensor) -> bool:
