@@ -255,7 +255,8 @@ def test_products_of_96_keys_run_beside_everything_else(
     sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
     # in each consumer scores, dp, dv, dq, dk and the last dv
     assert sass.count("WARPGROUP.DEPBAR") == 3 * (5 + need[0])
-    assert sass.count("HGMMA") == 3 * (2 * 12 + 3 * 8 + 6 * need[0])
+    scores = 10 if head_dim <= 160 else 12
+    assert sass.count("HGMMA") == 3 * (2 * scores + 3 * 8 + 6 * need[0])
 
 
 def test_what_96_keys_refuse() -> None:
