@@ -18,8 +18,8 @@ from torch import Tensor
 from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.backends import versions
 from powertrain.ops.attention.hopper import backend as hopper_backend
+from powertrain.ops.attention.hopper import backward_plans, plans
 from powertrain.ops.attention.hopper import forward as hopper_forward
-from powertrain.ops.attention.hopper import plans
 from powertrain.ops.attention.operands import Operands
 from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.compile.triton_compat import lower
@@ -378,10 +378,11 @@ def test_the_backwards_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPa
         out, _ = _right(Operands.of(query, key, value, small.args))
     grads = list(torch.autograd.grad(out, (query, key, value), small.inputs[0]))
     monkeypatch.setattr(hopper_backend, "launch_backward", lambda *_: (*grads, torch.empty(0)))
-    assert hopper_backend._backward_self_test(torch.device("cpu"), width, in_turn) is None
+    plan = backward_plans.plan_for(width, width)
+    assert hopper_backend._backward_self_test(torch.device("cpu"), width, in_turn, plan) is None
     grads[1] = -grads[1]
     expected = f"wrong results of {3 * 192 * width}"
-    assert expected in str(hopper_backend._backward_self_test(torch.device("cpu"), width, in_turn))
+    assert expected in str(hopper_backend._backward_self_test(torch.device("cpu"), width, in_turn, plan))
 
 
 def test_a_failed_self_test_leaves_it_to_triton(
