@@ -14,7 +14,7 @@ from torch import Tensor
 from powertrain.ops.attention import attention, operands, varlen_attention
 from powertrain.ops.attention.backend_preferences import DryRun, dry_run
 from powertrain.ops.attention.hopper import backend as hopper_backend
-from powertrain.ops.attention.hopper import plans, tile_counter
+from powertrain.ops.attention.hopper import backward_plans, plans, tile_counter
 from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
@@ -174,8 +174,11 @@ def test_self_tests_pass_and_run_once() -> None:
     assert [hopper_backend.fails_here(call, plan) for call, plan in zip(calls, tested, strict=True)] == [None] * len(
         PLANS
     )
-    backwards = list(product((64, 128, 256), (False, True)))
-    assert [hopper_backend.backward_fails_here(_causal_call(d, d, fixed)) for d, fixed in backwards] == [None] * 6
+    both = product((64, 128, 256), (False, True))
+    backwards = [(width, turn, backward_plans.plan_for(width, width)) for width, turn in both]
+    backwards.append((192, False, backward_plans.PLAN_OF_96_KEYS))
+    found = [hopper_backend.backward_fails_here(_causal_call(d, d, fixed), plan) for d, fixed, plan in backwards]
+    assert found == [None] * 7
     assert hopper_backend._self_tests == {plan: {0: None} for plan in tested}
     assert hopper_backend._backward_self_tests == {backward: {0: None} for backward in backwards}
 

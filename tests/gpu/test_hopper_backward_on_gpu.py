@@ -115,6 +115,37 @@ def _close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6 * largest)
 
 
+@pytest.fixture
+def of_96_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_plans, "_PREFERS_96_KEYS", True)
+    monkeypatch.setattr(backward_plans, "head_splits_for", lambda *sizes: 1)
+
+
+@pytest.mark.usefixtures("of_96_keys")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dims", [(136, 136), (160, 192), (192, 192)])
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "left", "ahead"])
+def test_tiles_of_96_keys(mask: str, head_dims: tuple[int, int], packed: bool, taken: list[str | None]) -> None:
+    """Lengths that are no whole tiles, no whole blocks, nothing, and one row; heads that share keys."""
+    d_qk, d_v = head_dims
+    leaves = _leaves((1000, 6, d_qk), (1000, 2, d_qk), (1000, 2, d_v))
+    dout = torch.randn(1000, 6, d_v, device=CUDA, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 70, 70, 71, 601, 990], dtype=torch.int32, device=CUDA)
+
+    def grads(inputs: Any, gradient: Tensor, backend: str) -> tuple[Tensor, ...]:
+        if packed:
+            out = varlen_attention(*inputs, starts, max_seqlen_q=530, backend=backend, **MASKS[mask])
+        else:
+            batches = (x.unflatten(0, (2, -1)) for x in inputs)
+            out = attention(*batches, backend=backend, **MASKS[mask]).flatten(0, 1)
+        return torch.autograd.grad(out, inputs, gradient)
+
+    wide = [x.detach().float().requires_grad_() for x in leaves]
+    found, exact = grads(leaves, dout, "triton"), grads(wide, dout.float(), "reference")
+    assert taken == [None]
+    _close(tuple(x.float() for x in found), exact)
+
+
 @BOTH_ORDERS
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 136, 192, 200])
 def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -> None:

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention.hopper import backward_plans
 
 META = torch.device("meta")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
@@ -66,8 +68,10 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
             launch("causal", head_dims, dtype, "hopper")
         for feature, head_dims in (("causal", (512, 512)), ("packed", (384, 384)), ("softcap", (320, 448))):
             launch(feature, head_dims, dtype, "hopper")
-        x = torch.empty(B, S, H, 128, dtype=dtype, device=META, requires_grad=True)  # heads that are not split
-        attention(x, x, x, is_causal=True, backend="hopper").backward(torch.empty_like(x))
+        for keys, head_dim in ((128, 128), (64, 256), (96, 192)):  # heads that are not split
+            x = torch.empty(B, S, H, head_dim, dtype=dtype, device=META, requires_grad=True)
+            with patch.object(backward_plans, "_PREFERS_96_KEYS", keys == 96):
+                attention(x, x, x, is_causal=True, backend="hopper").backward(torch.empty_like(x))
     with any_order(False):
         for head_dims in ((64, 64), (128, 128), (256, 256)):
             launch("causal", head_dims, dtype, "hopper")

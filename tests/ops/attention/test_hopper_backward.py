@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward
-from powertrain.ops.attention.hopper.backward_plans import plan_for
+from powertrain.ops.attention.hopper.backward_plans import PLAN_OF_96_KEYS, Plan, plan_for, why_not_96_keys
 from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 from powertrain.runtime.compile.service import entry_for
@@ -68,7 +68,10 @@ def test_tensors() -> None:
     assert reason(_empty(1, 64, 4, 64).expand(2, -1, -1, -1)) is None
 
 
-def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, repeats: int = 2, **given: Any) -> Any:
+def _entry(
+    head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, repeats: int = 2, plan: Plan | None = None,
+    **given: Any,
+) -> Any:  # fmt: skip
     """The main kernel. With 8 `repeats` heads that share keys are split over tiles, with 1 or, up to head dim 128, 2
     they are not."""
     args = _args(**given)
@@ -80,9 +83,10 @@ def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, re
     lse = _empty(*shape, dtype=torch.float32)
     with record("sm_90") as wanted:
         call = BackwardCall(out, None, q, k, v, out, lse, [*need, False], args)
-        launch_backward(call, call.operands())
+        launch_backward(call, call.operands(), plan)
     names = [spec.kernel.name for spec in wanted.specs]
-    main = "_hopper_attention_bwd_d256_kernel" if head_dim > 128 else "_hopper_attention_bwd_kernel"
+    kind = "" if head_dim <= 128 else "_d256" if plan is None else "_d192"
+    main = f"_hopper_attention_bwd{kind}_kernel"
     assert names[:2] == ["_hopper_attention_bwd_preprocess_kernel", main]
     assert set(names[2:]) == ({"_hopper_attention_sums_kernel"} if need[0] or repeats == 8 else set())
     return entry_for(wanted.specs[1])[0]
@@ -224,6 +228,45 @@ def test_wide_products_run_beside_everything_else(
     # 64x32 and a consumer's half of each piece at a time in the consumers, and up to 64 columns in the server
     products = 2 * sum(pieces) // 16 + 2 * 4 * len(pieces)
     assert sass.count("HGMMA") >= 2 * products + (4 * parts if need[0] else 0)
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
+@pytest.mark.parametrize(
+    ("head_dim", "need", "given"),
+    [
+        pytest.param(192, ALL, {}, id="causal"),
+        _slow(160, ALL, {"right": -1}, id="full-d160"),
+        _slow(192, [False, True, True], {}, id="no-dq"),
+        _slow(136, ALL, {"left": 100}, id="window-d136"),
+        _slow(136, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}, id="thd-d136"),
+    ],
+)
+def test_products_of_96_keys_run_beside_everything_else(
+    head_dim: int, need: list[bool], given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Three consumers of 160 registers, which hold 96 sums a thread: nothing may be on the stack."""
+    entry = _entry(head_dim, torch.bfloat16, need, plan=PLAN_OF_96_KEYS, **given)
+    facts = entry.manifest["launch"]
+    assert (facts["num_warps"], facts["stack"]) == (16, 0)
+    assert facts["shared"] <= 232448
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(entry.members["cubin"])
+    sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    # in each consumer scores, dp, dv, dq, dk and the last dv
+    assert sass.count("WARPGROUP.DEPBAR") == 3 * (5 + need[0])
+    scores = 10 if head_dim <= 160 else 12
+    assert sass.count("HGMMA") == 3 * (2 * scores + 3 * 8 + 6 * need[0])
+
+
+def test_what_96_keys_refuse() -> None:
+    def reason(head_dim: int, **given: Any) -> str | None:
+        return why_not_96_keys(Operands.of(*(_empty(2, 64, 4, head_dim) for _ in range(3)), _args(**given)))
+
+    assert all(reason(head_dim) is None for head_dim in (136, 160, 192))
+    assert "head dims must be 136 to 192, are 200 and 200" in str(reason(200))
+    for given in ({"deterministic": True}, {"softcap": 3.0}, {"slopes": _empty(4, dtype=torch.float32)}):
+        assert "no fixed order" in str(reason(192, **given))
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.ops.attention.hopper import plans, self_tests
+from powertrain.ops.attention.hopper import backward_plans, plans, self_tests
 from powertrain.ops.attention.hopper.forward import launch_forward
 from powertrain.ops.attention.hopper.self_tests import SmallProblem
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
@@ -97,11 +97,12 @@ def test_backwards_see_what_is_wrong(
     dout, *inputs = (x.clone().requires_grad_() for x in small.inputs)
     grads = list(torch.autograd.grad(_by_reference(small, *inputs)[0], inputs, dout))
     asked: list[BackwardCall] = []
-    monkeypatch.setattr(self_tests, "launch_backward", lambda call, _: asked.append(call) or (*grads, torch.empty(0)))
-    assert self_tests.backward_defect(call) is None
+    plan = backward_plans.plan_for(width, width)
+    monkeypatch.setattr(self_tests, "launch_backward", lambda call, *_: asked.append(call) or (*grads, torch.empty(0)))
+    assert self_tests.backward_defect(call, plan) is None
     assert asked[0].args.deterministic == deterministic and asked[0].out.shape == dout.shape
     grads[1] = -grads[1]
-    assert f"wrong results of {3 * 192 * width}" in str(self_tests.backward_defect(call))
+    assert f"wrong results of {3 * 192 * width}" in str(self_tests.backward_defect(call, plan))
 
 
 def _specs(run: Callable[[], Any]) -> dict[str, str]:

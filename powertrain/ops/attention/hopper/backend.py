@@ -16,6 +16,8 @@ from torch import Tensor
 from powertrain.ops.attention import autograd
 from powertrain.ops.attention.backends import cudnn_backward
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of
+from powertrain.ops.attention.hopper.backward_plans import Plan as BackwardPlan
+from powertrain.ops.attention.hopper.backward_plans import plan_of as backward_plan_of
 from powertrain.ops.attention.hopper.backward_plans import width_of
 from powertrain.ops.attention.hopper.forward import launch_forward
 from powertrain.ops.attention.hopper.forward_d512 import launch_forward_d512
@@ -71,9 +73,9 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
             yield Reason(f"it has no {name}", other)
 
 
-# results by device: of each forward plan, and of each backward (padded head dim, deterministic)
+# results by device: of each forward plan, and of each backward (padded head dim, deterministic, plan)
 _self_tests: dict[Plan, dict[int | None, str | None]] = {}
-_backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
+_backward_self_tests: dict[tuple[int, bool, BackwardPlan], dict[int | None, str | None]] = {}
 
 
 def fails_here(call: Operands, plan: Plan) -> str | None:
@@ -86,12 +88,14 @@ def fails_here(call: Operands, plan: Plan) -> str | None:
     )
 
 
-def backward_fails_here(call: Operands) -> str | None:
-    """The same of the backward, whose tiles depend on the padded head dim."""
+def backward_fails_here(call: Operands, plan: BackwardPlan) -> str | None:
+    """The same of the backward, at a padded head dim."""
     width, deterministic = width_of(max(call.d_qk, call.d_v)), call.args.deterministic
-    results = _backward_self_tests.setdefault((width, deterministic), {})
+    results = _backward_self_tests.setdefault((width, deterministic, plan), {})
     name = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
-    return self_test.failure(results, call.q.tensor.device, lambda on: backward_defect(call), f"{name}: triton serves")
+    return self_test.failure(
+        results, call.q.tensor.device, lambda on: backward_defect(call, plan), f"{name}: triton serves"
+    )
 
 
 def _why_not_tensors(operands: Operands) -> str | None:
@@ -131,14 +135,15 @@ def _launch(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def _backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    reason = why_not_backward(operands)
+    reason, plan = why_not_backward(operands), None
     # a recording, or meta tensors, have no results to test
     if reason is None and _is_real(call.query):
-        reason = backward_fails_here(operands)
+        plan = backward_plan_of(operands)
+        reason = backward_fails_here(operands, plan)
     if reason:
         _report_fallback("attention's backward", reason)
         return attention_backward(call, operands)
-    return launch_backward(call, operands)
+    return launch_backward(call, operands, plan)
 
 
 def _is_real(x: Tensor) -> bool:

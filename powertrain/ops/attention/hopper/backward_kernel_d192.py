@@ -6,8 +6,9 @@ dims: dvᵀ and dkᵀ of all keys, [64 head dims, 64 + 32 keys] (Triton's tensor
 dq, which it adds to the sums in memory. The product for dv waits for the next block, whose exponentials run beside it.
 The *producer* only loads.
 
-k, v, q and do lie as pieces of 64 columns, whatever the head dim: 192 columns, of which the last may be zeros. Tiles
-add in no fixed order; ALiBi, a softcap and query heads split over tiles are backward_kernel_d256.py's.
+k, v, q and do lie as pieces of 64 columns, whatever the head dim: 192 columns, of which the last may be zeros. Up to
+head dim 160 scores, dp and dq leave out the last 32; dk and dv cannot, as wgmma has 64 rows. Tiles add in no fixed
+order; ALiBi, a softcap and query heads split over tiles are backward_kernel_d256.py's.
 
 Source: FlashAttention-3's tile for this head dim has the same shape (Shah et al. 2024, arXiv:2407.08608).
 """
@@ -24,6 +25,7 @@ from powertrain.ops.attention.hopper.primitives import (
     alloc_mbarriers,
     alloc_pipeline_stages,
     int32,
+    keep_order,
 )
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -78,28 +80,38 @@ def _produce(
 
 
 @gluon.jit
-def _own_keys(keys, piece, CONSUMER: gl.constexpr):
-    """A consumer's 32 keys, by columns: [64, 32]."""
-    first, second = keys
+def _multiply_piece(rows, at, keys, piece, s, use_acc, COLS: gl.constexpr, CONSUMER: gl.constexpr):
+    """s + rows keysᵀ of a consumer's 32 keys and the first COLS columns of a piece, under way."""
     if CONSUMER == 2:
-        rows = second.index(piece)
+        own = keys[1].index(piece)
     else:
-        rows = first.index(piece).slice(CONSUMER * 32, 32, 0)
-    return rows.permute((1, 0))
+        own = keys[0].index(piece).slice(CONSUMER * 32, 32, 0)
+    if COLS == 64:
+        return hopper.warpgroup_mma(rows.index(at), own.permute((1, 0)), s, use_acc=use_acc, is_async=True)
+    a, b = rows.index(at).slice(0, COLS, 1), own.slice(0, COLS, 1)
+    return hopper.warpgroup_mma(a, b.permute((1, 0)), s, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
-def _ask(rows, stage, keys, i, zeros, CONSUMER: gl.constexpr):
+def _ask(rows, stage, keys, i, zeros, D: gl.constexpr, CONSUMER: gl.constexpr):
     """rows keysᵀ of a consumer's keys, under way: [64 queries, 32 keys]."""
     # not a constant: addresses computed from one would be kept in registers throughout
     first = i >> 30
     at = stage * _PIECES
-    s = hopper.warpgroup_mma(
-        rows.index(at), _own_keys(keys, first, CONSUMER), zeros, use_acc=False, is_async=True
-    )  # fmt: skip
-    for n in gl.static_range(1, _PIECES):
-        s = hopper.warpgroup_mma(rows.index(at + n), _own_keys(keys, first + n, CONSUMER), s, is_async=True)
-    return s
+    s = _multiply_piece(rows, at, keys, first, zeros, False, 64, CONSUMER)
+    s = _multiply_piece(rows, at + 1, keys, first + 1, s, True, 64, CONSUMER)
+    return _multiply_piece(rows, at + 2, keys, first + 2, s, True, 32 if D <= 160 else 64, CONSUMER)
+
+
+@gluon.jit
+def _ask_for_dq(ds_smem, stage, k_smem, i, COLS: gl.constexpr, CONSUMER: gl.constexpr):
+    """ds k of a consumer's first COLS columns, under way."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    piece = CONSUMER + (i >> 30)
+    zeros = gl.zeros([64, COLS], gl.float32, layout)
+    k = k_smem[0].index(piece).slice(0, COLS, 1)
+    dq = hopper.warpgroup_mma(ds_smem[0].index(stage), k, zeros, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(ds_smem[1].index(stage), k_smem[1].index(piece).slice(0, COLS, 1), dq, is_async=True)
 
 
 @gluon.jit
@@ -161,13 +173,15 @@ def _consume(
         before = (i + 1) % _STAGES  # the stage of the block before, there being two
         rows = rows_smem.index(stage)
         mbarrier.wait(q_full.index(stage), (i // _STAGES) & 1)
-        s = _ask(q_smem, stage, k_smem, i, zeros, CONSUMER)  # [64, 32]
-        mbarrier.wait(do_full.index(stage), (i // _STAGES) & 1)
-        dp = _ask(do_smem, stage, v_smem, i, zeros, CONSUMER)  # [64, 32]
-        # of the block before; at the first there is none: use_acc discards the product
-        dv = _add_rows(do_smem, before, p_smem, before, dv, i > 1, CONSUMER)
+        # four numbers a thread, ahead of the products: loads behind them would wait for the tensor cores
         lse = gl.expand_dims(rows.slice(0, 64).load(row_layout), 1)
         delta = gl.expand_dims(rows.slice(64, 64).load(row_layout), 1)
+        keep_order()
+        s = _ask(q_smem, stage, k_smem, i, zeros, D_QK, CONSUMER)  # [64, 32]
+        mbarrier.wait(do_full.index(stage), (i // _STAGES) & 1)
+        dp = _ask(do_smem, stage, v_smem, i, zeros, D_V, CONSUMER)  # [64, 32]
+        # of the block before; at the first there is none: use_acc discards the product
+        dv = _add_rows(do_smem, before, p_smem, before, dv, i > 1, CONSUMER)
         s = hopper.warpgroup_mma_wait(_PIECES + 2, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse)
         masked = own_left < 32
@@ -194,11 +208,7 @@ def _consume(
         # all have stored their p and ds, and have done with the ds of two blocks before
         named_barrier_sync_divergent(_CONSUMERS, 384)
         if sum_ptr is not None:
-            dq = hopper.warpgroup_mma(
-                ds_smem[0].index(stage), k_smem[0].index(CONSUMER + (i >> 30)),
-                gl.zeros([64, 64], gl.float32, sums_layout), use_acc=False, is_async=True,
-            )  # fmt: skip
-            dq = hopper.warpgroup_mma(ds_smem[1].index(stage), k_smem[1].index(CONSUMER + (i >> 30)), dq, is_async=True)
+            dq = _ask_for_dq(ds_smem, stage, k_smem, i, 32 if CONSUMER == 2 and D_QK <= 160 else 64, CONSUMER)
         dk = _add_rows(q_smem, stage, ds_smem, stage, dk, True, CONSUMER)
         DQ: gl.constexpr = 2 if sum_ptr is not None else 0
         dv = hopper.warpgroup_mma_wait(2 + DQ, deps=dv)

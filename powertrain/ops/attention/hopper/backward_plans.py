@@ -92,7 +92,7 @@ def schedule_of(operands: Operands, plan: Plan) -> Schedule:
         num_splits = head_splits_for(
             operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
             args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,
-            _BLOCK_US.get(width_of(max(operands.d_qk, operands.d_v)), 2.1), is_wide(operands.d_qk, operands.d_v),
+            _BLOCK_US.get(width_of(max(operands.d_qk, operands.d_v)), 2.1), max(operands.d_qk, operands.d_v) > 128,
         )  # fmt: skip
     repeats = heads.q_per_kv // num_splits
     group = plan.group
@@ -124,11 +124,11 @@ def head_splits_for(
     Reckoned in the time of a block; a tile costs three beside its own, the launches that add up the parts ten of 2.1
     us, in each of which memory moves 6 MB. Fitted to head dim 128. `is_wide`, tiles of 64 keys: less is split (forward
     and backward in 1, 2 and all parts: D256 16/4 B2 S2048 0.590, 0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224
-    28/4 B1 S3640 2.18, -, 1.60, in turn 1.96, -, 2.11; D192 32/8 B4 S512 0.257, 0.296, 0.326). The longest tile, begun first, costs a quarter of itself in SMs that wait at the end, a tenth where heads are split. ms,
-    bf16, one H200, causal D128, whole, in 2 parts, in all: 28/4 B3 S3000 1.078, -, 0.986; B1 S4096 0.947, -, 0.581; B1
-    S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218, 0.225; B4 S2048 0.781, 0.792, 0.813; B2
-    S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000 2.07, -, 1.73; 32/8 B1 S2048 0.309,
-    0.338, 0.351."""
+    28/4 B1 S3640 2.18, -, 1.60, in turn 1.96, -, 2.11; D192 32/8 B4 S512 0.257, 0.296, 0.326). The longest tile, begun
+    first, costs a quarter of itself in SMs that wait at the end, a tenth where heads are split. ms, bf16, one H200,
+    causal D128, whole, in 2 parts, in all: 28/4 B3 S3000 1.078, -, 0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -,
+    2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218, 0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47,
+    4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000 2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351."""
     if deterministic:
         num_sms = _SMS_IN_TURN
     mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward import launch_backward
+from powertrain.ops.attention.hopper.backward_plans import Plan as BackwardPlan
 from powertrain.ops.attention.hopper.plans import Plan
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 
@@ -98,15 +99,15 @@ def forward_defect(call: Operands, plan: Plan, forward: Forward) -> str | None:
     return _wrong(list(forward(Operands.of(query, key, value, small.args), plan)), [small.out, small.lse])
 
 
-def backward_defect(call: Operands) -> str | None:
-    """What is wrong with the backward of calls like this one, or None."""
+def backward_defect(call: Operands, plan: BackwardPlan) -> str | None:
+    """What is wrong with the backward of this plan, or None."""
     small = SmallProblem.like(call)
     dout, query, key, value = small.inputs
     # the exact results and not the kernel's: the backward is judged alone
     out = small.out.to(query.dtype).view(dout.shape)
     lse = small.lse if small.args.layout == "thd" else small.lse[None]
     alone = BackwardCall(dout, None, query, key, value, out, lse, [True] * 3 + [False], small.args)
-    grads = launch_backward(alone, alone.operands())
+    grads = launch_backward(alone, alone.operands(), plan)
     return _wrong(list(grads[:3]), small.grads)
 
 
