@@ -63,6 +63,7 @@ class _Data:
     train: RandomTokens
     validation: None = None
     test: None = None
+    identity: str = ""
 
 
 def run_config(case: Case, **train: Any) -> RunConfig:

@@ -36,6 +36,7 @@ class Progress:
 
     skipped   steps by which the learning-rate schedule of GPT-NeoX configs is behind: those whose gradients overflowed
     fp8       recipes that FP8 layers were moved to (`moved`), and their bad readings in a row (`bad`)
+    data      identity of what is trained on
     """
 
     step: int = 0
@@ -43,6 +44,7 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     fp8: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: str = ""
 
 
 class Restored(NamedTuple):

@@ -75,7 +75,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, ranks: Ranks, data: "Data", sinks: Sequence[Sink] = ()) -> None:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
-        self.progress = Progress()
+        self.progress = Progress(data=data.identity)
         self.model, self.overlap, self.pipeline = build_model(config, ranks)
         self.fp8 = fp8.quantize_run(self.model, config, staged=self.pipeline is not None)
         self.fp8_wires = fp8.wires(self.model, config.fp8, self.fp8)
@@ -349,6 +349,17 @@ class Trainer:
         self.progress, self.resumed_from = restored.progress, restored.source
         self.config = self._saver.config = restored.config
         self._note(restored.note)
+        before, self.progress.data = self.progress.data, self.data.identity
+        if before and self.data.identity and before != self.data.identity:
+            said = (
+                "data.train is not what the checkpoint was trained on: the samples that follow are those of the new "
+                f"data from sample {self.progress.samples} on, and may repeat what was seen; "
+                "checkpoint.finetune: true begins the new data at its first sample"
+            )
+            self._note(said)
+            # sinks show no notes before the first step
+            if self.ranks.is_first:
+                tracing.warn(said)
 
     def _samples_per_step(self) -> int:
         train = self.config.train

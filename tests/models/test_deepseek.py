@@ -293,7 +293,9 @@ def test_training_resumes_with_the_biases(tmp_path: Path) -> None:
             evaluation={"every": 0},
         )
         return Trainer(
-            config, Ranks(torch.device("cpu")), SimpleNamespace(train=_Samples(), validation=None, test=None)
+            config,
+            Ranks(torch.device("cpu")),
+            SimpleNamespace(train=_Samples(), validation=None, test=None, identity=""),
         )
 
     whole = trainer("whole", 6)

@@ -24,6 +24,8 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
     [
         ("data.train={0}/no.jsonl", "{0}/no.jsonl: no such file or folder"),
         ("data.train={0}/empty", "{0}/empty: must hold a file that is not hidden"),
+        ("data.train={0}/rows.csv", "{0}/rows.csv: must be text, jsonl or parquet, got csv"),
+        ("data.validation={0}/rows.JSON.gz", "{0}/rows.JSON.gz: must be text, jsonl or parquet, got json"),
         ("data.tokenizer={0}/no.json", "{0}/no.json"),
         ("data.split=0,0,0", "data.split must be one to three shares"),
         ("train.seed=-1", "train.seed must be greater than or equal to 0, got '-1'"),
@@ -37,6 +39,8 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
 )
 def test_what_cannot_begin_ends_with_2(word: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    for name in ("rows.csv", "rows.JSON.gz"):
+        (tmp_path / name).write_text("{}")
     code, output = _train(tmp_path, *word.format(tmp_path).split())
     assert code == 2 and said.format(tmp_path) in output.replace("\n", "")
 
@@ -52,6 +56,21 @@ def test_generate_says_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(app, ["generate", str(tmp_path / "run"), *words])
         assert result.exit_code == 2 and result.output.startswith(said), result.output
+
+
+def test_data_that_changed_since_the_checkpoint_is_said(tmp_path: Path) -> None:
+    """A line that reads as long as before, too; and nothing is said where nothing changed."""
+    config = write_config(tmp_path)
+    words = ["train", str(config), "logging.report=false"]
+    first = CliRunner().invoke(app, [*words, "train.steps=2"])
+    same = CliRunner().invoke(app, [*words, "train.steps=4"])
+    text = tmp_path / "text.jsonl"
+    text.write_text(text.read_text().replace("line 7 ", "word 7 "))
+    changed = CliRunner().invoke(app, [*words, "train.steps=6"])
+    assert [result.exit_code for result in (first, same, changed)] == [0, 0, 0], changed.output
+    said = "data.train is not what the checkpoint was trained on"
+    assert said not in first.output + same.output
+    assert said in " ".join(changed.output.split())
 
 
 def test_another_models_checkpoint_is_not_resumed(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ _MOST_LINE = 256 << 20
 _ZST_BLOCK = 1 << 12
 
 LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".ndjson")
+# records that are not one a line
+_RECORDS = (".json", ".csv", ".tsv", ".xlsx", ".arrow", ".feather")
 
 
 # a chat, as `datasets` and transformers have it: {"role": ..., "content": ...}
@@ -59,12 +61,24 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
                 raise ValueError(f"{name}: must hold a file that is not hidden, got an empty folder")
             files += inside
         elif name.is_file() or name.is_fifo():
+            _refuse_tables(name)
             files.append(name)
         elif name.exists():
             raise ValueError(f"{name}: must be a file, a pipe or a folder, got a device or socket")
         else:
             raise FileNotFoundError(f"{name}: no such file or folder")
     return files
+
+
+def _refuse_tables(path: Path) -> None:
+    """A file of records that would be read as one text, with its braces and commas. In a folder, as of source code, it
+    is text like the others."""
+    ending = next((e for e in _RECORDS if path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(e)), None)
+    if ending is not None:
+        raise ValueError(
+            f"{path}: must be text, jsonl or parquet, got {ending[1:]}; with one JSON object a line name it .jsonl, "
+            "else convert it (`datasets` writes jsonl by to_json); to train on the file as it is, name it .txt"
+        )
 
 
 def _hidden(path: Path) -> bool:

@@ -51,13 +51,18 @@ _SECONDS = 5.0  # between two lines about tokenizing
 
 @dataclass(frozen=True)
 class Data:
-    """The samples of a run's parts, each at least as many as were asked for, and the tokenizer they were made with."""
+    """The samples of a run's parts, each at least as many as were asked for, and the tokenizer they were made with.
+
+    identity   of what is trained on: a checkpoint keeps it, so that a run that goes on with other data says so; "" if
+               not known
+    """
 
     train: SampleSource
     validation: SampleSource | None
     test: SampleSource | None
     tokenizer: Tokenizer
     vocab_size: int
+    identity: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,18 @@ def open_data(
     samples = [opener.samples(name, part, wanted) for name, part, wanted in zip(PARTS, parts, num_samples, strict=True)]
     train, validation, test = samples
     assert train is not None
-    return Data(train, validation, test, tokenizer, tokenizer.vocab_size)
+    return Data(train, validation, test, tokenizer, tokenizer.vocab_size, _identity(parts[0]))
+
+
+def _identity(parts: list[_Part]) -> str:
+    """Of the documents: their lengths, weights and, where a checksum stands beside them, their tokens."""
+    total = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        sums = sums_path(part.data.prefix)
+        crc = sorted(crc for _, crc in read_sums(sums).values()) if sums.is_file() else []
+        total.update(f"{part.documents} {part.weight} {crc} ".encode())
+        total.update(np.ascontiguousarray(part.data.sizes).tobytes())
+    return total.hexdigest()
 
 
 def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
