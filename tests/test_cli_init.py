@@ -61,6 +61,9 @@ def test_steps_that_cannot_be_are_said(answer: str, tmp_path: Path, monkeypatch:
     [
         (["--data", "nothing.txt"], "nothing.txt: no such file or folder"),
         (["--model", "gpt-9"], "must be tiny"),
+        (["--tokenizer", "nope.json"], "nope.json: no such file or folder"),
+        (["--tokenizer", "gpt2:there.yml:merges.txt"], "merges.txt: no such file or folder"),
+        (["--tokenizer", "train:many"], "must be train:SIZE with a number of ids, got 'train:many'"),
         (["--precision", "int4"], "must be fp32, bf16 or fp16, got 'int4'"),
         (["--steps", "0"], "--steps"),
         (["--data", ""], "must be a file, a folder, hf:ORG/NAME or quickstart, got ''"),

@@ -80,6 +80,7 @@ def init(
     model = _asked(model, "Model (tiny, or a preset such as llama-1b)", "tiny")
     _check_model(model)
     tokenizer = _asked(tokenizer, "Tokenizer (bytes, tokenizer.json, hf:ORG/NAME, train:SIZE)", "bytes")
+    _check_tokenizer(tokenizer)
     count = steps or _count(_asked(None, "Steps", "200"))
     precision = precision or _precision()
     if precision not in ("fp32", "bf16", "fp16"):
@@ -113,6 +114,17 @@ def _check_data(data: str) -> None:
                                  param_hint="--data")  # fmt: skip
     if data != "quickstart" and not data.startswith("hf:") and not Path(f"{data}.bin").exists():
         must_exist([data])
+
+
+def _check_tokenizer(name: str) -> None:
+    if name == "bytes" or name.startswith("hf:"):
+        return
+    kind, _, size = name.partition(":")
+    if kind == "train":
+        if not size.isdecimal() or not int(size):
+            raise typer.BadParameter(f"must be train:SIZE with a number of ids, got {name!r}", param_hint="--tokenizer")
+        return
+    must_exist(size.split(":") if kind == "gpt2" else [size if kind == "spm" else name])
 
 
 def _check_model(name: str) -> None:

@@ -165,6 +165,9 @@ def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
                 "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be set: PMIx names no number of ranks, "
                 f"got PMIX_RANK {env['PMIX_RANK']} alone"
             )
+        if env.get("WORLD_SIZE", "1") != "1":
+            # half of a launcher's variables, as where a job's script exports them by hand
+            raise ValueError(f"RANK must be set beside WORLD_SIZE, got WORLD_SIZE {env['WORLD_SIZE']} alone")
         return LaunchEnv(_device(0, 1))
     first, *others = active
     rank, size = _number(env, first.rank), _number(env, first.size)

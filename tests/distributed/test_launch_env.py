@@ -73,6 +73,7 @@ def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
         ({"RANK": "0"}, "WORLD_SIZE must be a number, as the launcher sets it, got 'nothing'"),
         ({**TORCHRUN, "RANK": "8"}, r"RANK must be in \[0, WORLD_SIZE = 8\), got 8"),
         ({"PMIX_RANK": "0"}, "RANK, WORLD_SIZE.* must be set: PMIx"),
+        ({"WORLD_SIZE": "4"}, "RANK must be set beside WORLD_SIZE, got WORLD_SIZE 4 alone"),
     ],
 )
 def test_launch_env_errors(environment: dict[str, str], message: str) -> None:
