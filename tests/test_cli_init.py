@@ -24,6 +24,7 @@ def _init(*words: str, answers: str | None = None) -> tuple[int, str]:
 def test_every_file_it_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     random.seed(0)
+    Path("tok: #.json").write_text("{}")
     for name in ("a.txt", "with space.jsonl", "quote'\"#: {x}.txt", "2024", "null", "-.txt", "ü.txt"):
         Path(name).write_text("text")
         steps, precision = random.randrange(1, 10_000), random.choice(["fp32", "bf16", "fp16"])
