@@ -105,7 +105,7 @@ def _load(x_ptr, bias_ptr, rows, cols, stride_m, mask, N):
     return x
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _activation_fwd_kernel(
     x_ptr,
     up_ptr,
@@ -162,7 +162,7 @@ def _activation_bwd_tile(
     return dx, dup
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _activation_bwd_kernel(
     dy_ptr,
     x_ptr,

@@ -317,7 +317,7 @@ def _loss_kernel(
         tl.store(loss_ptr, loss_sum)  # scalar
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, stride_grad, BLOCK: tl.constexpr):
     """x [M, N] times one factor a row (or one for all). A factor of 1 costs nothing: no memory is touched."""
     blocks = tl.cdiv(N, BLOCK)

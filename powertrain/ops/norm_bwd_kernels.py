@@ -14,7 +14,7 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_bwd_kernel(
     dy_ptr,
     dh_ptr,
@@ -159,7 +159,7 @@ def _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N):
         tl.store(db_partial_ptr + partial, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_bwd_looped_kernel(
     dy_ptr,
     dh_ptr,
@@ -220,7 +220,7 @@ def _wdy_xhat(dy_ptr, h_ptr, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED: tl.
     return wdy, tl.where(mask, (h - mean) * rstd, 0.0)
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_dw_looped_kernel(
     dy_ptr,
     h_ptr,
@@ -256,7 +256,7 @@ def _norm_dw_looped_kernel(
         tl.store(db_partial_ptr + partial, db, mask=mask)  # [BLOCK_N]
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_sum_partials_kernel(
     dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):

@@ -63,7 +63,7 @@ def softmax_bwd_ref(dy: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor:
     return scale * p * (g - (p * g).sum(-1, keepdim=True))
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _softmax_fwd_kernel(
     x_ptr,
     mask_ptr,
@@ -155,7 +155,7 @@ def _normalized(e, total, N, UNIFORM: tl.constexpr):
     return y
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _softmax_fwd_looped_kernel(
     x_ptr,
     mask_ptr,
@@ -201,7 +201,7 @@ def _softmax_fwd_looped_kernel(
         tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _softmax_bwd_kernel(
     dy_ptr,
     y_ptr,
@@ -237,7 +237,7 @@ def _softmax_bwd_kernel(
     tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)  # [BLOCK_M, BLOCK_N]
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _softmax_bwd_looped_kernel(
     dy_ptr,
     y_ptr,

@@ -108,7 +108,7 @@ def _name(spec: Spec) -> str:
     types = ",".join(f"{name.removesuffix('_ptr')}:{t}" for name, t in spec.signature.items() if t != "constexpr")
     constants = ",".join(f"{k}={v}" for k, v in spec.constants.items() if v is not None)
     options = ",".join(f"{k}={v}" for k, v in spec.options.items())
-    aligned = ",".join(name.removesuffix("_ptr") for name in spec.aligned)
+    aligned = ",".join(name.removesuffix("_ptr") for name in spec.alignment)
     return f"{spec.kernel.name}[{types}][{constants}][{options}][{aligned}]"
 
 
