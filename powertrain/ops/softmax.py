@@ -81,6 +81,7 @@ def _softmax_fwd_kernel(
     NEGATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
 ):
     matrix, queries, rows = _rows(num_queries, BLOCK_M)
     x_ptr += rows * stride_xm
@@ -93,9 +94,25 @@ def _softmax_fwd_kernel(
     if CAUSAL:
         keep, read = _below_diagonal(queries, num_queries, cols, N, inside)
     x = _scores(x_ptr, mask_ptr, cols, keep, read, NEGATIVE)
+    top = tl.max(x, axis=1, keep_dims=True)
+    if BLOCK_TAIL > 0:
+        # a row is BLOCK_N columns, and BLOCK_TAIL after them: fewer idle lanes than the next power of 2
+        tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_inside = (queries < num_queries) & (tail_cols < N)
+        tail_keep, tail_read = tail_inside, tail_inside
+        if CAUSAL:
+            tail_keep, tail_read = _below_diagonal(queries, num_queries, tail_cols, N, tail_inside)
+        tail = _scores(x_ptr, mask_ptr, tail_cols, tail_keep, tail_read, NEGATIVE)
+        top = tl.maximum(top, tl.max(tail, axis=1, keep_dims=True))
     # exp2 is one instruction; log2(e) is part of `scale`, which the host multiplied
-    e = tl.exp2((x - _shift(tl.max(x, axis=1, keep_dims=True))) * scale)
-    y = _normalized(e, tl.sum(e, axis=1, keep_dims=True), N, UNIFORM)
+    e = tl.exp2((x - _shift(top)) * scale)
+    total = tl.sum(e, axis=1, keep_dims=True)
+    if BLOCK_TAIL > 0:
+        tail_e = tl.exp2((tail - _shift(top)) * scale)
+        total += tl.sum(tail_e, axis=1, keep_dims=True)
+        tail_y = _normalized(tail_e, total, N, UNIFORM)
+        tl.store(y_ptr + tail_cols, tail_y.to(y_ptr.dtype.element_ty), mask=tail_inside)
+    y = _normalized(e, total, N, UNIFORM)
     tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -218,23 +235,45 @@ def _softmax_bwd_kernel(
     CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
 ):
     matrix, queries, rows = _rows(num_queries, BLOCK_M)
+    y_ptr += rows * N
+    dx_ptr += rows * N
+    dy_ptr += rows * stride_dym
+    if mask_ptr is not None:
+        mask_ptr += _mask_row(matrix, queries, num_heads, stride_mb, stride_mh, stride_mq)
     cols = tl.arange(0, BLOCK_N)[None, :]
-    inside = (queries < num_queries) & (cols < N)
-    keep, read = inside, inside
+    y, dy, read = _row_y_dy(y_ptr, dy_ptr, queries, num_queries, cols, N, CAUSAL)
+    total = tl.sum(dy * y, axis=1, keep_dims=True)
+    if BLOCK_TAIL > 0:
+        tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_y, tail_dy, tail_read = _row_y_dy(y_ptr, dy_ptr, queries, num_queries, tail_cols, N, CAUSAL)
+        total += tl.sum(tail_dy * tail_y, axis=1, keep_dims=True)
+        _store_dx(scale * tail_y * (tail_dy - total), dx_ptr, mask_ptr, queries, num_queries, tail_cols, N, tail_read)
+    _store_dx(scale * y * (dy - total), dx_ptr, mask_ptr, queries, num_queries, cols, N, read)
+
+
+@triton.jit
+def _row_y_dy(y_ptr, dy_ptr, queries, num_queries, cols, N, CAUSAL: tl.constexpr):
+    """y and dy of columns of each row, and which were read."""
+    read = (queries < num_queries) & (cols < N)
+    keep = read
     if CAUSAL:
-        keep, read = _below_diagonal(queries, num_queries, cols, N, inside)
-    y = tl.load(y_ptr + rows * N + cols, mask=read, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=read, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        keep, read = _below_diagonal(queries, num_queries, cols, N, read)
+    y = tl.load(y_ptr + cols, mask=read, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + cols, mask=read, other=0.0).to(tl.float32)
     if CAUSAL:
         # read up to a multiple of 16, so keys past the diagonal came in too; y is 0 there, dy may be NaN
         dy = tl.where(keep, dy, 0.0)
-    dx = scale * y * (dy - tl.sum(dy * y, axis=1, keep_dims=True))
+    return y, dy, read
+
+
+@triton.jit
+def _store_dx(dx, dx_ptr, mask_ptr, queries, num_queries, cols, N, read):
     if mask_ptr is not None:
-        mask_ptr += _mask_row(matrix, queries, num_heads, stride_mb, stride_mh, stride_mq)
-        dx = tl.where(tl.load(mask_ptr + cols, mask=read, other=1) == 0, dx, 0.0)  # [BLOCK_M, BLOCK_N]
-    tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)  # [BLOCK_M, BLOCK_N]
+        dx = tl.where(tl.load(mask_ptr + cols, mask=read, other=1) == 0, dx, 0.0)
+    tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=(queries < num_queries) & (cols < N))
 
 
 @kernel(aligned=("N",), down_to=2)
@@ -290,6 +329,7 @@ class _Plan(NamedTuple):
     block_m: int
     block_n: int
     num_warps: int
+    tail: int = 0  # columns behind block_n, a power of 2
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
@@ -300,7 +340,12 @@ def _plan(num_queries: int, N: int, target: Target) -> _Plan:
     # a warp for 1024 elements: 64x2048x2048 bf16, upper triangle, on an H200: one warp a row 0.238 ms, two 0.220, four
     # 0.247, two rows on four 0.229 (all four before exp2 and one reciprocal a row took it to 0.204 to 0.218)
     block_m = min(next_power_of_2(num_queries), max(1, 1024 // block_n), 16)
-    return _Plan(False, block_m, block_n, max(1, min(16, block_m * block_n // 1024)))
+    tail = 0
+    # loads of single elements are bound by instructions, and each lane costs them: 583 as 512 + 128
+    if N % 8 and N > 256 and block_n // 2 < N <= 3 * block_n // 4:
+        block_n //= 2
+        tail = max(32, next_power_of_2(N - block_n))
+    return _Plan(False, block_m, block_n, max(1, min(16, block_m * (block_n + tail) // 1024)), tail)
 
 
 class _Matrices(NamedTuple):
@@ -337,7 +382,7 @@ def _launch(
         looped_kernel[grid](*tensors, *sizes, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps)
     else:
         grid = (rows.num_matrices * cdiv(rows.num_queries, plan.block_m),)
-        blocks = dict(BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps)
+        blocks = dict(BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_TAIL=plan.tail, num_warps=plan.num_warps)
         block_kernel[grid](*tensors, *sizes, **modes, **blocks)
 
 

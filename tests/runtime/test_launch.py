@@ -1,9 +1,11 @@
 """The warm path, on a machine without a GPU: meta tensors and a driver that only remembers."""
 
 import ctypes
+import re
 import struct
 import sys
 import threading
+import zlib
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -109,6 +111,21 @@ def test_smaller_powers_of_two_specialize_where_asked() -> None:
     assert steps == [pointers | dict(N=n, stride_xm=n) for n in (16, 8, 4, 2)] + [pointers]
     # without it only multiples of 16 are told apart
     assert _make().specialize(*fake.prepared[1][2:], 90).aligned == pointers
+
+
+@native
+def test_rows_are_loaded_in_the_widest_vectors_that_their_width_allows() -> None:
+    """Of bfloat16: 16 bytes for multiples of 8, 8 of 4, 4 of 2."""
+    loads = []
+    for N in (96, 104, 100, 98, 97):
+        x, weight = (torch.empty(*s, N, dtype=torch.bfloat16, device="meta") for s in ((1000,), ()))
+        with recording.record("sm_90") as wanted:
+            powertrain.rms_norm(x, weight)
+        (spec,) = wanted.specs
+        ptx = zlib.decompress(compile_service.entry_for(spec)[0].members["ptx"]).decode()
+        loads.append(re.findall(r"ld\.global\.(?:v(\d)\.)?b(\d+)", ptx))
+    widths = [max(int(vector or 1) * int(bits) // 8 for vector, bits in some) for some in loads]
+    assert widths == [16, 16, 8, 4, 2], loads
 
 
 def test_misaligned_tensors_share_their_step() -> None:

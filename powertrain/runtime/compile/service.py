@@ -51,7 +51,7 @@ class Spec:
     kernel: Any  # launch.Kernel
     signature: Mapping[str, str]  # argument name -> "*bf16", "i32", "fp32" or "constexpr"
     constants: Mapping[str, Any]
-    aligned: Mapping[str, int]  # argument -> the power of two, 16 at most, that it is a multiple of (pointers: in bytes)
+    aligned: Mapping[str, int]  # argument -> the power of two, 16 at most, that it is a multiple of
     options: Mapping[str, Any]
     arch: int
 
