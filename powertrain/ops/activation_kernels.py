@@ -105,7 +105,7 @@ def _load(x_ptr, bias_ptr, rows, cols, stride_m, mask, N):
     return x
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _activation_fwd_kernel(
     x_ptr,
     up_ptr,
@@ -162,7 +162,7 @@ def _activation_bwd_tile(
     return dx, dup
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _activation_bwd_kernel(
     dy_ptr,
     x_ptr,
@@ -237,15 +237,27 @@ def _plan(M: int, N: int, per_thread: int, target: Target) -> _Plan:
     return _Plan(block_m, block_n, warps, triton.cdiv(M, block_m), triton.cdiv(N, block_n))
 
 
-def _vector_rows(*tensors: Tensor | None) -> list[Any]:
-    """Tensors of one shape as rows of whole 16-byte vectors, where the op is element by element and memory is dense:
-    then any rows will do, and rows of 3417 elements would be loaded one by one."""
+# beyond it a launch for the last few elements is nothing beside the others
+_MANY = 1 << 22
+
+
+def _in_rows(*tensors: Tensor | None) -> list[list[Any]]:
+    """Tensors of one shape as rows for one launch or two, where the op is element by element.
+
+    Where memory is dense any rows will do, and rows of 3417 elements would be loaded one by one: they are taken as rows
+    of whole 16-byte vectors, and what is left of a large tensor, fewer than 4096 elements, as a row of its own.
+    """
     some = [x for x in tensors if x is not None]
     size = some[0].numel()
-    if some[0].shape[-1] % 16 and size and size % 16 == 0 and all(x.is_contiguous() for x in some):
+    if some[0].shape[-1] % 16 and size and all(x.is_contiguous() for x in some):
+        rest = size % 4096
+        if rest and size >= _MANY:
+            whole = [x if x is None else x.view(-1)[:-rest].view(-1, 4096) for x in tensors]
+            return [whole, [x if x is None else x.view(-1)[-rest:].view(1, rest) for x in tensors]]
         width = min(4096, size & -size)
-        return [x if x is None else x.view(-1, width) for x in tensors]
-    return [x if x is None else as_rows(x) for x in tensors]
+        if width >= 16:
+            return [[x if x is None else x.view(-1, width) for x in tensors]]
+    return [[x if x is None else as_rows(x) for x in tensors]]
 
 
 def _halves(x: Tensor, up: Tensor | None, order: str, gated: bool) -> tuple[Tensor, Tensor | None]:
@@ -272,19 +284,19 @@ def activation_fwd(
     x: Tensor, up: Tensor | None, bias: Tensor | None, kind: str, order: str, gated: bool, limit: float, alpha: float
 ) -> Tensor:
     y = activation_fwd_outputs(x, up, bias, kind, order, gated, limit, alpha)
-    gate: Tensor
     if bias is None and (not gated or up is not None):
-        gate, up = _vector_rows(x, up)
+        parts = _in_rows(x, up, y)
     else:
-        gate, up = _halves(x, up, order, gated)
+        parts = [[*_halves(x, up, order, gated), y]]
     gate_bias, up_bias = _bias_halves(bias, order, gated)
-    M, N = gate.shape
-    plan = _plan(M, N, 16 if gated else 32, Target.of(x.device))
-    _activation_fwd_kernel[(plan.row_blocks * plan.col_blocks,)](
-        gate, up, gate_bias, up_bias, y,
-        M, N, gate.stride(0), 0 if up is None else up.stride(0), limit, alpha,
-        KIND=kind, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
-    )  # fmt: skip
+    for gate, up_rows, out in parts:
+        M, N = gate.shape
+        plan = _plan(M, N, 16 if gated else 32, Target.of(x.device))
+        _activation_fwd_kernel[(plan.row_blocks * plan.col_blocks,)](
+            gate, up_rows, gate_bias, up_bias, out,
+            M, N, gate.stride(0), 0 if up_rows is None else up_rows.stride(0), limit, alpha,
+            KIND=kind, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+        )  # fmt: skip
     return y
 
 
@@ -322,34 +334,31 @@ def activation_bwd(
     need_dx, need_dup, need_dbias = need
     outputs = activation_bwd_outputs(dy, x, up, bias, kind, order, gated, limit, alpha, *need)
     dx, dup, dbias = outputs
-    dgate: Tensor | None
-    dup_half: Tensor | None
+    dgate: Tensor | None = dx if need_dx else None
+    dup_half: Tensor | None = dup if up is not None and need_dup else None
     if gated and up is None and need_dx:
-        dgate, dup_half = halves = split_halves(as_rows(dx), None, order)
-        stride_dm = halves[0].stride(0)
-    else:
-        dgate, dup_half = (dx if need_dx else None), (dup if up is not None and need_dup else None)
-        stride_dm = dy.shape[-1]
-    gate: Tensor
+        dgate, dup_half = split_halves(as_rows(dx), None, order)
     if bias is None and (not gated or up is not None):
-        dy, gate, up = _vector_rows(dy, x, up)
-        stride_dm = gate.shape[1]
+        parts = _in_rows(dy, x, up, dgate, dup_half)
     else:
-        dy = as_rows(dy)
-        gate, up = _halves(x, up, order, gated)
+        grads = (None if d is None else as_rows(d) for d in (dgate, dup_half))
+        parts = [[as_rows(dy), *_halves(x, up, order, gated), *grads]]
     gate_bias, up_bias = _bias_halves(bias, order, gated)
-    M, N = gate.shape
-    plan = _plan(M, N, 16, Target.of(dy.device))
-    programs, partial = plan.row_blocks, None
-    if need_dbias:
-        programs = min(plan.row_blocks, max(1, Target.of(x.device).num_sms * 8 // max(1, plan.col_blocks)))
-        partial = x.new_empty((2 if gated else 1, programs, N), dtype=torch.float32)
-    _activation_bwd_kernel[(programs * plan.col_blocks,)](
-        dy, gate, up, gate_bias, up_bias, dgate, dup_half,
-        None if partial is None else partial[0], None if partial is None or not gated else partial[1],
-        M, N, dy.stride(0), gate.stride(0), 0 if up is None else up.stride(0), stride_dm, limit, alpha,
-        KIND=kind, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
-    )  # fmt: skip
+    partial = None
+    for grad, gate, up_rows, dgate, dup_half in parts:
+        M, N = gate.shape
+        plan = _plan(M, N, 16, Target.of(dy.device))
+        programs = plan.row_blocks
+        if need_dbias:
+            programs = min(plan.row_blocks, max(1, Target.of(x.device).num_sms * 8 // max(1, plan.col_blocks)))
+            partial = x.new_empty((2 if gated else 1, programs, N), dtype=torch.float32)
+        stride_dm = next((d.stride(0) for d in (dgate, dup_half) if d is not None), N)
+        _activation_bwd_kernel[(programs * plan.col_blocks,)](
+            grad, gate, up_rows, gate_bias, up_bias, dgate, dup_half,
+            None if partial is None else partial[0], None if partial is None or not gated else partial[1],
+            M, N, grad.stride(0), gate.stride(0), 0 if up_rows is None else up_rows.stride(0), stride_dm, limit, alpha,
+            KIND=kind, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+        )  # fmt: skip
     if partial is not None:
         sums = partial.sum(1)
         dbias.copy_((sums.flip(0) if gated and order == "up_first" else sums).view(-1))

@@ -199,7 +199,7 @@ def _moe_sort_kernel(
     tl.store(offsets_ptr + ids, free, mask=(ids < E) & (program == programs - 1))  # [BLOCK_E]
 
 
-@kernel(aligned=("H",))
+@kernel(aligned=("H",), down_to=2)
 def _moe_scatter_kernel(
     x_ptr,
     positions_ptr,
@@ -238,7 +238,7 @@ def _moe_scatter_kernel(
         tl.store(dweights_ptr + token * top_k + slots, dots.to(dweights_ptr.dtype.element_ty), mask=slots < top_k)
 
 
-@kernel(aligned=("H",))
+@kernel(aligned=("H",), down_to=2)
 def _moe_gather_kernel(
     rows_ptr, positions_ptr, weights_ptr, out_ptr, H, top_k, stride_rt, BLOCK_H: tl.constexpr
 ):  # fmt: skip

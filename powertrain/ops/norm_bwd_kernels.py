@@ -14,7 +14,7 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_bwd_kernel(
     dy_ptr,
     dh_ptr,
@@ -159,7 +159,7 @@ def _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N):
         tl.store(db_partial_ptr + partial, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_bwd_looped_kernel(
     dy_ptr,
     dh_ptr,
@@ -220,7 +220,7 @@ def _wdy_xhat(dy_ptr, h_ptr, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED: tl.
     return wdy, tl.where(mask, (h - mean) * rstd, 0.0)
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_dw_looped_kernel(
     dy_ptr,
     h_ptr,
@@ -256,7 +256,7 @@ def _norm_dw_looped_kernel(
         tl.store(db_partial_ptr + partial, db, mask=mask)  # [BLOCK_N]
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_sum_partials_kernel(
     dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -319,6 +319,11 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, weight_bytes: in
     elif N > 8192:
         # loads of single elements cannot be ahead in shared memory: layer 10760, 900 rows, 0.082 (8 warps 0.084)
         block_m, block_n, tail, warps, stages, per_sm = 1, 8192, max(256, next_power_of_2(N - 8192)), 16, 1, 1
+    elif (N % 4 and block_n <= 256) or (N % 2 and block_n <= 4096 and stage_bytes < 8):
+        # loads of 2 or 4 bytes are not ahead in shared memory, so many warps have to be: layer 97 took 244 registers a
+        # thread as 32 rows on 8 warps, one program an SM, and takes 116 so (compiled for sm_90, not timed)
+        block_m, warps, stages, sum_rows_last = max(1, 1024 // block_n), max(4, block_n // 256), 1, block_n <= 256
+        per_sm = max(1, (16 if is_layer else 24) // warps)
     elif block_n <= 256:
         # heads (qk-norm): 16 to 24 warps an SM for the loads, where 16 rows on 2 warps took 213 registers and left 4
         block_m, warps, stages, per_sm, sum_rows_last = min(64, 4096 // block_n), 8, 2, 2 if is_layer else 3, True

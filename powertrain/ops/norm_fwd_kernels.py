@@ -13,7 +13,7 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_fwd_kernel(
     x_ptr,
     residual_ptr,
@@ -166,7 +166,7 @@ def norm_weight(weight_ptr, cols, N, ZERO_CENTERED: tl.constexpr):
     return w
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), down_to=2)
 def _norm_fwd_looped_kernel(
     x_ptr,
     residual_ptr,

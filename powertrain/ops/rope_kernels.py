@@ -12,7 +12,7 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
 
-@kernel()
+@kernel(down_to=2)
 def _rope_kernel(
     q_ptr,
     k_ptr,

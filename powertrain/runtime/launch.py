@@ -10,6 +10,8 @@ The syntax is Triton's; the specialization key is ours, so that nothing recompil
 - parameters named `*_ptr` take tensors (or None, a constant): dtype, and whether all of them are 16-byte aligned, but
   those named in `unaligned`: a number out of a tensor of several, at any address;
 - `stride_*` and those named in `aligned`: whether all of them are multiples of 16;
+- with `down_to` both are numbers instead of yes or no: the largest power of two from 16 down to it of which all
+  addresses (in bytes), and all integers, are multiples;
 - every other integer (sizes, lengths, token counts): nothing, not even that it is 1; all of them are int32 unless one
   needs int64;
 - floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants.
@@ -103,11 +105,12 @@ class Kernel:
 
     def __init__(
         self, fn: Any, aligned: tuple[str, ...], jit: Any = triton.jit, archs: tuple[int, ...] = (),
-        unaligned: tuple[str, ...] = (),
+        unaligned: tuple[str, ...] = (), down_to: int = 16,
     ) -> None:  # fmt: skip
         self.fn = fn
         self.jit = jit(fn)
         self.archs = archs
+        self.down_to = down_to
         self.name = fn.__name__
         self.module = fn.__module__
         self.parameters = inspect.signature(fn).parameters
@@ -178,16 +181,16 @@ class Kernel:
                 signature[name] = _TYPES[values[name].dtype]
             else:
                 signature[name] = "fp32" if isinstance(values[name], float) else integer
-        aligned: tuple[str, ...] = ()
-        if all(
-            v.data_ptr() % 16 == 0
-            for n, v in values.items()
-            if n in self.aligned_pointers and v is not None and not v.is_meta
-        ):
-            aligned += tuple(n for n in self.aligned_pointers if values[n] is not None)
+        aligned: dict[str, int] = {}
         # all or none: a specialization for each subset would be compiled anew for nothing
-        if all(values[n] % 16 == 0 for n in self.aligned):
-            aligned += self.aligned
+        pointers = [n for n in self.aligned_pointers if values[n] is not None]
+        for names, numbers in (
+            (pointers, [0 if values[n].is_meta else values[n].data_ptr() for n in pointers]),
+            (self.aligned, [values[n] for n in self.aligned]),
+        ):
+            step = _step(numbers)
+            if step >= self.down_to:
+                aligned.update(dict.fromkeys(names, step))
         return Spec(self, signature, constants, aligned, options, arch)
 
     def _prepare(self, grid: tuple[int, ...], warm_key: Any, values: dict[str, Any], constants: dict[str, Any]) -> None:
@@ -273,10 +276,19 @@ class Kernel:
             raise LaunchError(f"kernel {self.name} with grid {grid} on cuda:{device}: {driver.describe(code)}")
 
 
+def _step(values: list[int]) -> int:
+    """The largest power of two, 16 at most, of which all are multiples."""
+    bits = 16
+    for value in values:
+        bits |= value
+    return bits & -bits
+
+
 _WARM_PATH = """
 def launch(grid, {parameters}):
     device = -2
 {pointers}
+    addresses, multiples = {addresses} | 16, {multiples} | 16
     key = ({key},)
     loaded = None if state.active else tables.get(device, EMPTY).get(key)
     if loaded is None or current_device() != device or 0 in grid:
@@ -317,14 +329,14 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     """The warm path of a kernel, as a function with the kernel's own signature."""
     pointers = {name: i for i, name in enumerate(kernel.pointers)}
     options = [f"{name}={default!r}" for name, default in OPTIONS.items()]
-    # OR of the addresses: its low bits are 0 if all are aligned, in one test
-    addresses = "|".join(f"p{pointers[name]}" for name in kernel.aligned_pointers) or "0"
-    multiples = "|".join(kernel.aligned) or "0"
     dtypes = [f"t{i}" for i in pointers.values()]
     source = _WARM_PATH.format(
         parameters=", ".join([*kernel.parameters, *options]),
         pointers="".join(_READ_POINTER.format(name=name, i=i) for name, i in pointers.items()),
-        key=", ".join([*dtypes, f"not ({addresses}) & 15", f"not ({multiples}) & 15", *kernel.constants, *OPTIONS]),
+        key=", ".join([*dtypes, "addresses & -addresses", "multiples & -multiples", *kernel.constants, *OPTIONS]),
+        # of all of them or'ed, the lowest bit set is the alignment that they share
+        addresses="|".join(f"p{pointers[name]}" for name in kernel.aligned_pointers) or "0",
+        multiples="|".join(kernel.aligned) or "0",
         values="dict(" + ", ".join(f"{n}={n}" for n in kernel.arguments) + ")",
         constants="dict(" + ", ".join(f"{n}={n}" for n in (*kernel.constants, *OPTIONS)) + ")",
         packed=", ".join(f"p{pointers[n]}" if n in pointers else n for n in kernel.arguments),
@@ -344,10 +356,13 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     return namespace["launch"]
 
 
-def kernel(*, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
-    """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16;
-    `unaligned` names pointers whose address says nothing about the others' alignment."""
-    return lambda fn: Kernel(fn, aligned, unaligned=unaligned)
+def kernel(
+    *, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] = (), down_to: int = 16
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16, or
+    of 8, 4 and 2 as well with `down_to` one of these: rows of 2612 bfloat16 are loaded as vectors of 8 bytes then, not
+    element by element. `unaligned` names pointers whose address says nothing about the others' alignment."""
+    return lambda fn: Kernel(fn, aligned, unaligned=unaligned, down_to=down_to)
 
 
 def gluon_kernel(*, archs: tuple[int, ...], aligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:

@@ -121,11 +121,12 @@ def test_a_worker_that_hangs_ends_at_the_deadline(
 ) -> None:
     """The request is larger than a pipe holds: writing it waits too."""
     compile_service.service().close()
-    monkeypatch.setenv("POWERTRAIN_COMPILE_TIMEOUT", "3")
+    monkeypatch.setenv("POWERTRAIN_COMPILE_TIMEOUT", "1")
+    monkeypatch.setattr(compile_service, "_LOG_AFTER", 0.5)
     settings.reload()
     with monkeypatch.context() as patched:
         _hangs(patched, stage)
-        with pytest.raises(CompileTimeout, match="did not compile within 3 s"):
+        with pytest.raises(CompileTimeout, match="did not compile within 1 s"):
             compile_service.service().compile(spec_of(), "x" * (1 << 20))
     assert "compiling _twice_kernel for sm_80" in capfd.readouterr().err
     assert not compile_service.service()._idle and not compile_service.service()._all

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powertrain.ops import activation_kernels
 from powertrain.ops.activations import (
     activation,
     activation_ref,
@@ -67,6 +68,25 @@ def test_sizes(M: int, N: int, device: torch.device) -> None:
     _check(gated_activation, gated_activation_ref, {"x": _randn(M, 2 * N, device=device)}, kind="geglu")
     tensors = {"x": _randn(M, N, device=device), "bias": _randn(N, device=device)}
     _check(activation, activation_ref, tensors, kind="silu")
+
+
+# no multiple of 16, of 8, of 4, of 2: a launch for whole blocks of 4096 elements and one for the rest
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("N", [1720, 1724, 1726, 1727])
+@pytest.mark.kernels
+def test_dense_memory_of_odd_rows(N: int, dtype: torch.dtype, device: torch.device, monkeypatch: Any) -> None:
+    monkeypatch.setattr(activation_kernels, "_MANY", 8192)
+    parts = activation_kernels._in_rows(torch.empty(5, N), None)
+    assert [part[0].shape for part in parts] == [(2, 4096), (1, 5 * N - 8192)] and parts[1][1] is None
+    _check(activation, activation_ref, {"x": _randn(5, N, device=device, dtype=dtype)}, kind="gelu")
+    two = {"x": _randn(5, N, device=device, dtype=dtype), "up": _randn(5, N, device=device, dtype=dtype)}
+    _check(gated_activation, gated_activation_ref, two, kind="swiglu")
+    # the halves of a packed one lie apart: rows
+    _check(gated_activation, gated_activation_ref, {"x": _randn(5, 2 * N, device=device, dtype=dtype)}, kind="geglu")
+    # gradients of one of two inputs, and a dy that is not dense
+    gate, up = two["x"].detach(), two["up"]
+    (dup,) = torch.autograd.grad(swiglu(gate, up).sum(), up)
+    torch.testing.assert_close(dup.float(), F.silu(gate.float()), rtol=1.6e-2, atol=1e-2)
 
 
 def test_mixed_dtypes(device: torch.device) -> None:

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import powertrain
 from powertrain.ops import cross_entropy_kernels
 from powertrain.ops.cases.cross_entropy import plain_loss, tokens
 from powertrain.ops.cross_entropy import cross_entropy, cross_entropy_ref
+from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
 
 REDUCTIONS = ["mean", "sum", "none"]
@@ -26,12 +28,29 @@ def _check(tensors: dict[str, Tensor | None], **options: Any) -> None:
     check(ours, partial(cross_entropy_ref, **options), partial(cross_entropy_ref, **options), tensors)
 
 
-# 1: one class; 5: no whole vector; 2049: two blocks of float32 vectors; 9001: rows at every alignment, ragged end
+# 1: one class; 5: no whole vector; 2049: two blocks of 1024 float32; 9001: rows at every alignment, ragged end, two
+# blocks of few rows' 8192 float32
 @pytest.mark.parametrize("V", [1, 5, 2049, 9001], ids=lambda v: f"V{v}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
 def test_sizes(V: int, dtype: torch.dtype, grad_in_forward: bool, device: torch.device) -> None:
     _check(_tensors(3, V, device, dtype), grad_in_forward=grad_in_forward)
+
+
+@pytest.mark.parametrize("V", [2049, 9001], ids=lambda v: f"V{v}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.kernels
+def test_blocks_of_many_rows(V: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy_kernels, "_stats_block", lambda T, target: 256)
+    _check(_tensors(3, V, device, dtype), label_smoothing=0.1)
+
+
+def test_few_rows_take_larger_blocks_unless_bits_must_not_depend_on_their_number() -> None:
+    target = Target.parse("sm_90")  # 132 SMs
+    blocks = [cross_entropy_kernels._stats_block(T, target) for T in (0, 1, 184, 264, 265, 529, 1057, 8192)]
+    assert blocks == [2048, 2048, 2048, 1024, 1024, 512, 256, 256]
+    with powertrain.batch_invariant():
+        assert cross_entropy_kernels._stats_block(1, target) == 256
 
 
 @pytest.mark.parametrize("V", [70, 2049])

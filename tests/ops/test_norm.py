@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.norm import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
+from powertrain.ops.norm_bwd_kernels import _plan_bwd
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
 
@@ -29,6 +30,31 @@ def _check(op: object, ref: object, tensors: dict[str, Tensor | None], **options
 @pytest.mark.parametrize("op, ref", [(rms_norm, rms_norm_ref), (layer_norm, layer_norm_ref)], ids=["rms", "layer"])
 def test_sizes(op: object, ref: object, N: int, device: torch.device) -> None:
     _check(op, ref, _tensors(device, 3, N))
+
+
+# rows of which 1, 2, 4 and 8 elements are a vector, below and above 256 columns and 4096, and several programs of
+# several rows; N, rows, stages, warps of the backward's plan
+_ODD = {
+    97: (8, 1, 4), 98: (8, 1, 4), 100: (32, 2, 8), 104: (32, 2, 8), 255: (4, 1, 4), 257: (2, 1, 4), 258: (4, 3, 2),
+    583: (1, 1, 4), 1025: (1, 1, 8), 4095: (1, 1, 16), 4097: (1, 3, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("N", _ODD, ids=lambda n: f"D{n}")
+@pytest.mark.kernels
+def test_odd_widths(N: int, dtype: torch.dtype, device: torch.device) -> None:
+    M = 70 if N < 256 else 5
+    tensors = _tensors(device, M, N, dtype) | {"residual": None}
+    _check(rms_norm, rms_norm_ref, tensors | {"bias": None})
+    _check(layer_norm, layer_norm_ref, tensors)
+
+
+def test_plans_of_odd_widths() -> None:
+    plans = {N: _plan_bwd(100_000, N, False, 4, 2, Target.parse("sm_90")) for N in _ODD}
+    assert {N: (plan.block_m, plan.pipeline, plan.num_warps) for N, plan in plans.items()} == _ODD
+    # a dtype whose elements can be ahead in shared memory keeps its plan above 256 columns
+    assert _plan_bwd(100_000, 583, False, 8, 4, Target.parse("sm_90")).pipeline > 1
 
 
 # both have a program on each SM, which loops over rows

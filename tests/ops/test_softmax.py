@@ -25,6 +25,20 @@ def test_sizes(sk: int, is_causal: bool, device: torch.device) -> None:
     _check(torch.randn(2, 3, sk, device=device) * 3, scale=0.7, is_causal=is_causal)
 
 
+# a block and a tail: 257 the narrowest of 32, 583 and 700 no whole vectors or half ones, 768 + 1 one block again; a
+# mask may be of the tail alone
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sk", [257, 583, 700, 769, 1100, 17003], ids=lambda n: f"K{n}")
+@pytest.mark.kernels
+def test_block_and_tail(sk: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = (3 * torch.randn(2, 3, sk, device=device)).to(dtype)
+    _check(x.detach().clone(), scale=0.7, is_causal=True)
+    mask = torch.rand(2, 3, sk, device=device) < 0.4
+    mask[0, 0], mask[0, 1, :512], mask[1, 0, 512:] = True, True, True
+    for fully_masked in ("zero", "uniform"):
+        _check(x.detach().clone(), mask, scale=-0.5, fully_masked=fully_masked)
+
+
 @pytest.mark.parametrize("sq, sk", [(5, 3), (1, 7), (7, 20)])
 @pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
 def test_aligned(sq: int, sk: int, fully_masked: str, device: torch.device) -> None:
@@ -76,7 +90,7 @@ def test_scale(sk: int, scale: float, device: torch.device) -> None:
     _check(torch.randn(4, sk, device=device), scale=scale, is_causal=True)
 
 
-@pytest.mark.parametrize("sk", [9, 32800])
+@pytest.mark.parametrize("sk", [9, 583, 32800])
 def test_infinities_and_nan(sk: int, device: torch.device) -> None:
     x = torch.randn(5, sk, device=device)
     x[0], x[1, 2:], x[2, 3] = -INF, -INF, float("nan")
@@ -88,7 +102,7 @@ def test_infinities_and_nan(sk: int, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("sk", [8, 32800])
+@pytest.mark.parametrize("sk", [8, 583, 32800])
 def test_causal_reads_nothing_above_the_diagonal(sk: int, device: torch.device) -> None:
     x = torch.randn(2, 3, sk, device=device)
     above = torch.arange(sk, device=device) > torch.arange(3, device=device)[:, None] + sk - 3

@@ -1,9 +1,11 @@
 """The warm path, on a machine without a GPU: meta tensors and a driver that only remembers."""
 
 import ctypes
+import re
 import struct
 import sys
 import threading
+import zlib
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -25,8 +27,8 @@ native = pytest.mark.skipif(settings().interpret, reason="the warm path is that 
 FACTS = {"name": "k", "num_warps": 4, "shared": 512, "global_scratch": 0, "profile_scratch": 0}
 
 
-def _make() -> Kernel:
-    @kernel(aligned=("N",))
+def _make(down_to: int = 16) -> Kernel:
+    @kernel(aligned=("N",), down_to=down_to)
     def _sample_kernel(x_ptr, b_ptr, y_ptr, M, N, stride_xm, scale, FLAG: tl.constexpr, BLOCK: tl.constexpr):
         pass
 
@@ -94,6 +96,45 @@ def test_sizes_never_specialize_and_multiples_of_16_do() -> None:
     _call(launched, N=33)
     _call(launched, N=35)
     assert len(fake.prepared) == 2
+
+
+@native
+def test_smaller_powers_of_two_specialize_where_asked() -> None:
+    launched = _make(down_to=2)
+    fake = Driver(launched)
+    # two of each step: 32, 8, 4, 2, 1 (the row stride is 64)
+    for N in (32, 48, 8, 24, 4, 12, 2, 2614, 1, 97):
+        _call(launched, N=N)
+    assert len(fake.prepared) == 5
+    steps = [launched.specialize(values, constants, 90).aligned for _, _, values, constants in fake.prepared]
+    pointers = {"x_ptr": 16, "y_ptr": 16}
+    assert steps == [pointers | dict(N=n, stride_xm=n) for n in (16, 8, 4, 2)] + [pointers]
+    # without it only multiples of 16 are told apart
+    assert _make().specialize(*fake.prepared[1][2:], 90).aligned == pointers
+
+
+@native
+def test_rows_are_loaded_in_the_widest_vectors_that_their_width_allows() -> None:
+    """Of bfloat16: 16 bytes for multiples of 8, 8 of 4, 4 of 2."""
+    loads = []
+    for N in (96, 104, 100, 98, 97):
+        x, weight = (torch.empty(*s, N, dtype=torch.bfloat16, device="meta") for s in ((1000,), ()))
+        with recording.record("sm_90") as wanted:
+            powertrain.rms_norm(x, weight)
+        (spec,) = wanted.specs
+        ptx = zlib.decompress(compile_service.entry_for(spec)[0].members["ptx"]).decode()
+        loads.append(re.findall(r"ld\.global\.(?:v(\d)\.)?b(\d+)", ptx))
+    widths = [max(int(vector or 1) * int(bits) // 8 for vector, bits in some) for some in loads]
+    assert widths == [16, 16, 8, 4, 2], loads
+
+
+def test_misaligned_tensors_share_their_step() -> None:
+    memory = torch.empty(64, dtype=torch.bfloat16)
+    values = dict(x_ptr=memory[2:], b_ptr=None, y_ptr=memory[8:], M=1, N=16, stride_xm=16, scale=1.0)
+    constants = dict(FLAG=True, BLOCK=16, num_warps=4, num_stages=3, maxnreg=None)
+    rows = {"N": 16, "stride_xm": 16}
+    assert _make(down_to=2).specialize(values, constants, 90).aligned == {"x_ptr": 4, "y_ptr": 4} | rows
+    assert _make().specialize(values, constants, 90).aligned == rows
 
 
 @native

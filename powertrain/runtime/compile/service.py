@@ -51,7 +51,7 @@ class Spec:
     kernel: Any  # launch.Kernel
     signature: Mapping[str, str]  # argument name -> "*bf16", "i32", "fp32" or "constexpr"
     constants: Mapping[str, Any]
-    aligned: tuple[str, ...]  # arguments known to be multiples of 16
+    aligned: Mapping[str, int]  # argument -> the power of two, 16 at most, that it is a multiple of
     options: Mapping[str, Any]
     arch: int
 
@@ -62,13 +62,18 @@ class Spec:
             "source": self.kernel.source_hash,
             "signature": list(self.signature.items()),
             "constants": sorted((name, repr(value)) for name, value in self.constants.items()),
-            "aligned": list(self.aligned),
+            "aligned": self.alignment,
             "options": sorted(self.options.items()),
             "arch": self.arch,
             "triton": VERSION_TEXT,
             "ptxas": ptxas_version(self.arch),
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def alignment(self) -> list[str]:
+        """`aligned` as text: "N" for a multiple of 16, "N:8" for one of 8."""
+        return [name if step == 16 else f"{name}:{step}" for name, step in self.aligned.items()]
 
     def describe(self) -> str:
         return f"{self.kernel.name} for sm_{self.arch}"

@@ -138,7 +138,7 @@ def lower(
     jit: Any,
     signature: Mapping[str, str],
     constants: Mapping[str, Any],
-    aligned: tuple[str, ...],
+    aligned: Mapping[str, int],
     options: Mapping[str, Any],
     arch: int,
 ) -> str:
@@ -156,7 +156,8 @@ def lower(
         jit,
         dict(signature),
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): backend.parse_attr("D") for name in aligned},
+        # as backend.parse_attr("D") says 16
+        {(names.index(name),): [["tt.divisibility", step]] for name, step in aligned.items()},
     )
     parsed = _parse(backend, options)
     context = ir.context()
