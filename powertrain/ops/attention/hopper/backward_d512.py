@@ -131,7 +131,7 @@ def _launch_scores(
         q.tensor, k.tensor, v.tensor, do.tensor, rows, args.slopes, weights, *_lengths(operands),
         *_sizes(operands, chunk), items, parts, operands.query_blocks(ROWS), columns,
         q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, do.b, do.s, do.r, args.slopes_stride, args.scale, args.softcap,
-        **_mask(operands), CAP=args.softcap > 0, D=operands.d_qk, STAGES=4, num_warps=4,
+        **_mask(operands), CAP=args.softcap > 0, D=operands.d_qk, STAGES=5, num_warps=4,
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def _launch_products_of_keys(
         *_sizes(operands, chunk), items, operands.key_blocks(_TILE), columns, int(chunk.is_first),
         int(chunk.is_last),
         do.b, do.s, do.r, q.b, q.s, q.r, into[0].b, into[0].s, into[0].h, into[1].b, into[1].s, into[1].h, args.scale,
-        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=True, STAGES=3 if width == 256 else 4, num_warps=4,
+        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=True, STAGES=4, num_warps=4,
     )  # fmt: skip
 
 
@@ -163,5 +163,5 @@ def _launch_products_of_queries(
         k.tensor, None, dq.tensor, None, weights, None, *_lengths(operands),
         *_sizes(operands, chunk), items, 0, columns, 1, 1,
         k.b, k.s, k.h, 0, 0, 0, dq.b, dq.s, dq.r, 0, 0, 0, operands.args.scale,
-        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=False, STAGES=3 if width == 256 else 4, num_warps=4,
+        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=False, STAGES=4, num_warps=4,
     )  # fmt: skip

@@ -244,6 +244,17 @@ def _copy_out(smem, base, first, length, capacity, column, stride, D: gl.constex
 
 
 @gluon.jit
+def _columns(acc, COLS: gl.constexpr):
+    """Accumulators in parts of COLS columns, which are all of them or half."""
+    if acc.shape[1] == COLS:
+        return (acc,)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+        left, right = acc.reshape([64, 2, COLS]).permute(0, 2, 1).split()
+        return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+
+
+@gluon.jit
 def _consume(
     x_ptr, y_ptr, x_strides, y_strides, sum_ptr, lengths, smem, bars, sizes, chunk, items, kinds, key_slots,
     is_first, is_last, scale, FIRST: gl.constexpr, OF_KEYS: gl.constexpr, COLUMNS: gl.constexpr, CONFIG: gl.constexpr,
@@ -285,22 +296,25 @@ def _consume(
                 factor = scale
                 if OF_KEYS:
                     factor = gl.where(kind == 0, 1.0, scale)
-                out = out_smem.index(CONSUMER)
-                out.store((acc * factor).to(out.dtype))  # [64, COLS]
-                barrier()
                 row = tile.first + CONSUMER * 64
                 column = work.column * COLS
                 head = tile.head.to(gl.int64)
                 begin = tile.start.to(gl.int64)
-                if kind == 0:
-                    if x_ptr is not None:
-                        base = x_ptr + storage * x_strides[0] + begin * x_strides[1] + head * x_strides[2]
-                        _copy_out(out, base, row, tile.length, tile.capacity, column, x_strides[1], CONFIG.d)
-                elif y_ptr is not None:
-                    base = y_ptr + storage * y_strides[0] + begin * y_strides[1] + head * y_strides[2]
-                    _copy_out(out, base, row, tile.length, tile.capacity, column, y_strides[1], CONFIG.d)
-                # the next tile's results take this place
-                barrier()
+                parts = _columns(acc * factor, out_smem.shape[2])
+                for i in gl.static_range(len(parts)):
+                    out = out_smem.index(CONSUMER)
+                    # the part before has been read
+                    barrier()
+                    out.store(parts[i].to(out.dtype))  # [64, 128]
+                    barrier()
+                    at_column = column + i * out_smem.shape[2]
+                    if kind == 0:
+                        if x_ptr is not None:
+                            base = x_ptr + storage * x_strides[0] + begin * x_strides[1] + head * x_strides[2]
+                            _copy_out(out, base, row, tile.length, tile.capacity, at_column, x_strides[1], CONFIG.d)
+                    elif y_ptr is not None:
+                        base = y_ptr + storage * y_strides[0] + begin * y_strides[1] + head * y_strides[2]
+                        _copy_out(out, base, row, tile.length, tile.capacity, at_column, y_strides[1], CONFIG.d)
 
 
 @gluon_kernel(archs=(90,))
@@ -323,7 +337,7 @@ def _hopper_attention_bwd_d512_products_kernel(
     kinds: gl.constexpr = 2 if dx_ptr is not None and dy_ptr is not None else 1
     a_smem = alloc_pipeline_stages(dtype, STAGES, 64 if OF_KEYS else TILE, TILE if OF_KEYS else 64)
     b_smem = alloc_pipeline_stages(dtype, STAGES, 64, COLS)
-    out_smem = alloc_pipeline_stages(dtype, 2, 64, COLS)
+    out_smem = alloc_pipeline_stages(dtype, 2, 64, 128)
     full = alloc_mbarriers(STAGES, 1)
     empty = alloc_mbarriers(STAGES, 2)
     hopper.fence_async_shared()

@@ -27,6 +27,7 @@ from powertrain.ops.attention.hopper.primitives import (
     tanh,
 )
 from powertrain.ops.attention.hopper.softmax import apply_mask
+from powertrain.ops.attention.triton.sequences import sequence_span
 from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, tma, tma_load, tma_store
 from powertrain.runtime.launch import gluon_kernel
 
@@ -46,15 +47,7 @@ def _item(index, parts, lengths, sizes, chunk, CONFIG: gl.constexpr):
     tile = tile_at(
         chunk.slot + slot, chunk.unit + unit, heads, sizes.batch, sizes.queries, lengths.q_starts, lengths.q_used
     )
-    k_start = gl.to_tensor(0)
-    k_len = sizes.keys + 0
-    if lengths.k_starts is not None:
-        k_start = gl.load(lengths.k_starts + gl.minimum(tile.b, sizes.batch))
-        after = gl.load(lengths.k_starts + gl.minimum(tile.b + 1, sizes.batch))
-        k_len = gl.where(tile.b < sizes.batch, after - k_start, 0)
-    if lengths.k_used is not None:
-        used = gl.load(lengths.k_used + gl.minimum(tile.b, sizes.batch - 1))
-        k_len = gl.where(tile.b < sizes.batch, gl.minimum(sizes.keys - k_start, used), 0)
+    k_start, k_len, _ = sequence_span(lengths.k_starts, lengths.k_used, tile.b, sizes.batch, sizes.keys)
     begin, end, offset = keys_seen(tile.first, tile.length, k_len, sizes, CONFIG)
     return part, tile, (unit * chunk.slots + slot) * TILE, begin, end, offset, k_start, k_len
 
