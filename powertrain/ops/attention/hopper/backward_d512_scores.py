@@ -173,11 +173,11 @@ def _consume(
                 if i > 0:
                     s = hopper.warpgroup_mma_wait(1, deps=[s])
                     mbarrier.arrive(empty.index((at + i - 1) % STAGES), count=1)
-            s = hopper.warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(empty.index((at + CHUNKS - 1) % STAGES), count=1)
             at += CHUNKS
             # two products run beside the exponentials
             dp = _multiply(zeros, at, x_smem, y_smem, full, False, CONSUMER)
+            s = hopper.warpgroup_mma_wait(1, deps=[s])
+            mbarrier.arrive(empty.index((at - 1) % STAGES), count=1)
             dp = _multiply(dp, at + 1, x_smem, y_smem, full, True, CONSUMER)
             if CONFIG.has_softcap:
                 t = tanh(s * (scale / softcap))
