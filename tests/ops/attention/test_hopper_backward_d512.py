@@ -59,8 +59,8 @@ def _as_python() -> dict[str, Any]:
     ):
         for name in functions:
             source = inspect.getsource(getattr(module, name).fn)
-            source = re.sub(r"^@.*\n", "", source, flags=re.M).replace(": gl.constexpr", "").replace(
-                ": tl.constexpr", ""
+            source = (
+                re.sub(r"^@.*\n", "", source, flags=re.M).replace(": gl.constexpr", "").replace(": tl.constexpr", "")
             )
             exec(source, names)
     return names
@@ -154,9 +154,7 @@ def test_every_weight_is_written_before_it_is_read(seed: int) -> None:
                 weights[row, n - begin] = (tile.b, tile.head, tile.first // TILE, n)
         groups = cdiv(chunk.units, sizes.num_q_per_kv)
         for index in range(groups * key_slots * 2):
-            work, _, q_len, offset = FUNCTIONS["_work_of_keys"](
-                index, 1, key_slots, lengths, sizes, at, 2, config
-            )
+            work, _, q_len, offset = FUNCTIONS["_work_of_keys"](index, 1, key_slots, lengths, sizes, at, 2, config)
             tile, key = work.tile, (index, chunk.unit // sizes.num_q_per_kv)
             if chunk.is_first:
                 sums[key] = []
@@ -205,7 +203,10 @@ def _covers(problem: _Problem, written: set[Any], rows: int, starts: list[int] |
     spans = [(b, rows) for b in range(problem.sizes.batch)]
     if starts is not None:
         last = len(starts) - 1
-        spans = [(b, starts[b + 1] - starts[b]) for b in range(last)] + [(last, rows - starts[-1]), (last + 1, starts[0])]
+        spans = [(b, starts[b + 1] - starts[b]) for b in range(last)] + [
+            (last, rows - starts[-1]),
+            (last + 1, starts[0]),
+        ]
     expected = {
         (b, head, first, column)
         for b, size in spans
@@ -214,3 +215,107 @@ def _covers(problem: _Problem, written: set[Any], rows: int, starts: list[int] |
         for column in range(2)
     }
     assert written == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        # groups, heads of each, tiles, bytes of a tile, memory: chunks of (heads, tiles), and how many sum up
+        ((2, 4, 8, 10, 1000), [(8, 8, True, True)]),
+        ((5, 1, 8, 10, 170), [(2, 8, True, True), (2, 8, True, True), (1, 8, True, True)]),
+        ((2, 3, 8, 10, 170), [(2, 8, True, False), (1, 8, False, True)] * 2),
+        ((1, 2, 8, 10, 50), [(1, 5, True, False), (1, 3, False, False), (1, 5, False, False), (1, 3, False, True)]),
+        ((1, 1, 2, 10, 5), [(1, 1, True, False), (1, 1, False, True)]),  # one tile needs more than there is
+    ],
+)
+def test_chunks(shape: tuple[int, ...], expected: list[tuple[Any, ...]]) -> None:
+    found = [(c.units, c.slots, c.is_first, c.is_last) for c in chunks_of(*shape)]
+    assert found == expected
+
+
+def test_head_dims() -> None:
+    assert all(why_not_of(dim, dim, False) is None for dim in (264, 320, 512))
+    assert "above 256 head dims must be equal multiples of 8 up to 512, are 512 and 264" in str(
+        why_not_of(512, 264, False)
+    )
+    assert why_not_of(260, 260, False) is not None
+    assert why_not_of(520, 520, False) is not None
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+STARTS = _empty(3, dtype=torch.int32)
+PACKED = {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}
+ALL = [True, True, True]
+
+
+def _launches(head_dim: int, dtype: torch.dtype, need: list[bool], queries: int, **given: Any) -> list[Any]:
+    args = OpArguments(*(None,) * 11, "bshd", 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**given)
+    q, k = _empty(2, queries, 4, head_dim, dtype=dtype), _empty(2, queries, 2, head_dim, dtype=dtype)
+    lse = _empty(2, 4, queries, dtype=torch.float32)
+    if args.layout == "thd":
+        q, k, lse = q.flatten(0, 1), k.flatten(0, 1), _empty(4, 2 * queries, dtype=torch.float32)
+    with record("sm_90") as wanted:
+        call = BackwardCall(q, None, q, k, k, q, lse, [*need, False], args)
+        launch_backward(call, call.operands())
+    return wanted.specs
+
+
+def test_launches() -> None:
+    """Once a chunk; without float32 sums where the heads that share keys are in one."""
+    scores, products = "_hopper_attention_bwd_d512_scores_kernel", "_hopper_attention_bwd_d512_products_kernel"
+
+    def names(need: list[bool], queries: int) -> list[str]:
+        return [spec.kernel.name for spec in _launches(512, torch.bfloat16, need, queries)][1:]
+
+    assert names(ALL, 512) == [scores, products, products]
+    assert names([True, False, False], 512) == names([False, True, True], 512) == [scores, products]
+    # 256 MiB a head, two heads that share keys: recordings keep each specialization once
+    assert 2 * 4 * 8192**2 == MEMORY
+    assert names(ALL, 8192) == names(ALL, 512)
+
+
+def _slow(*values: Any, id: str) -> Any:
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "need", "given"),
+    [
+        pytest.param(512, torch.bfloat16, ALL, {}, id="d512"),
+        pytest.param(320, torch.bfloat16, ALL, PACKED, id="d320-packed"),
+        _slow(512, torch.float16, ALL, {"right": -1}, id="full"),
+        _slow(512, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}, id="window-softcap"),
+        _slow(512, torch.bfloat16, ALL, {"slopes": _empty(4, dtype=torch.float32)}, id="alibi"),
+        _slow(512, torch.bfloat16, ALL, {"queries": 16384}, id="sums"),
+        _slow(384, torch.bfloat16, [False, True, False], {}, id="dk"),
+    ],
+)
+def test_products_run_beside_everything_else(
+    head_dim: int, dtype: torch.dtype, need: list[bool], given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where registers do not suffice, ptxas waits after every product: then there are as many waits as products."""
+    chunks = cdiv(head_dim, 64)
+    options = {"queries": 512} | given
+    for spec in _launches(head_dim, dtype, need, **options)[1:]:
+        entry = entry_for(spec)[0]
+        facts = entry.manifest["launch"]
+        assert facts["num_warps"] == 12
+        assert facts["shared"] <= 232448
+        assert facts["stack"] == 0
+        ptx = zlib.decompress(entry.members["ptx"]).decode()
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(entry.members["cubin"])
+        sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+        assert "red.relaxed" not in ptx  # a fixed order
+        if "scores" in spec.kernel.name:
+            # of two consumers; each waits for a chunk when the next one is asked for, and at last for dp
+            assert sass.count("HGMMA") == 2 * 2 * 4 * chunks
+            assert sass.count("WARPGROUP.DEPBAR") == 2 * (2 * chunks - 1)
+        else:
+            assert sass.count("HGMMA") == 2 * 4
+            assert sass.count("WARPGROUP.DEPBAR") <= 2 * 3

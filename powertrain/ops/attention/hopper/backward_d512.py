@@ -119,9 +119,7 @@ def _sizes(operands: Operands, chunk: Chunk) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _launch_scores(
-    operands: Operands, do: Operand, rows: Tensor, weights: Tensor, columns: int, chunk: Chunk
-) -> None:
+def _launch_scores(operands: Operands, do: Operand, rows: Tensor, weights: Tensor, columns: int, chunk: Chunk) -> None:
     args, num_sms = operands.args, operands.target.num_sms
     q, k, v = operands.q, operands.k, operands.v
     # parts of the keys of a tile of queries, so that all SMs have some items
