@@ -1,4 +1,4 @@
-"""The Hopper backward above head dim 256 without a GPU: chunks, tiles and addresses, run as Python; its machine code."""
+"""The Hopper backward above head dim 256 without a GPU: chunks, tiles and addresses as Python; its machine code."""
 
 import inspect
 import random

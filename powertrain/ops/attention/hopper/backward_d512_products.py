@@ -4,8 +4,8 @@
     else      128 queries by COLS columns of dq: over the keys that they see
 
 A persistent CTA takes such tiles; two consumers have 64 rows each, a loader warp keeps a ring of stages filled, of 64
-queries or keys each. Where a chunk has only a part of what a tile of keys sums over, sums stay in float32 from launch to
-launch. Long tiles come first, and every second round goes the other way.
+queries or keys each. Where a chunk has only a part of what a tile of keys sums over, sums stay in float32 from launch
+to launch. Long tiles come first, and every second round goes the other way.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from powertrain.ops.attention.hopper.backward_d512_tiles import (
     Config,
     chunk_of,
     first_seen,
-    first_slot,
     grouped,
     in_turn,
     keys_seen,
@@ -186,7 +185,7 @@ def _load_of_queries(
     for n in range(gl.cdiv(items, gl.num_programs(0))):
         index = in_turn(n, items)
         if index < items:
-            work, k_start, k_len, offset = _work_of_queries(index, lengths, sizes, chunk, COLUMNS, CONFIG)
+            work, k_start, k_len, _offset = _work_of_queries(index, lengths, sizes, chunk, COLUMNS, CONFIG)
             b = work.tile.b
             if CONFIG.packed:
                 b = gl.to_tensor(0)
@@ -261,7 +260,7 @@ def _consume(
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup with 64 rows of each tile. x, y: dv and dk, or dq; FIRST as in _load_of_keys."""
-    a_smem, b_smem, out_smem = smem
+    b_smem, out_smem = smem[1], smem[2]
     COLS: gl.constexpr = b_smem.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     at = gl.to_tensor(0)

@@ -95,7 +95,7 @@ def _load(inputs, lengths, smem, bars, strides, sizes, chunk, items, parts, CONF
     )  # fmt: skip
     at = gl.to_tensor(0)
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
-        part, tile, w_row, begin, end, offset, k_start, k_len = _item(index, parts, lengths, sizes, chunk, CONFIG)
+        part, tile, _row, begin, end, _offset, k_start, k_len = _item(index, parts, lengths, sizes, chunk, CONFIG)
         b = tile.b
         if CONFIG.packed:
             b = gl.to_tensor(0)
@@ -155,7 +155,7 @@ def _consume(
     w_desc = tma.make_tensor_descriptor(w_ptr, [2 * all_rows, columns], [columns, 1], [64, TILE], w_layout)
     at = gl.to_tensor(0)
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
-        part, tile, w_row, begin, end, offset, k_start, k_len = _item(index, parts, lengths, sizes, chunk, CONFIG)
+        part, tile, w_row, begin, end, offset, _start, k_len = _item(index, parts, lengths, sizes, chunk, CONFIG)
         unit = tile.head + 0
         if not CONFIG.packed:
             unit += tile.b * sizes.kv_heads * sizes.num_q_per_kv

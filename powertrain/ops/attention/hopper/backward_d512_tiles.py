@@ -84,15 +84,6 @@ def tile_at(slot, unit, heads, batch, rows, starts_ptr, used_ptr):
 
 
 @gluon.jit
-def first_slot(tile, PACKED: gl.constexpr):
-    """Of a tile's sequence."""
-    slot = gl.to_tensor(0)
-    if PACKED:
-        slot = gl.cdiv(tile.start, TILE) + tile.b
-    return slot
-
-
-@gluon.jit
 def first_seen(first, offset, left, LEFT: gl.constexpr):
     """The first tile of keys that queries from row `first` on see."""
     begin = gl.to_tensor(0)
