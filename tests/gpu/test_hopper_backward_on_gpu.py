@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, operands, varlen_attention
 from powertrain.ops.attention.hopper import backward_plans
-from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward
+from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of
 from powertrain.ops.attention.operands import BackwardCall
 from powertrain.ops.attention.triton import backend as triton_backend
 from powertrain.ops.attention.triton.backward import attention_backward
@@ -35,15 +35,14 @@ TAKEN = [
     for config in CONFIGS
     if not any(feature.startswith(REFUSED) for feature in config.features)
     and config.layout != "bmghk"
-    and (max(config.head_dims) <= 128 or 128 < min(config.head_dims) <= max(config.head_dims) <= 256)
-    and not any(dim % 8 for dim in config.head_dims)
+    and why_not_of(*config.head_dims, False) is None
 ]
 # one of each width beside 64 and 128: of one piece of columns, and of two
 OTHERS = [
     replace(c, name=f"{c.name}-{d}", head_dims=(d, d))
     for c in TAKEN
     if c.head_dims == (64, 64)
-    for d in (256, 72, 96, 160, 192)
+    for d in (256, 72, 96, 160, 192, 320, 512)
 ]
 ROW_PADDING = 128  # tiles of queries are 64 or 128 rows
 
@@ -147,7 +146,7 @@ def test_tiles_of_96_keys(mask: str, head_dims: tuple[int, int], packed: bool, t
 
 
 @BOTH_ORDERS
-@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 136, 192, 200])
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 136, 192, 200, 512])
 def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -> None:
     """More blocks than stages, heads that share keys, and keys that are not whole blocks."""
     leaves = _leaves((1, 1000, 6, head_dim), (1, 1100, 2, head_dim), (1, 1100, 2, head_dim))

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.attention.hopper.backward_d512 import ROWS, launch_products, why_not_d512
 from powertrain.ops.attention.hopper.backward_kernel import _hopper_attention_bwd_kernel
 from powertrain.ops.attention.hopper.backward_kernel_d192 import _hopper_attention_bwd_d192_kernel
 from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attention_bwd_d256_kernel
@@ -149,7 +150,10 @@ def _hopper_attention_sums_kernel(
 def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
     """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
     dims = d_qk, d_v
-    if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 128 < min(dims) <= max(dims) <= 256):
+    if max(dims) > 256:
+        if reason := why_not_d512(d_qk, d_v):
+            return reason
+    elif any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 128 < min(dims) <= max(dims) <= 256):
         return f"head dims must be multiples of 8, both up to 128 or both of 136 to 256, are {d_qk} and {d_v}"
     if unordered:
         return "keys must be of one sequence each, in ascending order (cu_seqlens_k_padded says that they are)"
@@ -194,13 +198,35 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, an empty dbias) on sm_90; the ones not needed are empty. `why_not_backward` has the limits."""
     dq, dk, dv, dbias = call.outputs()
+    into = (
+        operands.like_query(dq) if call.need[0] else None, operands.like_key(dk) if call.need[1] else None,
+        operands.like_key(dv) if call.need[2] else None,
+    )  # fmt: skip
     if any(call.need[:3]):
-        _launch(
-            call, operands, operands.like_query(dq) if call.need[0] else None,
-            operands.like_key(dk) if call.need[1] else None, operands.like_key(dv) if call.need[2] else None,
-            plan or plan_of(operands),
-        )  # fmt: skip
+        if max(operands.d_qk, operands.d_v) > 256:
+            _launch_d512(call, operands, *into)
+        else:
+            _launch(call, operands, *into, plan or plan_of(operands))
     return dq, dk, dv, dbias
+
+
+def _launch_d512(
+    call: BackwardCall, operands: Operands, dq: Operand | None, dk: Operand | None, dv: Operand | None
+) -> None:
+    args, heads, device = operands.args, operands.heads, operands.q.tensor.device
+    slots = operands.query_blocks(ROWS)
+    tiles = operands.num_heads * slots
+    rows = torch.empty(tiles * 2 * ROWS, dtype=torch.float32, device=device)
+    do = operands.like_query(_for_tma(call.dout))
+    dlse = None if call.dlse is None else call.dlse.contiguous()
+    _, *o_strides = operands.like_query(call.out)
+    _hopper_attention_bwd_preprocess_kernel[(tiles,)](
+        call.out, do.tensor, call.lse, dlse, rows, None, None, torch.empty(1, dtype=torch.int32, device=device), None,
+        args.query_starts, args.query_used,
+        operands.batch, operands.queries, slots, heads.kv * heads.q_per_kv, heads.q_per_kv, heads.kv_step, heads.q_step,
+        0, *o_strides, do.b, do.s, do.h, do.r, D_V=operands.d_v, W_QK=0, W_V=512, BLOCK_M=ROWS,
+    )  # fmt: skip
+    launch_products(operands, do, rows, dq, dk, dv)
 
 
 class _Scratch(NamedTuple):

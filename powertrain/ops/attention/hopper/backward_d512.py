@@ -1,0 +1,165 @@
+"""Backward of attention for Hopper at head dims of 264 to 512: weights to memory once, then products of matrices.
+
+    p, ds              of tiles of 128 queries by 128 keys, in 16 bits       backward_d512_scores.py
+    dv = pᵀ do, dk = scale dsᵀ q, dq = scale ds k                            backward_d512_products.py
+
+dk and dv of 64 keys and 512 columns are 256 KiB, as many as an SM has registers; kernels that keep less compute the
+scores again for each part of the columns. Here a pair of query and key costs 4 bytes written and 6 read beside 10 * 512
+FLOP: at 500 TFLOP/s 1 TB/s, a fifth of what the memory has. Every product is computed once, by tensor cores that wait
+for nothing else, and results have the same bits every time: nothing is added by atomics.
+
+Weights are computed in chunks of query heads, or of queries of one head, for which MEMORY bytes are enough; where a
+chunk has only a part of the queries that see some keys, dk and dv are summed up in float32 from chunk to chunk.
+
+Memory beyond results: 4 bytes a pair of query and key in the same chunk, up to MEMORY and never less than those of 128
+queries; 8 a query and head; where the query heads that share keys are not in one chunk, 4 a key of one head and column
+of dk and dv.
+FLOPs: five products for each pair that a mask lets see, in tiles of 128 by 128.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.hopper.backward_d512_products import _hopper_attention_bwd_d512_products_kernel
+from powertrain.ops.attention.hopper.backward_d512_scores import _hopper_attention_bwd_d512_scores_kernel
+from powertrain.ops.attention.operands import Operand, Operands
+from powertrain.ops.shapes import cdiv
+
+MEMORY = 512 * 2**20  # bytes of weights at a time
+_TILE = 128
+ROWS = 32  # queries of a block of LSE and delta, of which a program of the first launch reads 512 columns
+
+
+def why_not_d512(d_qk: int, d_v: int) -> str | None:
+    """Why these kernels do not take head dims of which one is above 256, or None."""
+    if d_qk != d_v or d_qk > 512 or d_qk % 8:
+        return f"above 256 head dims must be equal multiples of 8 up to 512, are {d_qk} and {d_v}"
+    return None
+
+
+class Chunk(NamedTuple):
+    """Query heads, counted over the batch, and tiles of queries of a launch."""
+
+    unit: int
+    units: int
+    slot: int
+    slots: int
+    is_first: bool  # of those that sum up dk and dv of the same heads
+    is_last: bool
+
+
+def chunks_of(groups: int, repeats: int, slots: int, slot_bytes: int, memory: int) -> Iterator[Chunk]:
+    """Chunks of `groups` times `repeats` heads that share keys, with `slots` tiles of queries each, in which weights
+    have at most `memory` bytes, or one tile."""
+    unit_bytes = slots * slot_bytes
+    if repeats * unit_bytes <= memory:
+        count = cdiv(groups, memory // (repeats * unit_bytes))
+        size = cdiv(groups, count)
+        for first in range(0, groups, size):
+            yield Chunk(first * repeats, min(size, groups - first) * repeats, 0, slots, True, True)
+        return
+    heads = min(repeats, max(1, memory // unit_bytes))
+    size = slots if unit_bytes <= memory else max(1, memory // slot_bytes)
+    for group in range(groups):
+        parts = [
+            (head, min(heads, repeats - head), slot, min(size, slots - slot))
+            for head in range(0, repeats, heads)
+            for slot in range(0, slots, size)
+        ]
+        for n, (head, count, slot, length) in enumerate(parts):
+            yield Chunk(group * repeats + head, count, slot, length, n == 0, n == len(parts) - 1)
+
+
+def key_tiles_seen(keys: int, left: int, right: int) -> int:
+    """The most tiles of keys that a tile of queries sees."""
+    tiles = cdiv(keys, _TILE)
+    return tiles if left < 0 or right < 0 else min(tiles, cdiv(left + right + _TILE, _TILE) + 1)
+
+
+def launch_products(
+    operands: Operands, do: Operand, rows: Tensor, dq: Operand | None, dk: Operand | None, dv: Operand | None
+) -> None:
+    """dq, dk and dv, where wanted. `rows`: LSE in base 2 and delta, in blocks of ROWS queries."""
+    args, heads = operands.args, operands.heads
+    groups, slots = operands.storage * heads.kv, operands.query_blocks(_TILE)
+    columns = key_tiles_seen(operands.keys, args.left, args.right) * _TILE
+    chunks = list(chunks_of(groups, heads.q_per_kv, slots, 4 * _TILE * columns, MEMORY))
+    size = max(chunk.units * chunk.slots for chunk in chunks) * _TILE * columns
+    weights = operands.q.tensor.new_empty(2 * size)
+    width = 128 if operands.d_qk <= 384 else 256
+    sums = None
+    if not all(chunk.is_first and chunk.is_last for chunk in chunks) and (dk or dv):
+        results = operands.key_blocks(_TILE) * ((dk is not None) + (dv is not None)) * cdiv(operands.d_qk, width)
+        sums = torch.empty(results * _TILE * width, dtype=torch.float32, device=weights.device)
+    for chunk in chunks:
+        _launch_scores(operands, do, rows, weights, columns, chunk)
+        if dk or dv:
+            _launch_products_of_keys(operands, do, weights, columns, chunk, dk, dv, sums, width)
+        if dq:
+            _launch_products_of_queries(operands, weights, columns, chunk, dq, width)
+
+
+def _mask(operands: Operands) -> dict[str, bool]:
+    args = operands.args
+    return {"LEFT": args.left >= 0, "RIGHT": args.right >= 0, "BOTTOM_RIGHT": args.bottom_right}
+
+
+def _lengths(operands: Operands) -> tuple[Tensor | None, ...]:
+    args = operands.args
+    return args.query_starts, args.key_starts, args.query_used, args.key_used
+
+
+def _sizes(operands: Operands, chunk: Chunk) -> tuple[int, ...]:
+    args, heads = operands.args, operands.heads
+    return (
+        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, args.left, args.right, *chunk[:4]
+    )  # fmt: skip
+
+
+def _launch_scores(operands: Operands, do: Operand, rows: Tensor, weights: Tensor, columns: int, chunk: Chunk) -> None:
+    args, num_sms = operands.args, operands.target.num_sms
+    q, k, v = operands.q, operands.k, operands.v
+    # parts of the keys of a tile of queries, so that all SMs have some items
+    parts = min(max(1, columns // _TILE), cdiv(8 * num_sms, chunk.units * chunk.slots))
+    items = chunk.units * chunk.slots * parts
+    _hopper_attention_bwd_d512_scores_kernel[(min(num_sms, items),)](
+        q.tensor, k.tensor, v.tensor, do.tensor, rows, args.slopes, weights, *_lengths(operands),
+        *_sizes(operands, chunk), items, parts, operands.query_blocks(ROWS), columns,
+        q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, do.b, do.s, do.r, args.slopes_stride, args.scale, args.softcap,
+        **_mask(operands), CAP=args.softcap > 0, D=operands.d_qk, STAGES=5, num_warps=4,
+    )  # fmt: skip
+
+
+def _launch_products_of_keys(
+    operands: Operands, do: Operand, weights: Tensor, columns: int, chunk: Chunk, dk: Operand | None,
+    dv: Operand | None, sums: Tensor | None, width: int,
+) -> None:  # fmt: skip
+    args, repeats, q = operands.args, operands.heads.q_per_kv, operands.q
+    absent = Operand(q.tensor, 0, 0, 0, 0)
+    groups = cdiv(chunk.units, repeats)
+    kinds = (dk is not None) + (dv is not None)
+    items = groups * operands.key_blocks(_TILE) * kinds * cdiv(operands.d_qk, width)
+    into = dv or absent, dk or absent
+    _hopper_attention_bwd_d512_products_kernel[(min(operands.target.num_sms, items),)](
+        do.tensor, q.tensor, dv and dv.tensor, dk and dk.tensor, weights, sums, *_lengths(operands),
+        *_sizes(operands, chunk), items, operands.key_blocks(_TILE), columns, int(chunk.is_first),
+        int(chunk.is_last),
+        do.b, do.s, do.r, q.b, q.s, q.r, into[0].b, into[0].s, into[0].h, into[1].b, into[1].s, into[1].h, args.scale,
+        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=True, STAGES=4, num_warps=4,
+    )  # fmt: skip
+
+
+def _launch_products_of_queries(
+    operands: Operands, weights: Tensor, columns: int, chunk: Chunk, dq: Operand, width: int
+) -> None:
+    k = operands.k
+    items = chunk.units * chunk.slots * cdiv(operands.d_qk, width)
+    _hopper_attention_bwd_d512_products_kernel[(min(operands.target.num_sms, items),)](
+        k.tensor, None, dq.tensor, None, weights, None, *_lengths(operands),
+        *_sizes(operands, chunk), items, 0, columns, 1, 1,
+        k.b, k.s, k.h, 0, 0, 0, dq.b, dq.s, dq.r, 0, 0, 0, operands.args.scale,
+        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=False, STAGES=4, num_warps=4,
+    )  # fmt: skip
