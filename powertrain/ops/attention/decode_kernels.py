@@ -383,7 +383,8 @@ def _decode(
     programs = kv_heads * tiles
     partial = partial_lse = table = parts = None
     slots: tuple[int, ...]
-    if num_splits == 0 and b > 1:
+    # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
+    if num_splits == 0 and 1 < b <= 1 << 15:
         keys = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, right if sq > 1 else -1)
         parts, table = schedule(keys, b, sq, ratio, programs, seen, (plan.block_m, plan.block_n, plan.per_sm), target)
         slots = (parts.shape[1],)

@@ -84,10 +84,17 @@ def _blocks_of(
 
 @triton.jit
 def _extra_parts(blocks, share, FILLS_ONCE: tl.constexpr):
-    """Parts of a sequence beyond its first, of about `share` blocks of keys. A quarter more is not cut, so that equal
-    lengths stay whole, unless all parts run at once, where the longest counts."""
+    """Parts of a sequence beyond its first, of about `share` blocks of keys; none of no blocks. A quarter more is not
+    cut, so that equal lengths stay whole, unless all parts run at once, where the longest counts."""
     slack = 0 if FILLS_ONCE else share // 4
     return tl.maximum(tl.cdiv(blocks - slack, share), 1) - 1
+
+
+@triton.jit
+def _safe_share(total, extra, least):
+    """Blocks of keys of a part with which there are no more than `extra`."""
+    # sum of floor(blocks / share) <= total / share <= extra
+    return tl.maximum(tl.cdiv(total, extra), least)
 
 
 @triton.jit
@@ -100,9 +107,10 @@ def _share_of(total, longest, batches, at_once, least):
     341; one of 32768 among 31 of 500 (1460) 70, 74, 74, -. 64 of 8192 are best left whole: 490, 491, 502, 514.
     """
     at_each = tl.cdiv(total, at_once)
-    root = tl.sqrt((at_each * least).to(tl.float32) * 0.5).to(tl.int32)
+    root = tl.sqrt(at_each.to(tl.float32) * least * 0.5).to(tl.int32)
     share = tl.maximum(tl.minimum(tl.maximum(root, 3 * least), at_each), 1)
-    whole = tl.cdiv(batches, at_once) * longest
+    # int64: many sequences, one of them very long
+    whole = longest.to(tl.int64) * tl.cdiv(batches, at_once)
     return tl.where(whole <= at_each + at_each // share + share // 2, longest, share)
 
 
@@ -139,40 +147,40 @@ def _schedule_kernel(
     """
     tile = tl.program_id(0)
     tiles = tl.num_programs(0)
-    total = 0
-    longest = 0
-    for start in range(0, batches, BLOCK_B):
-        blocks = _blocks_of(
-            start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
-            ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        total += tl.sum(blocks)
-        longest = tl.maximum(longest, tl.max(blocks))
-    # sum of floor(blocks / share) <= total / share <= extra
-    safe = tl.maximum(tl.cdiv(total, extra), least)
-    # the sequences are one block: look for the smallest share
     if FILLS_ONCE:
+        # the sequences are one block, read once: look for the smallest share
         blocks = _blocks_of(
             tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
             right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
+        total = tl.sum(blocks)
         share = tl.maximum(tl.cdiv(total, extra + batches), least)
         for _ in range(6):
             needed = tl.sum(_extra_parts(blocks, share, True))
             closer = tl.maximum(share + 1, tl.cdiv(share * (needed + batches), extra + batches))
             share = tl.where(needed > extra, closer, share)
+        safe = _safe_share(total, extra, least)
         share = tl.where(tl.sum(_extra_parts(blocks, share, True)) > extra, safe, share)
+        used = tl.sum(_extra_parts(blocks, share, True))
     else:
-        share = tl.maximum(_share_of(total, longest, batches, at_once, least), safe)
-
-    used = 0
-    for start in range(0, batches, BLOCK_B):
-        batch = start + tl.arange(0, BLOCK_B)
-        blocks = _blocks_of(
-            batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
-            HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        used += tl.sum(tl.where(batch < batches, _extra_parts(blocks, share, FILLS_ONCE), 0))
+        total = 0
+        longest = 0
+        for start in range(0, batches, BLOCK_B):
+            blocks = _blocks_of(
+                start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
+                ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            total += tl.sum(blocks)
+            longest = tl.maximum(longest, tl.max(blocks))
+        share = _share_of(total, longest, batches, at_once, least)
+        share = tl.maximum(share, _safe_share(total, extra, least))
+        used = 0
+        for start in range(0, batches, BLOCK_B):
+            blocks = _blocks_of(
+                start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
+                ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            used += tl.sum(_extra_parts(blocks, share, False))
     parts_ptr += tile * (extra + batches) * 3
     before = 0
     for start in range(0, batches, BLOCK_B):
@@ -181,7 +189,7 @@ def _schedule_kernel(
             batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
             HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        more = tl.where(batch < batches, _extra_parts(blocks, share, FILLS_ONCE), 0)
+        more = _extra_parts(blocks, share, FILLS_ONCE)
         begin = before + tl.cumsum(more) - more
         before += tl.sum(more)
         row, of_sequence = parts_ptr + (used + batch) * 3, of_sequences_ptr + (batch * tiles + tile) * 2
@@ -219,13 +227,15 @@ def _schedule_kernel(
 # how many times over the parts fill the GPU at most, where they cannot all run at once
 _WAVES = 8
 _LEAST_KEYS = 512  # of a part
+_BLOCK_B = 256  # sequences that the schedule reads at a time
 
 
 @functools.lru_cache(maxsize=1024)
 def _choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Target) -> tuple[int, int, bool]:
     """(parts beyond one a sequence, parts that run at once, whether all do), where `tiles` programs work on each."""
     at_once = max(1, target.num_sms * per_sm // max(1, tiles))
-    if at_once >= 2 * sequences:
+    # where all run at once the schedule takes the sequences as one block
+    if at_once >= 2 * sequences and sequences <= _BLOCK_B:
         return at_once - sequences, at_once, True
     most = cdiv(_WAVES * target.num_sms * per_sm, max(1, tiles))
     return max(1, min(sequences * cdiv(keys, _LEAST_KEYS), most)), at_once, False
@@ -268,7 +278,7 @@ def schedule(
     _schedule_kernel[(tiles,)](
         keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio, keys.num_new, keys.capacity, extra,
         at_once, cdiv(_LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
-        FILLS_ONCE=fills_once, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=min(256, next_power_of_2(batch)), BLOCK_E=32,
-        num_warps=4,
+        FILLS_ONCE=fills_once, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=min(_BLOCK_B, next_power_of_2(batch)),
+        BLOCK_E=32, num_warps=4,
     )  # fmt: skip
     return parts, table

@@ -17,6 +17,7 @@ from powertrain.runtime.settings import settings
 from tests.ops.attention.attention_launches import META
 
 CPU = torch.device("cpu")
+LENGTHS = torch.tensor([200], dtype=torch.int32)
 CASES: dict[str, dict[str, Any]] = {
     "causal": {"right": 0},
     "full": {},
@@ -28,6 +29,11 @@ CASES: dict[str, dict[str, Any]] = {
     "more keys": {"right": 0, "keys": 300, "bottom_right": True},
     "more keys, top left": {"right": 0, "keys": 300},
     "fewer keys": {"right": 0, "keys": 200},
+    # top left: the last rows see nothing
+    "window beyond the keys": {"left": 5, "right": 0, "keys": 200},
+    "sinks beyond the keys": {"left": 5, "right": 0, "keys": 200, "sinks": torch.ones(4)},
+    "lengths in one tensor": {"keys": 300, "query_used": LENGTHS, "key_used": LENGTHS},
+    "lengths in one tensor, causal": {"right": 0, "keys": 300, "query_used": LENGTHS, "key_used": LENGTHS},
     "packed": {"right": 0, "query_starts": torch.tensor([0, 100, 256], dtype=torch.int32)},
 }
 
@@ -49,6 +55,7 @@ def _by_reference(small: SmallProblem, query: Tensor, key: Tensor, value: Tensor
     options: dict[str, Any] = {
         "is_causal": args.right == 0, "window_size": (args.left, args.right), "softcap": args.softcap or None,
         "alibi_slopes": args.slopes, "sinks": args.sinks, "return_lse": True, "backend": "reference",
+        "seqused_q": args.query_used, "seqused_k": args.key_used,
     }  # fmt: skip
     if args.layout == "thd":
         result: tuple[Tensor, Tensor] = varlen_attention(query, key, value, args.query_starts, **options)
@@ -70,6 +77,20 @@ def test_the_small_problem_is_right(name: str, heads: int) -> None:
     torch.testing.assert_close(lse.view(small.lse.shape), small.lse, rtol=1e-4, atol=1e-4)
     for ours, exact in zip(grads, small.grads, strict=True):
         torch.testing.assert_close(ours.float().reshape(exact.shape), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right_results_are_not_called_wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Neither where rows see nothing, whose LSE is -inf, nor where lengths are shared."""
+    call = _operands(**CASES[name])
+    small = SmallProblem.like(call)
+    dout, *inputs = (x.clone().requires_grad_() for x in small.inputs)
+    right = _by_reference(small, *inputs)
+    plan = plans.plan_for(64, 64, 512)
+    assert self_tests.forward_defect(call, plan, lambda *_: right) is None
+    grads = torch.autograd.grad(right[0], inputs, dout)
+    monkeypatch.setattr(self_tests, "launch_backward", lambda *_: (*grads, torch.empty(0)))
+    assert self_tests.backward_defect(call, backward_plans.plan_for(64, 64)) is None
 
 
 @pytest.mark.parametrize("pack, partial", [(1, False), (4, False), (16, False), (8, True)])
