@@ -207,10 +207,16 @@ CAUSAL = {"mask": MaskSpec(right=0, bottom_right=True)}
 KINDS: dict[str, dict[str, Any]] = {
     "float32, TF32 allowed": {"dtype": torch.float32, "tf32": True},
     "float32": {"dtype": torch.float32},
-    "up to 1024 queries at the end of four times as many keys, causal, forward alone": {
+    "up to 1024 queries beside four times as many keys, forward alone": {
         "size": "short",
         "few": True,
-        "mask": MaskSpec(right=0, bottom_right=True),
+        "needs_grad": False,
+    },
+    "up to 16 queries beside four times as many keys": {"size": "decode", "few": True},
+    "up to 16 queries of heads that share keys": {"size": "decode", "num_kv_heads": 4},
+    "up to 16 queries, over 2048 sequences times heads, forward alone": {
+        "size": "decode",
+        "crowded": True,
         "needs_grad": False,
     },
     "up to 16 queries": {"size": "decode", "needs_grad": False},
@@ -275,7 +281,7 @@ def _known(order: Order) -> str:
 def _order(target: Target | None, changed: dict[str, Any]) -> Order:
     facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128} | CAUSAL | changed
     few = facts.pop("few", False)
-    lengths = Lengths(facts.pop("size", "long"), not few, few=few)
+    lengths = Lengths(facts.pop("size", "long"), not few, few=few, crowded=facts.pop("crowded", False))
     return order_of(AttentionProblem(target=target, lengths=lengths, **facts))
 
 

@@ -1,8 +1,13 @@
 """The benchmark of attention's choices: its problems, and what counts as a miss."""
 
+import math
+import os
 import random
+import time
 
-from benchmarks.ops.attention_choice import HEAD_DIMS, MOST_FLOPS, MOST_TOKENS, draw, miss
+import pytest
+
+from benchmarks.ops.attention_choice import HEAD_DIMS, MOST_FLOPS, MOST_TOKENS, Problem, compiled, draw, miss
 from powertrain.testing.bench import Timing
 
 
@@ -25,3 +30,38 @@ def test_a_miss_is_over_3_percent_and_over_a_microsecond() -> None:
     assert miss(times(selector=1.02, cudnn=1.0)) is None
     assert miss(times(selector=0.0054, cudnn=0.005)) is None
     assert miss(times(selector=1.0)) is None
+
+
+def _one_dies(problem: Problem) -> None:
+    if problem.head_dim == 64:
+        os._exit(1)
+
+
+def _one_fails(problem: Problem) -> None:
+    if problem.head_dim == 64:
+        raise ValueError("no such kernel")
+
+
+def _last(problem: Problem) -> None:
+    time.sleep(problem.head_dim == 64 and 3)
+
+
+def _problems(*head_dims: int) -> list[Problem]:
+    return [Problem((8,), None, 1, 1, head_dim, True, None, False) for head_dim in head_dims]
+
+
+@pytest.mark.parametrize("seconds", [60, math.inf])
+def test_a_problem_whose_compilation_fails_is_named(seconds: float) -> None:
+    ready, said = compiled(_problems(40, 64, 80), seconds, _one_fails)
+    assert [p.head_dim for p in ready] == [40, 80]
+    assert len(said) == 1 and "D64" in said[0] and "no such kernel" in said[0]
+
+
+def test_what_a_dead_worker_leaves_is_named() -> None:
+    problems = _problems(64, *[128] * 40)
+    ready, said = compiled(problems, 60, _one_dies)
+    assert len(ready) + len(said) == len(problems) and "D64" in said[0] and "BrokenProcessPool" in said[0]
+
+
+def test_problems_that_are_late_are_left_out() -> None:
+    assert compiled(_problems(*[64] * 40), 0.5, _last)[0] != _problems(*[64] * 40)

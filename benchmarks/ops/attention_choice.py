@@ -109,6 +109,21 @@ def compile_kernels(problem: Problem) -> None:
     torch.cuda.empty_cache()
 
 
+def compiled(
+    problems: list[Problem], seconds: float, compile: Callable[[Problem], None] = compile_kernels
+) -> tuple[list[Problem], list[str]]:
+    """Those problems whose kernels are there after so many seconds, and a line for each whose worker failed."""
+    with ProcessPoolExecutor(usable_cores()[0], mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(compile, problem) for problem in problems]
+        # all compiled before the first is timed: other processes' kernels would slow it down
+        wait(futures, timeout=max(0.0, seconds) if math.isfinite(seconds) else None)
+        pool.shutdown(cancel_futures=True)
+    ended = [(p, future.exception()) for p, future in zip(problems, futures, strict=True) if not future.cancelled()]
+    # a worker that the system killed takes those of all that wait with it
+    said = [f"{problem.label} | not compiled, not measured: {error!r}" for problem, error in ended if error]
+    return [problem for problem, error in ended if error is None], said
+
+
 def _variants(problem: Problem) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]], list[str]]:
     """Forwards and training steps of the choice ("selector") and each backend, and a line for each that failed."""
     (leaves, dout), call = _tensors(problem), _call(problem)
@@ -167,12 +182,8 @@ def run(count: int = 300, seconds: float = math.inf, seed: int = 0) -> Iterator[
     source = random.Random(seed)
     problems = [draw(source) for _ in range(count)]
     measured, kinds = 0, Counter[str]()
-    with ProcessPoolExecutor(usable_cores()[0], mp_context=get_context("spawn")) as pool:
-        compiled = [pool.submit(compile_kernels, problem) for problem in problems]
-        # all compiled before the first is timed: other processes' kernels would slow it down
-        wait(compiled, timeout=max(0.0, end - time.monotonic()) / 2)
-        pool.shutdown(cancel_futures=True)
-    ready = [problem for problem, future in zip(problems, compiled, strict=True) if not future.cancelled()]
+    ready, said = compiled(problems, (end - time.monotonic()) / 2)
+    yield from said
     for problem in ready:
         if time.monotonic() > end:
             break

@@ -286,42 +286,42 @@ def _step(values: list[int]) -> int:
 
 _WARM_PATH = """
 def launch(grid, {parameters}):
-    device = -2
+    _device = -2
 {pointers}
-    addresses, multiples = {addresses} | 16, {multiples} | 16
-    key = ({key},)
-    loaded = None if state.active else tables.get(device, EMPTY).get(key)
-    if loaded is None or current_device() != device or 0 in grid:
-        return prepare(grid, key, {values}, {constants})
-    gx, gy, gz = (*grid, 1, 1)[:3]
-    scratch = profile = 0
-    if loaded.has_scratch:
-        kept = loaded.scratch(gx * gy * gz, device)
-        scratch, profile = kept[0].data_ptr(), kept[1].data_ptr()
-    slot = loaded.slots.pop() if loaded.slots else loaded.new_slot()
-    buffer, pointers, _ = slot
+    _addresses, _multiples = {addresses} | 16, {multiples} | 16
+    _key = ({key},)
+    _loaded = None if state.active else tables.get(_device, EMPTY).get(_key)
+    if _loaded is None or current_device() != _device or 0 in grid:
+        return prepare(grid, _key, {values}, {constants})
+    _gx, _gy, _gz = (*grid, 1, 1)[:3]
+    _scratch = _profile = 0
+    if _loaded.has_scratch:
+        _kept = _loaded.scratch(_gx * _gy * _gz, _device)
+        _scratch, _profile = _kept[0].data_ptr(), _kept[1].data_ptr()
+    _slot = _loaded.slots.pop() if _loaded.slots else _loaded.new_slot()
+    _buffer, _pointers, _ = _slot
     try:
-        loaded.pack_into(buffer, 0, {packed}, scratch, profile)
+        _loaded.pack_into(_buffer, 0, {packed}, _scratch, _profile)
     except StructError:
         return prepare(grid, None, {values}, {constants})
-    code = launch_kernel()(
-        loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, current_stream(device), pointers, None
+    _code = launch_kernel()(
+        _loaded.handle, _gx, _gy, _gz, _loaded.threads, 1, 1, _loaded.shared, current_stream(_device), _pointers, None
     )
-    loaded.slots.append(slot)
-    if code:  # retry once with this thread's context set; the driver's error is raised if that does not help
-        prepare(grid, key, {values}, {constants})
+    _loaded.slots.append(_slot)
+    if _code:  # retry once with this thread's context set; the driver's error is raised if that does not help
+        prepare(grid, _key, {values}, {constants})
 """
 
 _READ_POINTER = """
     if {name} is None:
-        p{i} = 0
-        t{i} = None
+        _p{i} = 0
+        _t{i} = None
     else:
-        p{i} = {name}.data_ptr()
-        t{i} = {name}.dtype
-        ordinal = {name}.get_device()
-        if ordinal != device:
-            device = ordinal if device == -2 else -3
+        _p{i} = {name}.data_ptr()
+        _t{i} = {name}.dtype
+        _ordinal = {name}.get_device()
+        if _ordinal != _device:
+            _device = _ordinal if _device == -2 else -3
 """
 
 
@@ -329,17 +329,17 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     """The warm path of a kernel, as a function with the kernel's own signature."""
     pointers = {name: i for i, name in enumerate(kernel.pointers)}
     options = [f"{name}={default!r}" for name, default in OPTIONS.items()]
-    dtypes = [f"t{i}" for i in pointers.values()]
+    dtypes = [f"_t{i}" for i in pointers.values()]
     source = _WARM_PATH.format(
         parameters=", ".join([*kernel.parameters, *options]),
         pointers="".join(_READ_POINTER.format(name=name, i=i) for name, i in pointers.items()),
-        key=", ".join([*dtypes, "addresses & -addresses", "multiples & -multiples", *kernel.constants, *OPTIONS]),
+        key=", ".join([*dtypes, "_addresses & -_addresses", "_multiples & -_multiples", *kernel.constants, *OPTIONS]),
         # of all of them or'ed, the lowest bit set is the alignment that they share
-        addresses="|".join(f"p{pointers[name]}" for name in kernel.aligned_pointers) or "0",
+        addresses="|".join(f"_p{pointers[name]}" for name in kernel.aligned_pointers) or "0",
         multiples="|".join(kernel.aligned) or "0",
         values="dict(" + ", ".join(f"{n}={n}" for n in kernel.arguments) + ")",
         constants="dict(" + ", ".join(f"{n}={n}" for n in (*kernel.constants, *OPTIONS)) + ")",
-        packed=", ".join(f"p{pointers[n]}" if n in pointers else n for n in kernel.arguments),
+        packed=", ".join(f"_p{pointers[n]}" if n in pointers else n for n in kernel.arguments),
     )
     namespace: dict[str, Any] = {
         "tables": kernel._tables,

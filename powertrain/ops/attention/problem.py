@@ -45,7 +45,7 @@ class Lengths:
     # kernels that split the keys pay off here, so the order is another one (docs/log/attention_hopper.md, 2026-11-22)
     few: bool = False  # four keys or more to a query
     # kernels of large tiles are slow for a few short sequences, not for many (docs/log/attention_hopper.md, 2026-11-24)
-    crowded: bool = False  # more than 2048 pairs of sequence and head
+    crowded: bool = False  # up to 16 queries, and more than 2048 pairs of sequence and head
 
     @staticmethod
     def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int, heads: int = 1) -> "_LengthFacts":
@@ -61,7 +61,8 @@ class Lengths:
             keys == 1,
             batch > 65535 or elements >= 2**31,
             4 * queries <= keys,
-            batch * heads > 2048,
+            # asked of few queries only: torch.compile guards what it is asked, and compiles for either answer
+            queries <= 16 and batch * heads > 2048,
         )
 
     @staticmethod

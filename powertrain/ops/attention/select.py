@@ -188,6 +188,8 @@ def describe(p: AttentionProblem) -> str:
         "deterministic": p.deterministic,
         "misaligned": not p.aligned,
         "empty": p.lengths.empty,
+        "four keys or more to a query": p.lengths.few,
+        "many sequences and heads": p.lengths.crowded,
         "torch.compile": p.compiling,
     }
     words = [p.where, str(p.dtype).removeprefix("torch."), p.layout, f"heads {heads}", f"head dim {dims}", *mask]
