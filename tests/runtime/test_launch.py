@@ -87,6 +87,28 @@ def test_arguments_reach_the_driver() -> None:
 
 
 @native
+def test_parameters_may_be_named_as_the_launcher_names_things() -> None:
+    @kernel()
+    def _named_kernel(slot_ptr, slot, key, device, loaded, code, buffer, pointers, scratch, gx, kept):
+        pass
+
+    fake = Driver(_named_kernel)
+    x = torch.empty(4, device="meta")
+    for _ in range(2):
+        _named_kernel[(7,)](x, *range(1, 11))
+    assert len(fake.prepared) == len(fake.calls) == 1
+    assert _arguments(fake.calls[0][-1], "Q" + 10 * "i" + "QQ") == [0, *range(1, 11), 0, 0]
+
+
+def test_names_that_a_launch_needs_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"_taken_kernel: parameters may not be named grid, _own"):
+
+        @kernel()
+        def _taken_kernel(x_ptr, grid, _own):
+            pass
+
+
+@native
 def test_sizes_never_specialize_and_multiples_of_16_do() -> None:
     launched = _make()
     fake = Driver(launched)
