@@ -11,6 +11,7 @@ to launch. Long tiles come first, and every second round goes the other way.
 from typing import Any, NamedTuple
 
 from powertrain.ops.attention.hopper.backward_d512_tiles import (
+    GROUP,
     TILE,
     Config,
     chunk_of,
@@ -34,8 +35,6 @@ from powertrain.ops.attention.hopper.primitives import (
 from powertrain.ops.attention.triton.sequences import sequence_span
 from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, tma, tma_load
 from powertrain.runtime.launch import gluon_kernel
-
-GROUP = gl.constexpr(4)  # heads at a time
 
 
 class Work(NamedTuple):
@@ -138,7 +137,7 @@ def _load_of_keys(
     )  # fmt: skip
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n, items)
+        index = in_turn(n)
         if index < items:
             work, q_start, q_len, offset = _work_of_keys(
                 index, kinds, key_slots, lengths, sizes, chunk, COLUMNS, CONFIG
@@ -183,7 +182,7 @@ def _load_of_queries(
     )  # fmt: skip
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n, items)
+        index = in_turn(n)
         if index < items:
             work, k_start, k_len, _offset = _work_of_queries(index, lengths, sizes, chunk, COLUMNS, CONFIG)
             b = work.tile.b
@@ -265,7 +264,7 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n, items)
+        index = in_turn(n)
         if index < items:
             if OF_KEYS:
                 work = _work_of_keys(index, kinds, key_slots, lengths, sizes, chunk, COLUMNS, CONFIG)[0]

@@ -12,6 +12,7 @@ from powertrain.ops.attention.triton.sequences import find_sequence, sequence_sp
 from powertrain.runtime.gluon_compat import gl, gluon
 
 TILE = gl.constexpr(128)
+GROUP = gl.constexpr(4)  # heads at a time
 
 
 class Config(NamedTuple):
@@ -125,7 +126,7 @@ def queries_that_see(first, q_len, k_len, sizes, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def in_turn(index, total):
+def in_turn(index):
     """Item number `index` of this CTA, of which the odd ones go the other way: long items and short ones meet."""
     programs = gl.num_programs(0)
     number = gl.program_id(0)
@@ -133,9 +134,9 @@ def in_turn(index, total):
 
 
 @gluon.jit
-def grouped(index, slots, heads, GROUP: gl.constexpr):
-    """(slot, head) of an item: GROUP heads at a time, whose operands fit in the L2."""
-    first = index // (GROUP * slots) * GROUP
-    size = gl.minimum(heads - first, GROUP)
+def grouped(index, slots, heads, SIZE: gl.constexpr):
+    """(slot, head) of an item: SIZE heads at a time, whose operands fit in the L2."""
+    first = index // (SIZE * slots) * SIZE
+    size = gl.minimum(heads - first, SIZE)
     within = index - first * slots
     return within // size, first + within % size
