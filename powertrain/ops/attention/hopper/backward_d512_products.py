@@ -11,11 +11,11 @@ to launch. Long tiles come first, and every second round goes the other way.
 from typing import Any, NamedTuple
 
 from powertrain.ops.attention.hopper.backward_d512_tiles import (
-    GROUP,
     TILE,
     Config,
     chunk_of,
     first_seen,
+    group_of,
     grouped,
     in_turn,
     keys_seen,
@@ -61,7 +61,7 @@ def _work_of_keys(
     # of the chunk's heads of keys
     first_kv = chunk.unit // sizes.num_q_per_kv
     kvs = (chunk.unit + chunk.units - 1) // sizes.num_q_per_kv - first_kv + 1
-    slot, kv = grouped(rest, key_slots, kvs, GROUP)
+    slot, kv = grouped(rest, key_slots, kvs, group_of(kvs, CONFIG))
     tile = tile_at(slot, first_kv + kv, sizes.kv_heads, sizes.batch, sizes.keys, lengths.k_starts, lengths.k_used)
     q_start, q_len, _ = sequence_span(lengths.q_starts, lengths.q_used, tile.b, sizes.batch, sizes.queries)
     begin, end, offset = queries_that_see(tile.first, q_len, tile.length, sizes, CONFIG)
@@ -84,7 +84,7 @@ def _work_of_keys(
 def _work_of_queries(index, lengths, sizes, chunk, COLUMNS: gl.constexpr, CONFIG: gl.constexpr):
     """A tile of dq, and its sequence's first key, number of keys, and the position of query 0."""
     column = index % COLUMNS
-    slot, unit = grouped(index // COLUMNS, chunk.slots, chunk.units, GROUP)
+    slot, unit = grouped(index // COLUMNS, chunk.slots, chunk.units, group_of(chunk.units, CONFIG))
     # the last queries see the most keys under a causal mask
     slot = chunk.slots - 1 - slot
     heads = sizes.kv_heads * sizes.num_q_per_kv

@@ -6,7 +6,6 @@ the first products of do and v.
 """
 
 from powertrain.ops.attention.hopper.backward_d512_tiles import (
-    GROUP,
     TILE,
     Config,
     chunk_of,
@@ -44,7 +43,8 @@ def _item(index, parts, lengths, sizes, chunk, CONFIG: gl.constexpr):
     rest = index // parts
     # a CTA meets the same parts each round if they are not shifted, and the first ones have a tile more
     part = (index + rest) % parts
-    slot, unit = grouped(rest, chunk.slots, chunk.units, GROUP)
+    # many heads one behind the other, which the L2 likes; a few at a time they would fall in step with the CTAs
+    slot, unit = grouped(rest, chunk.slots, chunk.units, gl.where(chunk.units < 16, chunk.units, 1))
     # the last queries see the most keys under a causal mask: they come first
     slot = chunk.slots - 1 - slot
     heads = sizes.kv_heads * sizes.num_q_per_kv

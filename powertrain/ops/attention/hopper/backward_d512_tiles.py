@@ -12,7 +12,6 @@ from powertrain.ops.attention.triton.sequences import find_sequence, sequence_sp
 from powertrain.runtime.gluon_compat import gl, gluon
 
 TILE = gl.constexpr(128)
-GROUP = gl.constexpr(4)  # heads at a time
 
 
 class Config(NamedTuple):
@@ -134,9 +133,19 @@ def in_turn(index):
 
 
 @gluon.jit
-def grouped(index, slots, heads, SIZE: gl.constexpr):
-    """(slot, head) of an item: SIZE heads at a time, whose operands fit in the L2."""
-    first = index // (SIZE * slots) * SIZE
-    size = gl.minimum(heads - first, SIZE)
+def grouped(index, slots, heads, size):
+    """(slot, head) of an item: `size` heads at a time, whose operands fit in the L2 where they are few."""
+    first = index // (size * slots) * size
+    members = gl.minimum(heads - first, size)
     within = index - first * slots
-    return within // size, first + within % size
+    return within // members, first + within % members
+
+
+@gluon.jit
+def group_of(heads, CONFIG: gl.constexpr):
+    """Heads at a time. Under a causal mask all: items are then dealt out from the longest one to the shortest, and no
+    CTA gets long ones only."""
+    size = gl.to_tensor(4)
+    if CONFIG.has_right and not CONFIG.has_left:
+        size = heads
+    return size
