@@ -161,7 +161,7 @@ def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -
 
 @BOTH_ORDERS
 @pytest.mark.parametrize(
-    "head_dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256), (80, 96), (128, 96), (160, 192)]
+    "head_dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256), (80, 96), (128, 96), (160, 192), (512, 512)]
 )
 @pytest.mark.parametrize(
     ("starts", "query_used", "key_used"),

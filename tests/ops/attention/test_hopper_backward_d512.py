@@ -49,11 +49,11 @@ _GL = SimpleNamespace(
 
 def _as_python() -> dict[str, Any]:
     """The device functions that reckon tiles, on plain integers."""
-    names: dict[str, Any] = {"gl": _GL, "tl": _GL, "TILE": TILE, "GROUP": 4, "Work": backward_d512_products.Work}
+    names: dict[str, Any] = {"gl": _GL, "tl": _GL, "TILE": TILE, "Work": backward_d512_products.Work}
     names |= {"Tile": backward_d512_tiles.Tile, "Chunk": backward_d512_tiles.Chunk}
     for module, functions in (
         (sequences, ("find_sequence", "sequence_span")),
-        (backward_d512_tiles, ("tile_at", "first_seen", "keys_seen", "queries_that_see", "grouped")),
+        (backward_d512_tiles, ("tile_at", "first_seen", "keys_seen", "queries_that_see", "grouped", "group_of")),
         (backward_d512_scores, ("_item",)),
         (backward_d512_products, ("_work_of_keys", "_work_of_queries")),
     ):

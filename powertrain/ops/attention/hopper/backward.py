@@ -12,6 +12,9 @@ an SM, 768 more where a head dim has two pieces (above 128: 640, or 1152, for ea
 in turn, 16 for each 64 queries of a head; where heads are split, 4 bytes for each key, head of keys and head dim of
 keys and values, once for each part where the same bits are wanted.
 FLOPs: five products for each pair that a mask lets see; none twice.
+
+Above head dim 256 backward_d512.py follows the first launch instead: what is said here of sums, order and memory is
+not of it.
 """
 
 from typing import NamedTuple
