@@ -58,11 +58,12 @@ class FixedOrder(NamedTuple):
 def _fills_tiles(p: AttentionProblem) -> bool:
     """Head dims with which the Hopper kernels are no slower for the columns that they pad.
 
-    Of 32, 40 and 48 columns, causal and full, 256 to 8192 queries, they took 0.72 to 1.04 times cuDNN's time forward
-    and backward (one H200; benchmarks/results/2026-11-23_h200_sizes.md); mixed head dims were not measured.
+    Of 16, 24, 32, 40 and 48 columns, causal and full, 256 to 8192 queries, they took 0.72 to 1.08 times cuDNN's time
+    forward and backward (one H200; benchmarks/results/2026-11-23_h200_sizes.md, 2026-11-24_h200_attention_choice.md);
+    mixed head dims were not measured.
     """
     dims = p.head_dim_qk, p.head_dim_v
-    return (min(dims) >= 32 and max(dims) <= 64) or min(dims) > 64
+    return (min(dims) >= 16 and max(dims) <= 64) or min(dims) > 64
 
 
 def _is_few_beside_long(p: AttentionProblem) -> bool:
@@ -91,6 +92,12 @@ def _is_short_for_tiles(p: AttentionProblem) -> bool:
     fits = p.lengths.size == "decode" and p.layout != "thd" and not p.mask.alibi and _fills_tiles(p)
     narrow = max(p.head_dim_qk, p.head_dim_v) <= 256
     return fits and narrow and (p.is_grouped or (p.lengths.crowded and not p.needs_grad))
+
+
+def _is_many_tiny(p: AttentionProblem) -> bool:
+    """Windows of images and the like: PyTorch's memory-efficient kernels took 0.36 to 0.8 of the others' time (64 x 49,
+    512 x 16, 512 x 64 queries of 8 to 16 heads, head dims 32 and 64). They read shared keys once for each head."""
+    return p.lengths.tiny and p.lengths.equal and not p.is_grouped and max(p.head_dim_qk, p.head_dim_v) <= 64
 
 
 def _is_80(p: AttentionProblem) -> bool:
@@ -128,11 +135,26 @@ FIXED_ORDERS = (
         "float32 at full precision: as on an H200",
         applies=lambda p: p.dtype is torch.float32,
     ),
+    # D128, causal, 4 x 2048 and 2 x 4096 tokens: triton 0.7 to 0.8 of cuDNN's time; D64, 8 x 512, 1.25 of it
+    FixedOrder(
+        ("triton", "cudnn", "flash-attn-2", "efficient", *_REST), _BY_HAND, (90, 99), lambda p: p.mask.bias != "none"
+    ),
+    # cuDNN takes multiples of 1/16 only. ms forward and backward, 8 x 512 x 12 D64, 4 x 2048 x 16 D128 causal and 2 x
+    # 4096 x 32/8: cuDNN .128 .83 2.79, flash .148 1.18 4.00, triton .197 1.24 4.24
+    FixedOrder(
+        ("cudnn", "flash", "triton", "flash-attn-2", "efficient", *_REST), _BY_HAND, (90, 99), lambda p: p.dropout
+    ),
     FixedOrder(
         ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", *_LAST),
         _BY_HAND,
         (90, 90),
         lambda p: _is_few_beside_long(p) or _is_few_in_training(p) or (not p.lengths.few and _is_short_for_tiles(p)),
+    ),
+    FixedOrder(
+        ("efficient", "hopper", "flash", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash-attn-2", *_REST),
+        _BY_HAND,
+        (90, 90),
+        _is_many_tiny,
     ),
     FixedOrder(
         ("flash", "cudnn", "flash-attn-3", "flash-attn-4", "triton", "flash-attn-2", "efficient", *_REST),
@@ -259,7 +281,8 @@ def curves_for(p: AttentionProblem) -> tuple[Kind | None, Curves | None]:
     only if they were themselves."""
     m = p.mask
     # features that no table has: their times differ from the plain kernel's by unknown factors
-    if p.target is None or p.lengths.empty or m.bias != "none" or m.chunk or m.prefix or m.documents:
+    others = m.bias != "none" or m.chunk or m.prefix or m.documents or p.dropout
+    if p.target is None or p.lengths.empty or others:
         return None, None
     half = p.dtype in (torch.float16, torch.bfloat16)
     if not half and p.dtype is not torch.float32:

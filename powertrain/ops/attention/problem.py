@@ -46,6 +46,7 @@ class Lengths:
     few: bool = False  # four keys or more to a query
     # kernels of large tiles are slow for a few short sequences, not for many (docs/log/attention_hopper.md, 2026-11-24)
     crowded: bool = False  # up to 16 queries, and more than 2048 pairs of sequence and head
+    tiny: bool = False  # up to 64 queries
 
     @staticmethod
     def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int, heads: int = 1) -> "_LengthFacts":
@@ -63,6 +64,7 @@ class Lengths:
             4 * queries <= keys,
             # asked of few queries only: torch.compile guards what it is asked, and compiles for either answer
             queries <= 16 and batch * heads > 2048,
+            queries <= 64,
         )
 
     @staticmethod
@@ -70,7 +72,7 @@ class Lengths:
         return Lengths(*Lengths.facts(queries, keys, equal, batch, elements))
 
 
-_LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool, bool, bool]
+_LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool, bool, bool, bool]
 
 
 # frozen and without tensors: the problem is a dictionary key, and explain_attention makes one for a GPU that is not

@@ -275,7 +275,7 @@ def test_nothing_measured_keeps_the_fixed_order() -> None:
         order = order_of(problem)
         assert order.names == fixed_order(problem).names and not order.estimates
         assert order.known.startswith("fixed, ")
-    padded = AttentionProblem(torch.bfloat16, 24, 24, Target.parse("sm_90"), MASKS["causal"])
+    padded = AttentionProblem(torch.bfloat16, 8, 8, Target.parse("sm_90"), MASKS["causal"])
     assert curves_for(padded)[1] is None
 
 

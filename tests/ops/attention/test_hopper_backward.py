@@ -197,7 +197,7 @@ def test_products_run_beside_everything_else(
         ),
         _slow(256, ALL, {"slopes": _empty(2, dtype=torch.float32)}, id="alibi"),
         pytest.param(256, ALL, IN_TURN, id="in-turn"),
-        pytest.param(192, ALL, {}, id="d192"),
+        pytest.param(192, ALL, {"softcap": 30.0}, id="d192-softcap"),
         _slow(160, ALL, {"right": -1}, id="full-d160"),
         _slow(136, ALL, IN_TURN, id="in-turn-d136"),
     ],
