@@ -14,7 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
-from powertrain.ops.attention.hopper import backward_d512_products, backward_d512_scores, backward_d512_tiles
+from powertrain.ops.attention.hopper import (
+    backward_d512,
+    backward_d512_products,
+    backward_d512_scores,
+    backward_d512_tiles,
+)
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_of
 from powertrain.ops.attention.hopper.backward_d512 import MEMORY, chunks_of, key_tiles_seen
 from powertrain.ops.attention.operands import BackwardCall, OpArguments
@@ -25,6 +30,14 @@ from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 
 META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off until its gradients have been compared on a GPU."""
+    monkeypatch.setattr(backward_d512, "_CHECKED", True)
+
+
 NDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 TILE = 128
 
@@ -49,11 +62,11 @@ _GL = SimpleNamespace(
 
 def _as_python() -> dict[str, Any]:
     """The device functions that reckon tiles, on plain integers."""
-    names: dict[str, Any] = {"gl": _GL, "tl": _GL, "TILE": TILE, "Work": backward_d512_products.Work}
+    names: dict[str, Any] = {"gl": _GL, "tl": _GL, "TILE": TILE, "GROUP": 4, "Work": backward_d512_products.Work}
     names |= {"Tile": backward_d512_tiles.Tile, "Chunk": backward_d512_tiles.Chunk}
     for module, functions in (
         (sequences, ("find_sequence", "sequence_span")),
-        (backward_d512_tiles, ("tile_at", "first_seen", "keys_seen", "queries_that_see", "grouped", "group_of")),
+        (backward_d512_tiles, ("tile_at", "first_seen", "keys_seen", "queries_that_see", "grouped")),
         (backward_d512_scores, ("_item",)),
         (backward_d512_products, ("_work_of_keys", "_work_of_queries")),
     ):
@@ -231,6 +244,11 @@ def _covers(problem: _Problem, written: set[Any], rows: int, starts: list[int] |
 def test_chunks(shape: tuple[int, ...], expected: list[tuple[Any, ...]]) -> None:
     found = [(c.units, c.slots, c.is_first, c.is_last) for c in chunks_of(*shape)]
     assert found == expected
+
+
+def test_it_does_not_serve_before_it_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_d512, "_CHECKED", False)
+    assert "not compared on a GPU" in str(why_not_of(512, 512, False))
 
 
 def test_head_dims() -> None:

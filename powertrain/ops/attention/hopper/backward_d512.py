@@ -28,6 +28,9 @@ from powertrain.ops.attention.hopper.backward_d512_scores import _hopper_attenti
 from powertrain.ops.attention.operands import Operand, Operands
 from powertrain.ops.shapes import cdiv
 
+# one H200: a causal step of B2 S4096 H16 D512 took 3.6 ms, with the universal backward 15.5, and the self-test passed;
+# tests/gpu/test_hopper_backward_d512_on_gpu.py has not run, so they do not serve
+_CHECKED = False
 MEMORY = 512 * 2**20  # bytes of weights at a time
 _TILE = 128
 ROWS = 32  # queries of a block of LSE and delta, of which a program of the first launch reads 512 columns
@@ -35,6 +38,8 @@ ROWS = 32  # queries of a block of LSE and delta, of which a program of the firs
 
 def why_not_d512(d_qk: int, d_v: int) -> str | None:
     """Why these kernels do not take head dims of which one is above 256, or None."""
+    if not _CHECKED:
+        return "their gradients above head dim 256 were not compared on a GPU yet"
     if d_qk != d_v or d_qk > 512 or d_qk % 8:
         return f"above 256 head dims must be equal multiples of 8 up to 512, are {d_qk} and {d_v}"
     return None

@@ -15,7 +15,6 @@ from powertrain.ops.attention.hopper.backward_d512_tiles import (
     Config,
     chunk_of,
     first_seen,
-    group_of,
     grouped,
     in_turn,
     keys_seen,
@@ -35,6 +34,8 @@ from powertrain.ops.attention.hopper.primitives import (
 from powertrain.ops.attention.triton.sequences import sequence_span
 from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, tma, tma_load
 from powertrain.runtime.launch import gluon_kernel
+
+GROUP = gl.constexpr(4)  # heads at a time
 
 
 class Work(NamedTuple):
@@ -61,7 +62,7 @@ def _work_of_keys(
     # of the chunk's heads of keys
     first_kv = chunk.unit // sizes.num_q_per_kv
     kvs = (chunk.unit + chunk.units - 1) // sizes.num_q_per_kv - first_kv + 1
-    slot, kv = grouped(rest, key_slots, kvs, group_of(kvs, CONFIG))
+    slot, kv = grouped(rest, key_slots, kvs, GROUP)
     tile = tile_at(slot, first_kv + kv, sizes.kv_heads, sizes.batch, sizes.keys, lengths.k_starts, lengths.k_used)
     q_start, q_len, _ = sequence_span(lengths.q_starts, lengths.q_used, tile.b, sizes.batch, sizes.queries)
     begin, end, offset = queries_that_see(tile.first, q_len, tile.length, sizes, CONFIG)
@@ -84,7 +85,7 @@ def _work_of_keys(
 def _work_of_queries(index, lengths, sizes, chunk, COLUMNS: gl.constexpr, CONFIG: gl.constexpr):
     """A tile of dq, and its sequence's first key, number of keys, and the position of query 0."""
     column = index % COLUMNS
-    slot, unit = grouped(index // COLUMNS, chunk.slots, chunk.units, group_of(chunk.units, CONFIG))
+    slot, unit = grouped(index // COLUMNS, chunk.slots, chunk.units, GROUP)
     # the last queries see the most keys under a causal mask
     slot = chunk.slots - 1 - slot
     heads = sizes.kv_heads * sizes.num_q_per_kv
@@ -137,7 +138,7 @@ def _load_of_keys(
     )  # fmt: skip
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n)
+        index = in_turn(n, items)
         if index < items:
             work, q_start, q_len, offset = _work_of_keys(
                 index, kinds, key_slots, lengths, sizes, chunk, COLUMNS, CONFIG
@@ -182,7 +183,7 @@ def _load_of_queries(
     )  # fmt: skip
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n)
+        index = in_turn(n, items)
         if index < items:
             work, k_start, k_len, _offset = _work_of_queries(index, lengths, sizes, chunk, COLUMNS, CONFIG)
             b = work.tile.b
@@ -264,7 +265,7 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n)
+        index = in_turn(n, items)
         if index < items:
             if OF_KEYS:
                 work = _work_of_keys(index, kinds, key_slots, lengths, sizes, chunk, COLUMNS, CONFIG)[0]

@@ -9,8 +9,6 @@ from powertrain.ops.attention.hopper.backward_d512_tiles import (
     TILE,
     Config,
     chunk_of,
-    grouped,
-    in_turn,
     keys_seen,
     sizes_of,
     tile_at,
@@ -40,13 +38,11 @@ ROWS = gl.constexpr(32)  # queries of a block of LSE and delta
 def _item(index, parts, lengths, sizes, chunk, CONFIG: gl.constexpr):
     """(part, tile of queries, its first row of weights, first and last tile of keys, position of query 0, length of
     keys) of an item."""
+    part = index % parts
     rest = index // parts
-    # a CTA meets the same parts each round if they are not shifted, and the first ones have a tile more
-    part = (index + rest) % parts
-    # many heads one behind the other, which the L2 likes; a few at a time they would fall in step with the CTAs
-    slot, unit = grouped(rest, chunk.slots, chunk.units, gl.where(chunk.units < 16, chunk.units, 1))
     # the last queries see the most keys under a causal mask: they come first
-    slot = chunk.slots - 1 - slot
+    slot = chunk.slots - 1 - rest % chunk.slots
+    unit = rest // chunk.slots
     heads = sizes.kv_heads * sizes.num_q_per_kv
     tile = tile_at(
         chunk.slot + slot, chunk.unit + unit, heads, sizes.batch, sizes.queries, lengths.q_starts, lengths.q_used
@@ -98,12 +94,8 @@ def _load(inputs, lengths, smem, bars, strides, sizes, chunk, items, parts, CONF
         CONFIG.ragged_k,
     )  # fmt: skip
     at = gl.to_tensor(0)
-    for turn in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(turn)
-        part, tile, _row, begin, end, _offset, k_start, k_len = _item(
-            gl.minimum(index, items - 1), parts, lengths, sizes, chunk, CONFIG
-        )
-        end = gl.where(index < items, end, 0)  # the last round is not full
+    for index in range(gl.program_id(0), items, gl.num_programs(0)):
+        part, tile, _row, begin, end, _offset, k_start, k_len = _item(index, parts, lengths, sizes, chunk, CONFIG)
         b = tile.b
         if CONFIG.packed:
             b = gl.to_tensor(0)
@@ -162,12 +154,8 @@ def _consume(
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE], dtype)
     w_desc = tma.make_tensor_descriptor(w_ptr, [2 * all_rows, columns], [columns, 1], [64, TILE], w_layout)
     at = gl.to_tensor(0)
-    for turn in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(turn)
-        part, tile, w_row, begin, end, offset, _start, k_len = _item(
-            gl.minimum(index, items - 1), parts, lengths, sizes, chunk, CONFIG
-        )
-        end = gl.where(index < items, end, 0)
+    for index in range(gl.program_id(0), items, gl.num_programs(0)):
+        part, tile, w_row, begin, end, offset, _start, k_len = _item(index, parts, lengths, sizes, chunk, CONFIG)
         unit = tile.head + 0
         if not CONFIG.packed:
             unit += tile.b * sizes.kv_heads * sizes.num_q_per_kv

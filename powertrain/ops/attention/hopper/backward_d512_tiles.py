@@ -125,7 +125,7 @@ def queries_that_see(first, q_len, k_len, sizes, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def in_turn(index):
+def in_turn(index, total):
     """Item number `index` of this CTA, of which the odd ones go the other way: long items and short ones meet."""
     programs = gl.num_programs(0)
     number = gl.program_id(0)
@@ -133,19 +133,9 @@ def in_turn(index):
 
 
 @gluon.jit
-def grouped(index, slots, heads, size):
-    """(slot, head) of an item: `size` heads at a time, whose operands fit in the L2 where they are few."""
-    first = index // (size * slots) * size
-    members = gl.minimum(heads - first, size)
+def grouped(index, slots, heads, GROUP: gl.constexpr):
+    """(slot, head) of an item: GROUP heads at a time, whose operands fit in the L2."""
+    first = index // (GROUP * slots) * GROUP
+    size = gl.minimum(heads - first, GROUP)
     within = index - first * slots
-    return within // members, first + within % members
-
-
-@gluon.jit
-def group_of(heads, CONFIG: gl.constexpr):
-    """Heads at a time. Under a causal mask all: items are then dealt out from the longest one to the shortest, and no
-    CTA gets long ones only."""
-    size = gl.to_tensor(4)
-    if CONFIG.has_right and not CONFIG.has_left:
-        size = heads
-    return size
+    return within // size, first + within % size
