@@ -50,18 +50,21 @@ def _problems(*head_dims: int) -> list[Problem]:
     return [Problem((8,), None, 1, 1, head_dim, True, None, False) for head_dim in head_dims]
 
 
-@pytest.mark.parametrize("seconds", [60, math.inf])
+# processes that import PyTorch, five seconds each
+@pytest.mark.parametrize("seconds", [pytest.param(60, marks=pytest.mark.slow), math.inf])
 def test_a_problem_whose_compilation_fails_is_named(seconds: float) -> None:
     ready, said = compiled(_problems(40, 64, 80), seconds, _one_fails)
     assert [p.head_dim for p in ready] == [40, 80]
     assert len(said) == 1 and "D64" in said[0] and "no such kernel" in said[0]
 
 
+@pytest.mark.slow
 def test_what_a_dead_worker_leaves_is_named() -> None:
     problems = _problems(64, *[128] * 40)
     ready, said = compiled(problems, 60, _one_dies)
     assert len(ready) + len(said) == len(problems) and "D64" in said[0] and "BrokenProcessPool" in said[0]
 
 
+@pytest.mark.slow
 def test_problems_that_are_late_are_left_out() -> None:
     assert compiled(_problems(*[64] * 40), 0.5, _last)[0] != _problems(*[64] * 40)
