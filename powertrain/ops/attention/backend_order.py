@@ -69,8 +69,8 @@ def _fills_tiles(p: AttentionProblem) -> bool:
 def _is_few_beside_long(p: AttentionProblem) -> bool:
     """Few queries beside long keys, whose heads the Hopper forward packs into tiles and whose keys it splits.
 
-    Of 24 random problems (head dims 40 to 256, groups of 1 to 12, causal and full) it was the fastest, or within 5% of
-    it, in all but one of a window (one H200; benchmarks/results/2026-11-24_h200_attention_choice.md).
+    Of 17 random problems (head dims 40 to 256, groups of 1 to 12, causal and full) it was the fastest, or within 5% of
+    it, in all but one with a window (one H200; benchmarks/results/2026-11-24_h200_attention_choice.md).
     """
     # a packed tile has no column for slopes that differ by row
     few = p.lengths.few and p.lengths.size in ("decode", "short")

@@ -12,8 +12,8 @@ from powertrain.runtime import tracing
 
 
 def screen(*, quiet: bool = False) -> Console:
-    """A console on stdout. An error of writing is said once on stderr, and what is printed afterwards may be lost.
-    Characters that stdout's encoding lacks are escaped.
+    """A console on stdout. A write error is reported once on stderr; later output may be lost. Characters
+    that stdout's encoding lacks are escaped.
 
     Without it Ctrl-C in `powertrain train run.yml | tee log` would lose the run's last checkpoint: tee ends first, and
     rich answers the closed pipe with SystemExit.

@@ -1,4 +1,4 @@
-"""The Hopper back end's self-tests without a GPU: the small problem is the call's, and what is wrong is seen."""
+"""Self-tests of the Hopper backend without a GPU: the small problem has the call's features, and wrong results fail."""
 
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,8 @@
 
 dk and dv of 64 keys and 512 columns are 256 KiB, as many as an SM has registers; kernels that keep less compute the
 scores again for each part of the columns. Here a pair of query and key costs 4 bytes written and 6 read beside 10 * 512
-FLOP: at 500 TFLOP/s 1 TB/s, a fifth of what the memory has. Every product is computed once, by tensor cores that wait
-for nothing else, and results have the same bits every time: nothing is added by atomics.
+FLOP, so 500 TFLOP/s need 1 TB/s, a fifth of the memory's bandwidth. Every product is computed once, by tensor cores
+that wait for nothing else, and results have the same bits every time: nothing is added by atomics.
 
 Weights are computed in chunks of query heads, or of queries of one head, for which MEMORY bytes are enough; where a
 chunk has only a part of the queries that see some keys, dk and dv are summed up in float32 from chunk to chunk.

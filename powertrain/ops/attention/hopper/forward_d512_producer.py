@@ -105,7 +105,7 @@ def _load_tile(
     first = block * ROWS
     if first < q_capacity:
         pair = taken & 1
-        # two descriptors are used in turn: the one before the last must have been read
+        # there are two descriptors: before one is written again, both consumers must have read it
         mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
         write_tile_field(tile_smem, pair, TILE_B, b)
         write_tile_field(tile_smem, pair, TILE_HEAD, head)

@@ -103,7 +103,7 @@ def _load_tile(
     first = block * QUERIES
     if first < q_capacity:
         pair = taken & 1
-        # two descriptors are used in turn: the consumers must have read the one before the last
+        # there are two descriptors: before one is written again, the consumers must have read it
         mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
         # consumers read a field where they need it, which keeps registers free over their loops
         write_tile_field(tile_smem, pair, TILE_B, b)
