@@ -47,6 +47,7 @@ def _cuda() -> Any:
     library.cuStreamBatchMemOp_v2.argtypes = [pointer, uint, pointer, uint]
     library.cuStreamWriteValue32_v2.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint32, uint]
     library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    library.cuTensorMapEncodeTiled.argtypes = [pointer, uint, uint, pointer, *[pointer] * 4, uint, uint, uint, uint]
     return library
 
 
@@ -117,6 +118,37 @@ def load(image: bytes, name: str, shared: int, device: int) -> Function:
 def launcher() -> Any:
     """cuLaunchKernel itself: (function, gx, gy, gz, bx, by, bz, shared, stream, params, extra) -> CUresult."""
     return _cuda().cuLaunchKernel
+
+
+# CUtensorMapDataType
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes -> CUtensorMapSwizzle
+_MAP_PROMOTION = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B: a miss fetches 128 bytes
+_MAP_BYTES = 128
+
+
+def tensor_map(
+    dtype: torch.dtype, address: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+) -> bytes:
+    """A CUtensorMap, by which TMA finds a box of a tensor. `strides` in bytes, of all dimensions but the last; elements
+    outside the tensor are read as zeros."""
+    rank = len(shape)
+    # CUDA counts dimensions from the innermost
+    dims = (ctypes.c_uint64 * rank)(*reversed(shape))
+    steps = (ctypes.c_uint64 * (rank - 1))(*reversed(strides))
+    boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+    memory = ctypes.create_string_buffer(_MAP_BYTES + 64)
+    place = -ctypes.addressof(memory) % 64  # the driver wants 64 bytes of alignment
+    code = _cuda().cuTensorMapEncodeTiled(
+        ctypes.addressof(memory) + place, _MAP_TYPES[dtype], rank, address, dims, steps, boxes, ones, 0,
+        _MAP_SWIZZLES[swizzle], _MAP_PROMOTION, 0,
+    )  # fmt: skip
+    if code:
+        raise LaunchError(
+            f"no tensor map of {dtype}, shape {tuple(shape)}, strides {tuple(strides)} bytes, box {tuple(box)}, "
+            f"swizzle {swizzle}: {describe(code)}"
+        )
+    return memory.raw[place : place + _MAP_BYTES]
 
 
 class LaunchConfig:

@@ -9,6 +9,7 @@ The syntax is Triton's; the specialization key is ours, so that nothing recompil
 
 - parameters named `*_ptr` take tensors (or None, a constant): dtype, and whether all of them are 16-byte aligned, but
   those named in `unaligned`: a number out of a tensor of several, at any address;
+- those named `*_desc` take a map of a tensor (runtime/tensor_maps.py), or None: dtype, block and layout;
 - `stride_*` and those named in `aligned`: whether all of them are multiples of 16;
 - with `down_to` both are numbers instead of yes or no: the largest power of two from 16 down to it of which all
   addresses (in bytes), and all integers, are multiples;
@@ -58,6 +59,7 @@ _TYPES = {
     torch.float8_e5m2: "*fp8e5",
 }
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # pointers and absent ones: "Q"
+_MAP_FORMAT = "Q120s"  # an address and the rest of its tensor map
 # Triton's scratch pointers, global and profile, behind the declared ones
 _HIDDEN_PARAMETERS = 2
 
@@ -66,23 +68,35 @@ class Loaded:
     """A kernel on a device: how to pack its arguments, and the driver's handle.
 
     Every declared argument has its place in the buffer; the pointer array given to the driver leaves out those that
-    are constants here (pointers that are None) and ends with Triton's hidden scratch pointers.
+    are constants here (pointers that are None) and ends with Triton's hidden scratch pointers. Behind a tensor map
+    Triton declares its shape and strides, which no kernel reads: they point to a zero at the end.
     """
 
-    def __init__(self, types: list[str], facts: dict[str, Any], function: driver.Function) -> None:
+    def __init__(
+        self, types: list[str], facts: dict[str, Any], function: driver.Function, maps: frozenset[int] = frozenset()
+    ) -> None:
+        """`maps`: the places of tensor maps among the arguments, absent ones too."""
         self.function = function
+        self.maps = maps
         self.handle = function.handle
         self.facts = facts
         self.threads, self.shared = 32 * facts["num_warps"], facts["shared"]
         self.has_scratch = bool(facts["global_scratch"] or facts["profile_scratch"])
         # one buffer for all arguments, packed by one call of struct: a ctypes object for each costs more than the
         # launch
-        formats = [_FORMATS.get(t, "Q") for t in types] + ["Q"] * _HIDDEN_PARAMETERS
+        formats = [_MAP_FORMAT if i in maps else _FORMATS.get(t, "Q") for i, t in enumerate(types)]
+        formats += ["Q"] * _HIDDEN_PARAMETERS
         layout = struct.Struct("@" + "".join(formats))
-        self.pack_into, self._size = layout.pack_into, layout.size
-        ends = [struct.calcsize("@" + "".join(formats[: i + 1])) for i in range(len(formats))]
-        passed = [t != "constexpr" for t in types] + [True] * _HIDDEN_PARAMETERS
-        self._offsets = [e - struct.calcsize(f) for e, f, p in zip(ends, formats, passed, strict=True) if p]
+        self.pack_into, self._size = layout.pack_into, layout.size + 8
+        self._offsets: list[int] = []
+        for i, (format, type_) in enumerate(zip(formats, [*types, *["*"] * _HIDDEN_PARAMETERS], strict=True)):
+            if type_ == "constexpr":
+                continue
+            end = struct.calcsize("@" + "".join(formats[: i + 1]))
+            self._offsets.append(end - struct.calcsize("@" + format))
+            if type_.startswith("tensordesc"):
+                rank = type_[: type_.index("]")].count(",") + 1
+                self._offsets += [layout.size] * (2 * rank)
         # (buffer, address of the pointer array, that array): taken and put back by launches, so threads never share one
         self.slots: list[tuple[Any, int, Any]] = []
 
@@ -117,6 +131,7 @@ class Kernel:
         self.constants = tuple(n for n, p in self.parameters.items() if p.annotation is triton.language.constexpr)
         self.arguments = tuple(n for n in self.parameters if n not in self.constants)
         self.pointers = tuple(n for n in self.arguments if n.endswith("_ptr"))
+        self.maps = tuple(n for n in self.arguments if n.endswith("_desc"))
         self.aligned = tuple(n for n in self.arguments if n.startswith("stride_") or n in aligned)
         self.aligned_pointers = tuple(n for n in self.pointers if n not in unaligned)
         unknown = (set(aligned) - set(self.arguments)) | (set(unaligned) - set(self.pointers))
@@ -169,8 +184,9 @@ class Kernel:
         options = {name: constants[name] for name in OPTIONS if constants[name] is not None}
         constants = {name: value for name, value in constants.items() if name not in OPTIONS}
         # an absent pointer is a constant: the kernel is compiled without what it would serve
-        constants.update({name: None for name in self.pointers if values[name] is None})
-        integers = [v for n, v in values.items() if n not in self.pointers and not isinstance(v, float)]
+        constants.update({name: None for name in (*self.pointers, *self.maps) if values[name] is None})
+        numbers = [v for n, v in values.items() if n not in self.pointers and n not in self.maps]
+        integers = [v for v in numbers if not isinstance(v, float)]
         # one width for all, so that sizes near 2^31 make one more specialization, not one each
         integer = "i32" if all(-(2**31) <= v < 2**31 for v in integers) else "i64"
         signature = {}
@@ -179,16 +195,18 @@ class Kernel:
                 signature[name] = "constexpr"
             elif name in self.pointers:
                 signature[name] = _TYPES[values[name].dtype]
+            elif name in self.maps:
+                signature[name] = values[name].kind
             else:
                 signature[name] = "fp32" if isinstance(values[name], float) else integer
         aligned: dict[str, int] = {}
         # all or none: a specialization for each subset would be compiled anew for nothing
         pointers = [n for n in self.aligned_pointers if values[n] is not None]
-        for names, numbers in (
+        for names, multiples in (
             (pointers, [0 if values[n].is_meta else values[n].data_ptr() for n in pointers]),
             (self.aligned, [values[n] for n in self.aligned]),
         ):
-            step = _step(numbers)
+            step = _step(multiples)
             if step >= self.down_to:
                 aligned.update(dict.fromkeys(names, step))
         return Spec(self, signature, constants, aligned, options, arch)
@@ -198,6 +216,7 @@ class Kernel:
         if 0 in grid:
             return
         tensors = {name: values[name] for name in self.pointers if values[name] is not None}
+        tensors |= {name: values[name].tensor for name in self.maps if values[name] is not None}
         device = self._device(tensors)
         target = Target.of(device)
         spec = self.specialize(values, constants, target.arch)
@@ -220,9 +239,13 @@ class Kernel:
         observer = replay.recorder()
         if observer is not None:
             observer.launched(self, loaded, grid, values.values(), {})
-        self._run(
-            loaded, device.index, grid, [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values.values()]
-        )
+        packed: list[Any] = []
+        for name, value in values.items():
+            if name in self.maps:
+                packed += (0, b"") if value is None else (value.tensor.data_ptr() + value.offset, value.rest)
+            else:
+                packed.append(value.data_ptr() if isinstance(value, Tensor) else value or 0)
+        self._run(loaded, device.index, grid, packed)
 
     def _load(self, spec: Any, device: int, emulated: bool) -> Loaded:
         from powertrain.runtime.compile.service import entry_for
@@ -251,7 +274,8 @@ class Kernel:
                 entry, _ = entry_for(spec, again=True)
                 function = self._load_cubin(entry, device)
         types = [t for name, t in spec.signature.items() if name in self.arguments]
-        return Loaded(types, entry.manifest["launch"], function)
+        maps = frozenset(i for i, name in enumerate(self.arguments) if name in self.maps)
+        return Loaded(types, entry.manifest["launch"], function, maps)
 
     @staticmethod
     def _load_cubin(entry: Any, device: int) -> driver.Function:
@@ -312,6 +336,20 @@ def launch(grid, {parameters}):
         prepare(grid, _key, {values}, {constants})
 """
 
+_READ_MAP = """
+    if {name} is None:
+        _p{i} = 0
+        _t{i} = None
+        _m{i} = b""
+    else:
+        _p{i} = {name}.tensor.data_ptr() + {name}.offset
+        _t{i} = {name}.kind
+        _m{i} = {name}.rest
+        _ordinal = {name}.tensor.get_device()
+        if _ordinal != _device:
+            _device = _ordinal if _device == -2 else -3
+"""
+
 _READ_POINTER = """
     if {name} is None:
         _p{i} = 0
@@ -327,19 +365,22 @@ _READ_POINTER = """
 
 def _generate(kernel: Kernel) -> Callable[..., None]:
     """The warm path of a kernel, as a function with the kernel's own signature."""
-    pointers = {name: i for i, name in enumerate(kernel.pointers)}
+    pointers = {name: i for i, name in enumerate((*kernel.pointers, *kernel.maps))}
+    packed = {name: f"_p{i}, _m{i}" if name in kernel.maps else f"_p{i}" for name, i in pointers.items()}
     options = [f"{name}={default!r}" for name, default in OPTIONS.items()]
     dtypes = [f"_t{i}" for i in pointers.values()]
     source = _WARM_PATH.format(
         parameters=", ".join([*kernel.parameters, *options]),
-        pointers="".join(_READ_POINTER.format(name=name, i=i) for name, i in pointers.items()),
+        pointers="".join(
+            (_READ_MAP if name in kernel.maps else _READ_POINTER).format(name=name, i=i) for name, i in pointers.items()
+        ),
         key=", ".join([*dtypes, "_addresses & -_addresses", "_multiples & -_multiples", *kernel.constants, *OPTIONS]),
         # of all of them or'ed, the lowest bit set is the alignment that they share
         addresses="|".join(f"_p{pointers[name]}" for name in kernel.aligned_pointers) or "0",
         multiples="|".join(kernel.aligned) or "0",
         values="dict(" + ", ".join(f"{n}={n}" for n in kernel.arguments) + ")",
         constants="dict(" + ", ".join(f"{n}={n}" for n in (*kernel.constants, *OPTIONS)) + ")",
-        packed=", ".join(f"_p{pointers[n]}" if n in pointers else n for n in kernel.arguments),
+        packed=", ".join(packed.get(n, n) for n in kernel.arguments),
     )
     namespace: dict[str, Any] = {
         "tables": kernel._tables,

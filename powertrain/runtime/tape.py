@@ -183,7 +183,10 @@ class _Source:
             self._launch_interpreted(index, launch)
             return
         used: list[str] = []
-        loaded, values = launch.loaded, [self._address_or_number(value, used) for value in launch.values]
+        loaded, values = launch.loaded, [
+            self._packed(value, used, f"m{index}_{place}", place in launch.loaded.maps)
+            for place, value in enumerate(launch.values)
+        ]  # fmt: skip
         gx, gy, gz = (*launch.grid, 1, 1)[:3]
         if loaded.has_scratch:
             self._names[f"scratch{index}"] = loaded.scratch
@@ -220,6 +223,16 @@ class _Source:
         self._last_use[part.base.name] = line
         self._names["memory"] = _memory
         return f"memory({part.base.name}, {part.offset}, *{self._constant(part.layout)})"
+
+    def _packed(self, value: Any, used: list[str], name: str, is_map: bool) -> str:
+        """An argument of a launch, as its buffer takes it; a tensor map is two numbers."""
+        if not is_map:
+            return self._address_or_number(value, used)
+        if value is None:
+            return '0, b""'
+        address = self._address_or_number(value.tensor, used)
+        self._names[name] = value.rest
+        return f"{address} + {value.offset}, {name}" if value.offset else f"{address}, {name}"
 
     def _address_or_number(self, value: Any, used: list[str]) -> str:
         if not isinstance(value, Tensor):

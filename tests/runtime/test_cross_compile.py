@@ -105,7 +105,9 @@ def specs_for(arch: int, dtype: torch.dtype = torch.bfloat16, *, attention: bool
 
 
 def _name(spec: Spec) -> str:
-    types = ",".join(f"{name.removesuffix('_ptr')}:{t}" for name, t in spec.signature.items() if t != "constexpr")
+    # of a tensor map dtype and tile, from which its layout follows
+    given = {name: t.partition(",NVMMA")[0] for name, t in spec.signature.items() if t != "constexpr"}
+    types = ",".join(f"{name.removesuffix('_ptr')}:{t}" for name, t in given.items())
     constants = ",".join(f"{k}={v}" for k, v in spec.constants.items() if v is not None)
     options = ",".join(f"{k}={v}" for k, v in spec.options.items())
     aligned = ",".join(name.removesuffix("_ptr") for name in spec.alignment)

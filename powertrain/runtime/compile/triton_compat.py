@@ -198,6 +198,7 @@ def compile_ir(path: Path, options: Mapping[str, Any], arch: int, gluon: bool) -
         "global_scratch": metadata.get("global_scratch_size") or 0,
         "global_scratch_align": metadata.get("global_scratch_align") or 1,
         "profile_scratch": metadata.get("profile_scratch_size") or 0,
+        "tensor_maps": metadata.get("tensordesc_meta") or [],
     }
     return facts, results["cubin"], results["ptx"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.ops.attention.hopper import backward_d512, backward_plans
+from powertrain.ops.attention.hopper import backward_plans
 
 META = torch.device("meta")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
@@ -66,13 +66,12 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
                 launch(feature, head_dims, dtype, "hopper")
         for head_dims in ((80, 80), (160, 160), (192, 192)):  # in two pieces of columns
             launch("causal", head_dims, dtype, "hopper")
-        with patch.object(backward_d512, "_CHECKED", True):
+        with patch.object(backward_plans, "_TAKES_ENDS", True):
             for feature, head_dims in (("causal", (512, 512)), ("packed", (384, 384)), ("softcap", (320, 448))):
                 launch(feature, head_dims, dtype, "hopper")
-        for keys, head_dim in ((128, 128), (64, 256), (96, 192)):  # heads that are not split
+        for head_dim in (128, 256, 192):  # heads that are not split: tiles of 128, 64, 96 keys
             x = torch.empty(B, S, H, head_dim, dtype=dtype, device=META, requires_grad=True)
-            with patch.object(backward_plans, "_PREFERS_96_KEYS", keys == 96):
-                attention(x, x, x, is_causal=True, backend="hopper").backward(torch.empty_like(x))
+            attention(x, x, x, is_causal=True, backend="hopper").backward(torch.empty_like(x))
     with any_order(False):
         for head_dims in ((64, 64), (128, 128), (256, 256)):
             launch("causal", head_dims, dtype, "hopper")

@@ -15,14 +15,15 @@ import triton
 from torch import Tensor
 
 from powertrain.ops.attention.hopper import (
-    backward_d512,
     backward_d512_products,
     backward_d512_scores,
     backward_d512_tiles,
+    backward_plans,
 )
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_of
 from powertrain.ops.attention.hopper.backward_d512 import MEMORY, chunks_of, key_tiles_seen
-from powertrain.ops.attention.operands import BackwardCall, OpArguments
+from powertrain.ops.attention.hopper.backward_plans import plan_of
+from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 from powertrain.ops.attention.triton import sequences
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.compile.service import entry_for
@@ -33,9 +34,9 @@ META = torch.device("meta")
 
 
 @pytest.fixture(autouse=True)
-def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off until its gradients have been compared on a GPU."""
-    monkeypatch.setattr(backward_d512, "_CHECKED", True)
+def _takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed sequences and lengths, which do not serve yet."""
+    monkeypatch.setattr(backward_plans, "_TAKES_ENDS", True)
 
 
 NDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -246,18 +247,40 @@ def test_chunks(shape: tuple[int, ...], expected: list[tuple[Any, ...]]) -> None
     assert found == expected
 
 
-def test_it_does_not_serve_before_it_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_d512, "_CHECKED", False)
-    assert "not compared on a GPU" in str(why_not_of(512, 512, False))
+def test_packed_sequences_and_lengths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_plans, "_TAKES_ENDS", False)
+    assert why_not_of(512, 512, False, False) is None
+    assert why_not_of(512, 512, False, True) == "above head dim 256 it takes no packed sequences and no lengths"
 
 
 def test_head_dims() -> None:
-    assert all(why_not_of(dim, dim, False) is None for dim in (264, 320, 512))
-    assert "above 256 head dims must be equal multiples of 8 up to 512, are 512 and 264" in str(
-        why_not_of(512, 264, False)
-    )
-    assert why_not_of(260, 260, False) is not None
-    assert why_not_of(520, 520, False) is not None
+    assert all(why_not_of(dim, dim, False, False) is None for dim in (264, 320, 512))
+    reason = "head dims must be equal multiples of 8, 200 to 512, are "
+    for dims in ((512, 264), (260, 260), (520, 520)):
+        assert why_not_of(*dims, False, False) == f"{reason}{dims[0]} and {dims[1]}"
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "given", "stores"),
+    [
+        ((256, 256), (2, 8192, 8, 8), {}, True),
+        ((256, 256), (8, 2048, 8, 8), {}, False),
+        ((256, 256), (4, 1000, 16, 4), {}, True),  # sums over four heads
+        ((256, 256), (4, 1000, 8, 8), {"deterministic": True}, True),
+        ((256, 256), (2, 8192, 8, 8), {"left": 1024}, False),
+        ((256, 248), (2, 8192, 8, 8), {}, False),
+        ((192, 192), (2, 8192, 8, 8), {}, False),
+        ((512, 512), (1, 64, 8, 8), {}, True),
+    ],
+)
+def test_which_calls_store_weights(
+    dims: tuple[int, int], shape: tuple[int, ...], given: dict[str, Any], stores: bool
+) -> None:
+    batch, length, heads, kv_heads = shape
+    args = OpArguments(*(None,) * 11, "bshd", 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**given)
+    q, k, v = (_empty(batch, length, h, d) for h, d in ((heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1])))
+    with record("sm_90"):
+        assert plan_of(Operands.of(q, k, v, args)).stores_weights is stores
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -306,6 +329,7 @@ def _slow(*values: Any, id: str) -> Any:
     ("head_dim", "dtype", "need", "given"),
     [
         pytest.param(512, torch.bfloat16, ALL, {}, id="d512"),
+        pytest.param(256, torch.bfloat16, ALL, {"deterministic": True}, id="d256"),
         pytest.param(320, torch.bfloat16, ALL, PACKED, id="d320-packed"),
         _slow(512, torch.float16, ALL, {"right": -1}, id="full"),
         _slow(512, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}, id="window-softcap"),

@@ -13,8 +13,8 @@ in turn, 16 for each 64 queries of a head; where heads are split, 4 bytes for ea
 keys and values, once for each part where the same bits are wanted.
 FLOPs: five products for each pair that a mask lets see; none twice.
 
-Above head dim 256 backward_d512.py follows the first launch instead: what is said here of sums, order and memory is
-not of it.
+Above head dim 256, and above 192 where it is faster, backward_d512.py follows the first launch instead: what is said
+here of sums, order and memory is not of it.
 """
 
 from typing import NamedTuple
@@ -24,17 +24,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.attention.hopper.backward_d512 import ROWS, launch_products, why_not_d512
+from powertrain.ops.attention.hopper.backward_d512 import ROWS, launch_products
 from powertrain.ops.attention.hopper.backward_kernel import _hopper_attention_bwd_kernel
 from powertrain.ops.attention.hopper.backward_kernel_d192 import _hopper_attention_bwd_d192_kernel
 from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attention_bwd_d256_kernel
-from powertrain.ops.attention.hopper.backward_plans import Plan, Schedule, dq_width, plan_of, schedule_of, width_of
+from powertrain.ops.attention.hopper.backward_plans import (
+    Plan,
+    Schedule,
+    dq_width,
+    is_ragged,
+    plan_of,
+    schedule_of,
+    why_not_weights,
+    width_of,
+)
+from powertrain.ops.attention.hopper.maps import ending_maps, keys_of, queries_of
 from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, Operand, Operands
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
+from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.tensor_maps import TensorMap, tensor_map
 
 
 @triton.jit
@@ -150,11 +162,11 @@ def _hopper_attention_sums_kernel(
         tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D))  # [64, W]
 
 
-def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
+def why_not_of(d_qk: int, d_v: int, unordered: bool, has_ends: bool) -> str | None:
     """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
     dims = d_qk, d_v
     if max(dims) > 256:
-        if reason := why_not_d512(d_qk, d_v):
+        if reason := why_not_weights(d_qk, d_v, has_ends):
             return reason
     elif any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 128 < min(dims) <= max(dims) <= 256):
         return f"head dims must be multiples of 8, both up to 128 or both of 136 to 256, are {d_qk} and {d_v}"
@@ -183,7 +195,7 @@ def why_not_backward(operands: Operands) -> str | None:
     for name, operand in named.items():
         if not operand.tensor.numel():
             return f"{name} is empty"
-    if reason := why_not_of(operands.d_qk, operands.d_v, args.unordered):
+    if reason := why_not_of(operands.d_qk, operands.d_v, args.unordered, is_ragged(operands)):
         return reason
     for name, (x, b, s, h, r) in named.items():
         is_aligned = x.is_meta or x.data_ptr() % 16 == 0
@@ -206,14 +218,15 @@ def launch_backward(
         operands.like_key(dv) if call.need[2] else None,
     )  # fmt: skip
     if any(call.need[:3]):
-        if max(operands.d_qk, operands.d_v) > 256:
-            _launch_d512(call, operands, *into)
+        plan = plan or plan_of(operands)
+        if plan.stores_weights:
+            _launch_weights(call, operands, *into)
         else:
-            _launch(call, operands, *into, plan or plan_of(operands))
+            _launch(call, operands, *into, plan)
     return dq, dk, dv, dbias
 
 
-def _launch_d512(
+def _launch_weights(
     call: BackwardCall, operands: Operands, dq: Operand | None, dk: Operand | None, dv: Operand | None
 ) -> None:
     args, heads, device = operands.args, operands.heads, operands.q.tensor.device
@@ -227,7 +240,8 @@ def _launch_d512(
         call.out, do.tensor, call.lse, dlse, rows, None, None, torch.empty(1, dtype=torch.int32, device=device), None,
         args.query_starts, args.query_used,
         operands.batch, operands.queries, slots, heads.kv * heads.q_per_kv, heads.q_per_kv, heads.kv_step, heads.q_step,
-        0, *o_strides, do.b, do.s, do.h, do.r, D_V=operands.d_v, W_QK=0, W_V=512, BLOCK_M=ROWS,
+        0, *o_strides, do.b, do.s, do.h, do.r, D_V=operands.d_v, W_QK=0,
+        W_V=next_power_of_2(operands.d_v), BLOCK_M=ROWS,
     )  # fmt: skip
     launch_products(operands, do, rows, dq, dk, dv)
 
@@ -323,19 +337,17 @@ def _launch_main(
 ) -> None:  # fmt: skip
     """dk and dv: gradients, or sums of each part of the heads that share keys."""
     args, heads, num_splits = operands.args, operands.heads, schedule.num_splits
-    q, k, v = operands.q, operands.k, operands.v
-    absent = Operand(k.tensor, 0, 0, 0, 0)
+    absent = Operand(operands.k.tensor, 0, 0, 0, 0)
     count = operands.storage * heads.kv * num_splits * blocks
+    maps = _maps_of(operands, do, scratch, plan)
     tensors = (
-        q.tensor, k.tensor, v.tensor, do.tensor, scratch.sums, scratch.order, dk and dk.tensor, dv and dv.tensor,
-        scratch.rows, scratch.counter, args.slopes, args.query_starts, args.key_starts, args.query_used, args.key_used,
+        scratch.sums, scratch.order, dk and dk.tensor, dv and dv.tensor, scratch.counter, args.slopes,
+        args.query_starts, args.key_starts, args.query_used, args.key_used,
     )  # fmt: skip
     order = blocks, schedule.late_blocks, schedule.group, scratch.slots
     dk, dv = dk or absent, dv or absent
-    rest = (
-        scratch.rows.numel(), q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, do.b, do.s, do.r, dk.b, dk.s, dk.h,
-        dv.b, dv.s, dv.h, args.slopes_stride, args.scale, args.softcap, args.left, args.right,
-    )  # fmt: skip
+    strides = dk.b, dk.s, dk.h, dv.b, dv.s, dv.h
+    rest = (*strides, args.slopes_stride, args.scale, args.softcap, args.left, args.right)
     options = {
         "LEFT": args.left >= 0, "RIGHT": args.right >= 0, "BOTTOM_RIGHT": args.bottom_right, "CAP": args.softcap > 0,
         "D_QK": operands.d_qk, "D_V": operands.d_v, "P_QK": pieces_of(operands.d_qk), "P_V": pieces_of(operands.d_v),
@@ -346,18 +358,39 @@ def _launch_main(
     if plan.block_n == 96:
         names = "LEFT", "RIGHT", "BOTTOM_RIGHT", "D_QK", "D_V", "REGISTERS", "num_warps"
         _hopper_attention_bwd_d192_kernel[(count,)](
-            *tensors, *sizes, heads.kv, members, *order, *rest, **{name: options[name] for name in names}
-        )
+            *maps, scratch.sums, *tensors[2:4], *tensors[6:], *sizes, heads.kv, members, *order, *strides,
+            args.scale, args.left, args.right, **{name: options[name] for name in names},
+        )  # fmt: skip
     elif plan.block_n == 64:
         # it finds the number of parts by the number of programs
         _hopper_attention_bwd_d256_kernel[(count,)](
-            *tensors, *sizes, heads.kv, members, *order, *rest, BLOCK_N=64, SPLIT_HEADS=num_splits > 1, **options,
+            *maps, *tensors, *sizes, heads.kv, members, *order, *rest,
+            BLOCK_N=64, SPLIT_HEADS=num_splits > 1, **options,
         )  # fmt: skip
     else:
         _hopper_attention_bwd_kernel[(min(operands.target.num_sms, count),)](
-            *tensors, *sizes, heads.kv * num_splits, members, num_splits, *order, count, *rest,
+            *maps, *tensors, *sizes, heads.kv * num_splits, members, num_splits, *order, count, *rest,
             DS_STAGES=plan.ds_stages, AHEAD=plan.ahead, EARLY=plan.early, SPLIT_HEADS=num_splits > 1, **options,
         )  # fmt: skip
+
+
+def _maps_of(operands: Operands, do: Operand, scratch: _Scratch, plan: Plan) -> tuple[TensorMap | None, ...]:
+    """Of q, k, v, do, two each, and of LSE and delta, in the order of the kernels' parameters."""
+    args = operands.args
+    ragged_q = operands.is_packed or args.query_used is not None
+    ragged_k = operands.is_packed or args.key_used is not None
+    queries = queries_of(operands, operands.q, operands.d_qk), queries_of(operands, do, operands.d_v)
+    keys = keys_of(operands, operands.k, operands.d_qk), keys_of(operands, operands.v, operands.d_v)
+    rows = tensor_map(scratch.rows, (scratch.rows.numel(),), (1,), (2 * plan.block_m,))
+    if plan.block_n == 96:
+        # pieces of 64 columns; keys in 64 and 32 rows
+        q, grads = (ending_maps(x, plan.block_m, (64,), ragged_q)[0] for x in queries)
+        parts = [ending_maps(x, rows_of_part, (64,), ragged_k)[0] for x in keys for rows_of_part in (64, 32)]
+        return q, *parts, grads, rows
+    pieces = pieces_of(operands.d_qk), pieces_of(operands.d_v)
+    of_queries = [ending_maps(x, plan.block_m, p, ragged_q) for x, p in zip(queries, pieces, strict=True)]
+    of_keys = [ending_maps(x, plan.block_n, p, ragged_k) for x, p in zip(keys, pieces, strict=True)]
+    return *of_queries[0], *of_keys[0], *of_keys[1], *of_queries[1], rows
 
 
 def _for_tma(x: Tensor) -> Tensor:

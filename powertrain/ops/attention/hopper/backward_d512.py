@@ -1,4 +1,4 @@
-"""Backward of attention for Hopper at head dims of 264 to 512: weights to memory once, then products of matrices.
+"""Backward of attention for Hopper at head dims of 200 to 512: weights to memory once, then products of matrices.
 
     p, ds              of tiles of 128 queries by 128 keys, in 16 bits       backward_d512_scores.py
     dv = pᵀ do, dk = scale dsᵀ q, dq = scale ds k                            backward_d512_products.py
@@ -28,21 +28,9 @@ from powertrain.ops.attention.hopper.backward_d512_scores import _hopper_attenti
 from powertrain.ops.attention.operands import Operand, Operands
 from powertrain.ops.shapes import cdiv
 
-# one H200: a causal step of B2 S4096 H16 D512 took 3.6 ms, with the universal backward 15.5, and the self-test passed;
-# tests/gpu/test_hopper_backward_d512_on_gpu.py has not run, so they do not serve
-_CHECKED = False
 MEMORY = 512 * 2**20  # bytes of weights at a time
 _TILE = 128
-ROWS = 32  # queries of a block of LSE and delta, of which a program of the first launch reads 512 columns
-
-
-def why_not_d512(d_qk: int, d_v: int) -> str | None:
-    """Why these kernels do not take head dims of which one is above 256, or None."""
-    if not _CHECKED:
-        return "their gradients above head dim 256 were not compared on a GPU yet"
-    if d_qk != d_v or d_qk > 512 or d_qk % 8:
-        return f"above 256 head dims must be equal multiples of 8 up to 512, are {d_qk} and {d_v}"
-    return None
+ROWS = 32  # queries of a block of LSE and delta, of which a program of the first launch reads all columns
 
 
 class Chunk(NamedTuple):
@@ -94,7 +82,7 @@ def launch_products(
     chunks = list(chunks_of(groups, heads.q_per_kv, slots, 4 * _TILE * columns, MEMORY))
     size = max(chunk.units * chunk.slots for chunk in chunks) * _TILE * columns
     weights = operands.q.tensor.new_empty(2 * size)
-    width = 128 if operands.d_qk <= 384 else 256
+    width = 128 if 256 < operands.d_qk <= 384 else 256
     sums = None
     if not all(chunk.is_first and chunk.is_last for chunk in chunks) and (dk or dv):
         results = operands.key_blocks(_TILE) * ((dk is not None) + (dv is not None)) * cdiv(operands.d_qk, width)

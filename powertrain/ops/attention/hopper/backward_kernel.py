@@ -18,7 +18,7 @@ that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.p
 from powertrain.ops.attention.hopper.backward_consumer import consume
 from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, place_of, queries_of
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
-from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, load_pieces, pieces_desc_of
+from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, load_pieces
 from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
     BAR_EMPTY,
@@ -43,15 +43,12 @@ from powertrain.ops.attention.hopper.primitives import (
     BackwardBarriers,
     BackwardBuffers,
     BackwardConfig,
-    BackwardInputs,
     BackwardSizes,
-    BackwardStrides,
     Gradients,
     GradientStrides,
     KeySizes,
     Lengths,
     ScoreArguments,
-    Scratch,
     Window,
     alloc_mbarriers,
     alloc_pipeline_stages,
@@ -66,7 +63,6 @@ from powertrain.runtime.gluon_compat import (
     kept,
     mbarrier,
     named_barrier_sync,
-    tma,
     tma_load,
 )
 from powertrain.runtime.launch import gluon_kernel
@@ -220,13 +216,12 @@ def _add_to_dq(
 
 @gluon.jit
 def _produce(
-    inputs, scratch, counter_ptr, lengths, smem, tile_smem, bars, sizes, strides, window,
-    CONFIG: gl.constexpr, PART: gl.constexpr,
+    descs, scratch, counter_ptr, lengths, smem, tile_smem, bars, sizes, window, CONFIG: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that fetches tiles and loads them, multiplies ds K and adds it to the sums of dq."""
-    sum_ptr, order_ptr, rows_ptr = scratch
-    kv_heads, num_q_per_kv, slots = sizes.kv_heads, sizes.num_q_per_kv, sizes.slots
-    queries, keys = sizes.queries, sizes.keys
+    sum_ptr, order_ptr = scratch
+    num_q_per_kv, slots = sizes.num_q_per_kv, sizes.slots
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem.k, smem.v, smem.q, smem.do, smem.rows, smem.ds
     k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
     tile_full, tile_empty = bars.tile_full, bars.tile_empty
@@ -235,32 +230,8 @@ def _produce(
     BLOCK_N: gl.constexpr = k_smem[0].shape[1]
     PACKED: gl.constexpr = CONFIG.packed
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
-    D_QK: gl.constexpr = CONFIG.d_qk
-    D_V: gl.constexpr = CONFIG.d_v
     # LSE and delta of a block come by TMA too, so that one mbarrier announces q, do and them
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    storage = sizes.batch
-    if PACKED:
-        storage = gl.to_tensor(1)
-    heads = kv_heads * num_q_per_kv
-    RAGGED_Q: gl.constexpr = CONFIG.ragged_q
-    RAGGED_K: gl.constexpr = CONFIG.ragged_k
-    key_heads = kv_heads
-    if sizes.num_splits is not None:
-        key_heads = kv_heads // sizes.num_splits
-    k_desc = pieces_desc_of(
-        inputs.k, storage, key_heads, keys, D_QK, strides.kb, strides.kh, strides.ks, k_smem, RAGGED_K
-    )
-    v_desc = pieces_desc_of(
-        inputs.v, storage, key_heads, keys, D_V, strides.vb, strides.vh, strides.vs, v_smem, RAGGED_K
-    )
-    q_desc = pieces_desc_of(
-        inputs.q, storage, heads, queries, D_QK, strides.qb, strides.qr, strides.qs, q_smem, RAGGED_Q
-    )
-    do_desc = pieces_desc_of(
-        inputs.do, storage, heads, queries, D_V, strides.dob, strides.dor, strides.dos, do_smem, RAGGED_Q
-    )
-    rows_desc = tma.make_tensor_descriptor(rows_ptr, [sizes.rows_size], [1], [2 * BLOCK_M], rows_layout)
+    k_desc, v_desc, q_desc, do_desc, rows_desc = descs
 
     taken = gl.to_tensor(0)  # tiles begun
     at = gl.to_tensor(0)  # blocks multiplied, of all tiles
@@ -370,11 +341,11 @@ def _produce(
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, do_tail_desc, rows_desc,
+    sum_ptr, order_ptr, dk_ptr, dv_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, num_splits, blocks, late_blocks, swizzle, slots, tiles, rows_size,
-    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
+    batch, queries, keys, kv_heads, num_q_per_kv, num_splits, blocks, late_blocks, swizzle, slots, tiles,
+    stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
     D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -383,7 +354,7 @@ def _hopper_attention_bwd_kernel(
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = 128
     gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
@@ -397,7 +368,7 @@ def _hopper_attention_bwd_kernel(
         splits = int32(num_splits)
     else:
         splits: gl.constexpr = None  # type: ignore[no-redef]
-    batch, left, right, rows_size = int32(batch), int32(left), int32(right), int32(rows_size)
+    batch, left, right = int32(batch), int32(left), int32(right)
     k_smem = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
     v_smem = alloc_pieces(dtype, 1, BLOCK_N, P_V)
     q_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_QK)
@@ -423,15 +394,22 @@ def _hopper_attention_bwd_kernel(
     smem = BackwardBuffers(k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)
     out_smem = (dk_smem, dv_smem)
     bars = BackwardBarriers(k_full, v_full, full, ds_empty, tile_full, tile_empty)
-    inputs = BackwardInputs(q_ptr, k_ptr, v_ptr, do_ptr)
-    scratch = Scratch(sum_ptr, order_ptr, rows_ptr)
+    # a head dim in two pieces has a map of each
+    q_descs = (q_desc,)
+    k_descs = (k_desc,)
+    if len(P_QK) > 1:
+        q_descs += (q_tail_desc,)  # type: ignore[assignment]
+        k_descs += (k_tail_desc,)  # type: ignore[assignment]
+    v_descs = (v_desc,)
+    do_descs = (do_desc,)
+    if len(P_V) > 1:
+        v_descs += (v_tail_desc,)  # type: ignore[assignment]
+        do_descs += (do_tail_desc,)  # type: ignore[assignment]
+    descs = (k_descs, v_descs, q_descs, do_descs, rows_desc)
+    scratch = (sum_ptr, order_ptr)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     sizes = BackwardSizes(
-        batch, queries, keys, kv_heads, num_q_per_kv, splits, blocks, late_blocks, swizzle, slots, tiles, rows_size
-    )  # fmt: skip
-    strides = BackwardStrides(
-        stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-        stride_dob, stride_dos, stride_dor,
+        batch, queries, keys, kv_heads, num_q_per_kv, splits, blocks, late_blocks, swizzle, slots, tiles
     )  # fmt: skip
     window = Window(left, right)
     grads = Gradients(dk_ptr, dv_ptr, slopes_ptr)
@@ -442,7 +420,7 @@ def _hopper_attention_bwd_kernel(
     mods = ScoreArguments(scale, softcap, window)
     gl.warp_specialize([
         (_produce, (
-            inputs, scratch, counter_ptr, lengths, smem, tile_smem, bars, sizes, strides, window, CONFIG, PART,
+            descs, scratch, counter_ptr, lengths, smem, tile_smem, bars, sizes, window, CONFIG, PART,
         )),
         (consume, (grads, smem, out_smem, tile_smem, bars, key_sizes, grad_strides, mods, CONFIG, 0)),
         (consume, (grads, smem, out_smem, tile_smem, bars, key_sizes, grad_strides, mods, CONFIG, 1)),

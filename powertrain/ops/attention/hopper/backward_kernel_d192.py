@@ -13,7 +13,7 @@ order; ALiBi, a softcap and query heads split over tiles are backward_kernel_d25
 Source: FlashAttention-3's tile for this head dim has the same shape (Shah et al. 2024, arXiv:2407.08608).
 """
 
-from powertrain.ops.attention.hopper.backward_tiles import keys_of, queries_of
+from powertrain.ops.attention.hopper.backward_tiles import keys_of, place_of, place_of_keys, queries_of
 from powertrain.ops.attention.hopper.pieces import store_piece
 from powertrain.ops.attention.hopper.primitives import (
     LOG2E,
@@ -24,6 +24,7 @@ from powertrain.ops.attention.hopper.primitives import (
     add_in_order,
     alloc_mbarriers,
     alloc_pipeline_stages,
+    as_tile,
     int32,
     keep_order,
 )
@@ -33,8 +34,6 @@ from powertrain.runtime.gluon_compat import (
     hopper,
     mbarrier,
     named_barrier_sync_divergent,
-    reinterpret,
-    tma,
     tma_load,
 )
 from powertrain.runtime.launch import gluon_kernel
@@ -45,20 +44,21 @@ _STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def _load(desc, smem, bar, stage, head, row):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, 64], smem.dtype)
+def _load(desc, smem, bar, stage, place):
+    """A tile in pieces of 64 columns, from piece number `stage` * 3 on."""
+    b, head, end, row = place
     for i in gl.static_range(_PIECES):
-        to = reinterpret(smem.index(stage * _PIECES + i), smem.dtype, [1, 64, 64], layout)
-        tma_load(desc, [head, row, i * 64], bar, to)
+        tma_load(desc, [b, head, end, row, i * 64], bar, as_tile(smem.index(stage * _PIECES + i)))
 
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty, begin, end, tile0,
-    slots, num_q_per_kv,
+    q_desc, do_desc, rows_desc, place, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty, begin, end,
+    tile0, slots, num_q_per_kv,
 ):  # fmt: skip
     """The warpgroup that loads queries, their LSE and delta, and the results' gradients."""
     BYTES: gl.constexpr = 64 * 192 * q_smem.dtype.primitive_bitwidth // 8
+    b, head0, q_end, row0 = place
     head = gl.to_tensor(0)
     block = begin
     for i in range((end - begin) * num_q_per_kv):
@@ -67,12 +67,12 @@ def _produce(
         mbarrier.wait(q_empty.index(stage), odd)
         bar = q_full.index(stage)
         mbarrier.expect(bar, BYTES + 2 * 64 * 4)
-        _load(q_desc, q_smem, bar, stage, head, block * 64)
+        _load(q_desc, q_smem, bar, stage, (b, head0 + head, q_end, row0 + block * 64))
         tma_load(rows_desc, [(tile0 + head * slots + block) * 128], bar, rows_smem.index(stage))  # [128]: LSE, delta
         mbarrier.wait(do_empty.index(stage), odd)
         bar = do_full.index(stage)
         mbarrier.expect(bar, BYTES)
-        _load(do_desc, do_smem, bar, stage, head, block * 64)
+        _load(do_desc, do_smem, bar, stage, (b, head0 + head, q_end, row0 + block * 64))
         block += 1
         wraps = block == end
         head = gl.where(wraps, head + 1, head)
@@ -236,45 +236,25 @@ def _consume(
         _store_columns(scaled, k_smem, dk_ptr, k_left, k_capacity, stride_dks, D_QK, CONSUMER)
 
 
-@gluon.jit
-def _load_keys(ptr, rows, D, stride, bar, smem, first):
-    """The pieces of 64 or 32 keys."""
-    TILE: gl.constexpr = [smem.shape[1], 64]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, smem.dtype)
-    desc = tma.make_tensor_descriptor(ptr, [rows, D], [stride, 1], TILE, layout)
-    for i in gl.static_range(_PIECES):
-        tma_load(desc, [first, i * 64], bar, smem.index(i))
-
-
-@gluon.jit
-def _heads_desc(ptr, heads, rows, D, stride_h, stride_s, dtype: gl.constexpr):
-    """A descriptor [head, row, column] of 64 rows and a piece of columns."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, 64], dtype)
-    return tma.make_tensor_descriptor(ptr, [heads, rows, D], [stride_h, stride_s, 1], [1, 64, 64], layout)
-
-
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_d192_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
+    q_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, rows_desc, sum_ptr, dk_ptr, dv_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots, rows_size,
-    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
-    stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, scale, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     D_QK: gl.constexpr, D_V: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = q_desc.dtype
     BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
-    blocks, swizzle, slots, rows_size = int32(blocks), int32(swizzle), int32(slots), int32(rows_size)
+    blocks, swizzle, slots = int32(blocks), int32(swizzle), int32(slots)
     batch, left, right = int32(batch), int32(left), int32(right)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     sizes = BackwardSizes(
-        batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None,
-        rows_size,
-    )  # fmt: skip
+        batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None
+    )
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, False, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
@@ -292,15 +272,7 @@ def _hopper_attention_bwd_d192_kernel(
     else:
         tile0 += b * kv_heads * num_q_per_kv * slots
     kv64 = kv.to(gl.int64)
-    head64 = kv64 * num_q_per_kv
-    q64 = q_start.to(gl.int64)
     k64 = k_start.to(gl.int64)
-    q_ptr += storage * stride_qb + q64 * stride_qs + head64 * stride_qr
-    do_ptr += storage * stride_dob + q64 * stride_dos + head64 * stride_dor
-    # keys are loaded whether there are any or not: then the first rows of all, for behind the last may be nothing
-    from64 = gl.where(first < k_len, k_start, 0).to(gl.int64)
-    k_ptr += storage * stride_kb + from64 * stride_ks + kv64 * stride_kh
-    v_ptr += storage * stride_vb + from64 * stride_vs + kv64 * stride_vh
     if dk_ptr is not None:
         dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
     if dv_ptr is not None:
@@ -330,21 +302,24 @@ def _hopper_attention_bwd_d192_kernel(
     do_empty = alloc_mbarriers(_STAGES, 3)
     hopper.fence_async_shared()
 
-    # descriptors that end where the sequence ends: behind it are zeros
-    rows = gl.maximum(k_len, 1)
+    b_load = b
+    if PACKED:
+        b_load = gl.to_tensor(0)
+    end, row = place_of_keys(k_start, k_len, first, keys, CONFIG.ragged_k)
+    # the last 32 keys may all lie behind the end: one row of the sequence is loaded then, whose scores are masked
+    tail = gl.minimum(row + 64, keys - 1)
     mbarrier.expect(kv_full, 2 * 96 * 192 * BYTES)
-    for part in gl.static_range(2):
-        _load_keys(k_ptr, rows, D_QK, stride_ks, kv_full, k_smem[part], first + part * 64)
-        _load_keys(v_ptr, rows, D_V, stride_vs, kv_full, v_smem[part], first + part * 64)
-    rows = gl.maximum(q_len, 1)
-    q_desc = _heads_desc(q_ptr, num_q_per_kv, rows, D_QK, stride_qr, stride_qs, dtype)
-    do_desc = _heads_desc(do_ptr, num_q_per_kv, rows, D_V, stride_dor, stride_dos, dtype)
-    rows_desc = tma.make_tensor_descriptor(rows_ptr, [rows_size], [1], [128], rows_layout)
+    _load(k_desc, k_smem[0], kv_full, 0, (b_load, kv, end, row))
+    _load(v_desc, v_smem[0], kv_full, 0, (b_load, kv, end, row))
+    _load(k_tail_desc, k_smem[1], kv_full, 0, (b_load, kv, end, tail))
+    _load(v_tail_desc, v_smem[1], kv_full, 0, (b_load, kv, end, tail))
+    q_end, q_row = place_of(q_start, q_len, gl.to_tensor(0), queries, CONFIG.ragged_q)
+    place = (b_load, kv * num_q_per_kv, q_end, q_row)
     distance = begin * 64 + offset - first
     k_left, k_capacity = k_len - first, k_capacity - first
     gl.warp_specialize([
         (_produce, (
-            q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty,
+            q_desc, do_desc, rows_desc, place, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty,
             begin, begin + count, tile0, slots, num_q_per_kv,
         )),
         (_consume, (

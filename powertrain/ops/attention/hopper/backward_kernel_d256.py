@@ -10,14 +10,20 @@ Memory beyond results: hopper/backward.py says.
 Source: as hopper/backward.py's.
 """
 
-from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, queries_of
+from powertrain.ops.attention.hopper.backward_tiles import (
+    fetch_next_tile,
+    keys_of,
+    place_of,
+    place_of_keys,
+    queries_of,
+)
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
 from powertrain.ops.attention.hopper.pieces import (
     add_piece_of_dq,
     alloc_pieces,
     half_of,
     leave_halves,
-    load_key_rows,
+    load_pieces,
     no_half_sums,
     store_rows,
 )
@@ -37,8 +43,6 @@ from powertrain.runtime.gluon_compat import (
     hopper,
     mbarrier,
     named_barrier_sync_divergent,
-    reinterpret,
-    tma,
     tma_load,
 )
 from powertrain.runtime.launch import gluon_kernel
@@ -47,20 +51,7 @@ _PAIR = gl.constexpr(8)  # at which the consumers meet
 
 
 @gluon.jit
-def _as_tile(smem):
-    """[rows, columns] in shared memory as the tile of a descriptor of several heads."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, smem.shape[0], smem.shape[1]], smem.dtype)
-    return reinterpret(smem, smem.dtype, [1, smem.shape[0], smem.shape[1]], layout)
-
-
-@gluon.jit
-def _load_rows(desc, smem, bar, stage, repeat, row):
-    for i in gl.static_range(len(smem)):
-        tma_load(desc[i], [repeat, row, i * smem[0].shape[2]], bar, _as_tile(smem[i].index(stage)))
-
-
-@gluon.jit
-def _load_queries(desc, rows_desc, smem, rows_smem, full, empty, i, repeat, block, tile):
+def _load_queries(desc, rows_desc, smem, rows_smem, full, empty, i, place, repeat, block, tile):
     """Block number i of queries, with their LSE and delta, when its stage has been given back."""
     STAGES: gl.constexpr = smem[0].shape[0]
     BLOCK_M: gl.constexpr = smem[0].shape[1]
@@ -70,12 +61,13 @@ def _load_queries(desc, rows_desc, smem, rows_smem, full, empty, i, repeat, bloc
     mbarrier.wait(empty.index(stage), (i // STAGES) & 1 ^ 1)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
-    _load_rows(desc, smem, bar, stage, repeat, block * BLOCK_M)
+    b, head, end, row = place
+    load_pieces(desc, (b, head + repeat, end, row + block * BLOCK_M), bar, smem, stage)
     tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
 
 
 @gluon.jit
-def _load_grads(desc, smem, full, empty, i, repeat, block):
+def _load_grads(desc, smem, full, empty, i, place, repeat, block):
     """Block number i of the results' gradients, when its stage has been given back."""
     STAGES: gl.constexpr = smem[0].shape[0]
     BLOCK_M: gl.constexpr = smem[0].shape[1]
@@ -84,7 +76,8 @@ def _load_grads(desc, smem, full, empty, i, repeat, block):
     mbarrier.wait(empty.index(stage), (i // STAGES) & 1 ^ 1)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * COLS * smem[0].dtype.primitive_bitwidth // 8)
-    _load_rows(desc, smem, bar, stage, repeat, block * BLOCK_M)
+    b, head, end, row = place
+    load_pieces(desc, (b, head + repeat, end, row + block * BLOCK_M), bar, smem, stage)
 
 
 @gluon.jit
@@ -102,8 +95,8 @@ def _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, rows_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, first, unseen, tile0,
-    slots, num_q_per_kv, k_left, k_capacity, stride_dks, stride_dvs,
+    q_desc, do_desc, rows_desc, place, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, first, unseen,
+    tile0, slots, num_q_per_kv, k_left, k_capacity, stride_dks, stride_dvs,
     D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr, SPLIT_HEADS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that loads queries, multiplies ds K and adds it to the sums of dq, and stores dk and dv."""
@@ -121,8 +114,8 @@ def _produce(
         q_block = end - 1
     for i in range(gl.minimum(total, STAGES)):
         tile = tile0 + q_repeat * slots + q_block
-        _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i, q_repeat, q_block, tile)
-        _load_grads(do_desc, do_smem, do_full, do_empty, i, q_repeat, q_block)
+        _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i, place, q_repeat, q_block, tile)
+        _load_grads(do_desc, do_smem, do_full, do_empty, i, place, q_repeat, q_block)
         q_repeat, q_block = _next(q_repeat, q_block, begin, end, num_q_per_kv, DETERMINISTIC)
     do_repeat = q_repeat
     do_block = q_block
@@ -140,7 +133,7 @@ def _produce(
             last = last_turn(order_ptr, tile)
         mbarrier.wait(ds_full.index(stage), (i // STAGES) & 1)
         if (i > 0) & (i + 1 < total):  # the stage of the block before, whose dv has been computed by now
-            _load_grads(do_desc, do_smem, do_full, do_empty, i + 1, do_repeat, do_block)
+            _load_grads(do_desc, do_smem, do_full, do_empty, i + 1, place, do_repeat, do_block)
             do_repeat, do_block = _next(do_repeat, do_block, begin, end, num_q_per_kv, DETERMINISTIC)
         ds = ds_smem.index(stage).permute((1, 0))  # [BLOCK_M, 64]
         turn = ()
@@ -158,7 +151,9 @@ def _produce(
             owed = tile
         if i + STAGES < total:
             to = tile0 + q_repeat * slots + q_block
-            _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i + STAGES, q_repeat, q_block, to)
+            _load_queries(
+                q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i + STAGES, place, q_repeat, q_block, to
+            )
             q_repeat, q_block = _next(q_repeat, q_block, begin, end, num_q_per_kv, DETERMINISTIC)
         repeat, block = _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC)
     if DETERMINISTIC:
@@ -325,14 +320,6 @@ def _consume(
 
 
 @gluon.jit
-def _heads_desc(ptr, heads, rows, D, stride_h, stride_s, smem):
-    """A descriptor [head, row, column] of the tiles that the stages of `smem` hold."""
-    TILE: gl.constexpr = [1, smem.shape[1], smem.shape[2]]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, smem.dtype)
-    return tma.make_tensor_descriptor(ptr, [heads, rows, D], [stride_h, stride_s, 1], TILE, layout)
-
-
-@gluon.jit
 def _barrier(arrivals: gl.constexpr):
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=arrivals)
@@ -341,24 +328,24 @@ def _barrier(arrivals: gl.constexpr):
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_d256_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, do_tail_desc, rows_desc,
+    sum_ptr, order_ptr, dk_ptr, dv_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots, rows_size,
-    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots,
+    stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
     D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr, SPLIT_HEADS: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = q_desc.dtype
     BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
     W_QK: gl.constexpr = P_QK[0] + (P_QK[1] if len(P_QK) > 1 else 0)
     W_V: gl.constexpr = P_V[0] + (P_V[1] if len(P_V) > 1 else 0)
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
-    blocks, swizzle, slots, rows_size = int32(blocks), int32(swizzle), int32(slots), int32(rows_size)
+    blocks, swizzle, slots = int32(blocks), int32(swizzle), int32(slots)
     batch, left, right = int32(batch), int32(left), int32(right)
     number = gl.program_id(0)
     if order_ptr is not None:
@@ -369,9 +356,8 @@ def _hopper_attention_bwd_d256_kernel(
         splits = gl.num_programs(0) // (blocks * kv_heads * (1 if PACKED else batch))
         kv_heads = kv_heads * splits
     sizes = BackwardSizes(
-        batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None,
-        rows_size,
-    )  # fmt: skip
+        batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None
+    )
     window = Window(left, right)
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
@@ -395,17 +381,11 @@ def _hopper_attention_bwd_d256_kernel(
     else:
         tile0 += b * kv_heads * num_q_per_kv * slots
     kv64 = kv.to(gl.int64)
-    head64 = kv64 * num_q_per_kv
-    q64 = q_start.to(gl.int64)
     k64 = k_start.to(gl.int64)
-    q_ptr += storage * stride_qb + q64 * stride_qs + head64 * stride_qr
-    do_ptr += storage * stride_dob + q64 * stride_dos + head64 * stride_dor
-    # keys are loaded whether there are any or not: then the first rows of all, for behind the last may be nothing
-    from64 = gl.where(first < k_len, k_start, 0).to(gl.int64)
+    kv_load = kv
     if SPLIT_HEADS:
+        kv_load = kv // splits
         kv64 = kv64 // splits
-    k_ptr += storage * stride_kb + from64 * stride_ks + kv64 * stride_kh
-    v_ptr += storage * stride_vb + from64 * stride_vs + kv64 * stride_vh
     dk_sum_ptr: gl.constexpr = None
     dv_sum_ptr: gl.constexpr = None
     if SPLIT_HEADS:
@@ -447,28 +427,33 @@ def _hopper_attention_bwd_d256_kernel(
     dk_full = _barrier(2)
     hopper.fence_async_shared()
 
-    # descriptors that end where the sequence ends: behind it are zeros
-    rows = gl.maximum(k_len, 1)
+    # a head dim in two pieces has a map of each
+    q_descs = (q_desc,)
+    k_descs = (k_desc,)
+    if len(P_QK) > 1:
+        q_descs += (q_tail_desc,)  # type: ignore[assignment]
+        k_descs += (k_tail_desc,)  # type: ignore[assignment]
+    v_descs = (v_desc,)
+    do_descs = (do_desc,)
+    if len(P_V) > 1:
+        v_descs += (v_tail_desc,)  # type: ignore[assignment]
+        do_descs += (do_tail_desc,)  # type: ignore[assignment]
+    b_load = b
+    if PACKED:
+        b_load = gl.to_tensor(0)
+    k_end, k_row = place_of_keys(k_start, k_len, first, keys, CONFIG.ragged_k)
+    q_end, q_row = place_of(q_start, q_len, gl.to_tensor(0), queries, CONFIG.ragged_q)
     mbarrier.expect(kv_full, BLOCK_N * (W_QK + W_V) * BYTES)
-    for i in gl.static_range(len(P_QK)):
-        load_key_rows(k_ptr, rows, D_QK, stride_ks, i * P_QK[0], kv_full, k_smem[i], first)
-    for i in gl.static_range(len(P_V)):
-        load_key_rows(v_ptr, rows, D_V, stride_vs, i * P_V[0], kv_full, v_smem[i], first)
-    rows = gl.maximum(q_len, 1)
-    q_desc = ()
-    for i in gl.static_range(len(P_QK)):
-        q_desc += (_heads_desc(q_ptr, num_q_per_kv, rows, D_QK, stride_qr, stride_qs, q_smem[i]),)  # type: ignore[assignment]
-    do_desc = ()
-    for i in gl.static_range(len(P_V)):
-        do_desc += (_heads_desc(do_ptr, num_q_per_kv, rows, D_V, stride_dor, stride_dos, do_smem[i]),)  # type: ignore[assignment]
-    rows_desc = tma.make_tensor_descriptor(rows_ptr, [rows_size], [1], [2 * BLOCK_M], rows_layout)
+    load_pieces(k_descs, (b_load, kv_load, k_end, k_row), kv_full, k_smem, 0)
+    load_pieces(v_descs, (b_load, kv_load, k_end, k_row), kv_full, v_smem, 0)
+    place = (b_load, kv * num_q_per_kv, q_end, q_row)
 
     smem = (k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem)
     bars = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full)
     distance = start * BLOCK_M + offset - first
     gl.warp_specialize([
         (_produce, (
-            q_desc, do_desc, rows_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, begin + count,
+            q_descs, do_descs, rows_desc, place, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, begin + count,
             first, unseen, tile0, slots, num_q_per_kv, k_len - first, k_capacity - first, stride_dks, stride_dvs,
             D_QK, D_V, PART, SPLIT_HEADS,
         )),

@@ -21,6 +21,7 @@ class Plan(NamedTuple):
     registers: int = 224  # of a consumer's thread; the producer has 504 less twice as many
     group: int = 4  # heads at a time
     group_start: int = 2  # in turn: blocks that the tile before is to be ahead
+    stores_weights: bool = False  # p and ds go to memory, and products follow: backward_d512.py
     ahead: bool = False  # a block's scores are asked for behind the products of the one before
     early: bool = False  # without masks, queries are waited for and LSE is loaded early
 
@@ -43,11 +44,20 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
 
 
 # three consumers; the producer has 32 registers. ms, one H200, backward, 64 and 96 keys: D192 causal B2 S8192 H16
-# 5.22, 4.62; B4 S3000 1.66, 1.48; B8 S1000 0.587, 0.539; packed 2.20, 1.93; full 10.30, 8.87; 2.96, 2.68; .873, .774.
-# Head dims to 160, whose dk and dv it pads to 192 columns, were not timed. Six problems of any mask were right on that
-# GPU, the random ones of tests/gpu were not reached, so nothing chooses it
+# 5.22, 4.50; B4 S3000 1.66, 1.39; B8 S1000 0.587, 0.477; full 10.30, 8.87; 2.96, 2.68; .873, .774. Head dims to 160,
+# whose dk and dv it pads to 192 columns, were not timed
 PLAN_OF_96_KEYS = Plan(block_n=96, stages=2, registers=160)
-_PREFERS_96_KEYS = False
+PLAN_OF_WEIGHTS = Plan(block_m=128, block_n=128, stores_weights=True)
+
+# Packed sequences and lengths for these two. One of two runs of their tests had a CUDA error in a packed problem at
+# head dim 320, and one failure that may be of 96 keys; neither was explained, so other kernels serve (docs/log)
+_TAKES_ENDS = False
+
+
+def is_ragged(operands: Operands) -> bool:
+    """Sequences end before their storage does."""
+    args = operands.args
+    return operands.is_packed or args.query_used is not None or args.key_used is not None
 
 
 def why_not_96_keys(operands: Operands) -> str | None:
@@ -57,13 +67,41 @@ def why_not_96_keys(operands: Operands) -> str | None:
         return f"head dims must be 136 to 192, are {dims[0]} and {dims[1]}"
     if args.deterministic or args.softcap > 0 or args.slopes is not None:
         return "it has no fixed order of sums, no softcap and no ALiBi"
+    if is_ragged(operands) and not _TAKES_ENDS:
+        return "packed sequences and lengths were not checked"
     return None
+
+
+def why_not_weights(d_qk: int, d_v: int, has_ends: bool) -> str | None:
+    """Why backward_d512.py does not take these head dims, or None. `has_ends`: packed sequences or lengths."""
+    if d_qk != d_v or not 192 < d_qk <= 512 or d_qk % 8:
+        return f"head dims must be equal multiples of 8, 200 to 512, are {d_qk} and {d_v}"
+    if has_ends and not _TAKES_ENDS:
+        return "above head dim 256 it takes no packed sequences and no lengths"
+    return None
+
+
+def _prefers_weights(operands: Operands) -> bool:
+    """At head dims of 200 to 256, where backward_kernel_d256.py is the other way.
+
+    ms, one H200, weights in memory and not: D256 causal B2 S8192 8/8 2.85, 3.05; full 5.46, 6.10; B2 S4096 16/4 1.54,
+    1.73; B4 S1000 16/4 0.353, 0.380; B8 S2048 8/8 1.14, 0.95; D224 B2 S8192 8/8 2.93, 3.20. In turn the other takes
+    4.18 for the first. So it pays where the sums of dk and dv are long, or a fixed order is wanted."""
+    args = operands.args
+    if why_not_weights(operands.d_qk, operands.d_v, is_ragged(operands)):
+        return False
+    seen = operands.queries // 2 if args.right >= 0 else operands.queries
+    if args.left >= 0:
+        seen = min(seen, args.left + max(args.right, 0) + 1)
+    return args.deterministic or operands.heads.q_per_kv * seen >= 30 * 64
 
 
 def plan_of(operands: Operands) -> Plan:
     """The plan of a call."""
-    plan = plan_for(operands.d_qk, operands.d_v)
-    if _PREFERS_96_KEYS and max(operands.d_qk, operands.d_v) > 160 and why_not_96_keys(operands) is None:
+    plan, widest = plan_for(operands.d_qk, operands.d_v), max(operands.d_qk, operands.d_v)
+    if widest > 256 or (widest > 192 and _prefers_weights(operands)):
+        return PLAN_OF_WEIGHTS
+    if 160 < widest <= 192 and why_not_96_keys(operands) is None:
         # which takes no parts of the heads that share keys
         if schedule_of(operands, plan).num_splits == 1:
             return PLAN_OF_96_KEYS

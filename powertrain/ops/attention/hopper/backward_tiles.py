@@ -15,6 +15,16 @@ def place_of(start, length, row, rows, RAGGED: gl.constexpr):
 
 
 @gluon.jit
+def place_of_keys(start, length, first, keys, RAGGED: gl.constexpr):
+    """The same of a tile of keys; where there is nothing to load, the first rows of all."""
+    end, row = place_of(start, length, first, keys, RAGGED)
+    if RAGGED:
+        end = gl.where(first < length, end, keys)
+        row = gl.where(first < length, row, 0)
+    return end, row
+
+
+@gluon.jit
 def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
     """A tile of keys: (batch entry, head, its slot of the head's, first key), then start, length and capacity of its
     sequence's keys, and start and length of its queries."""

@@ -32,12 +32,11 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     ForwardBuffers,
     ForwardConfig,
     ForwardSync,
-    Inputs,
-    InputStrides,
     ProducerSizes,
     Results,
     ResultStrides,
 )
+from powertrain.ops.attention.hopper.maps import keys_of, packed_maps, queries_of, rows_maps
 from powertrain.ops.attention.hopper.plans import Plan, group_for
 from powertrain.ops.attention.hopper.primitives import (
     Lengths,
@@ -56,14 +55,15 @@ from powertrain.runtime.gluon_compat import (
 )
 from powertrain.runtime.launch import gluon_kernel
 
+_ROWS = gl.constexpr(64)  # of queries, that a consumer has of a tile
+
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, counter_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-    stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
+    stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
@@ -71,13 +71,13 @@ def _hopper_attention_fwd_kernel(
     STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
     CONFIG: gl.constexpr = ForwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D[0], D[1], Q_HELD, CONSUMERS, HEADS_PER_TILE
     )
-    ROWS: gl.constexpr = 64
+    ROWS: gl.constexpr = _ROWS
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
     gl.static_assert(Q_SLOTS == 1 or Q_HELD or ALIGNED, "Q_SLOTS must be 1 where q is read in two loops")
     q_smem = ()
@@ -118,25 +118,31 @@ def _hopper_attention_fwd_kernel(
     sizes = ConsumerSizes(batch, queries, heads, num_splits, members)
     strides = ResultStrides(stride_ob, stride_os, stride_oh, slopes_step)
     window = Window(left, right)
-    inputs = Inputs(q_ptr, k_ptr, v_ptr)
+    # a head dim in two pieces has a map of each
+    q_descs = (q_desc,)
+    k_descs = (k_desc,)
+    if len(P_QK) > 1:
+        q_descs += (q_tail_desc,)  # type: ignore[assignment]
+        k_descs += (k_tail_desc,)  # type: ignore[assignment]
+    v_descs = (v_desc,)
+    if len(P_V) > 1:
+        v_descs += (v_tail_desc,)  # type: ignore[assignment]
+    descs = (q_descs, k_descs, v_descs)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
-    input_strides = InputStrides(
-        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh
-    )
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
-            (produce, (inputs, counter_ptr, lengths, buffers, sync, all_sizes, input_strides, window, CONFIG)),
+            (produce, (descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
             (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 2)),
-            (produce, (inputs, counter_ptr, lengths, buffers, sync, all_sizes, input_strides, window, CONFIG)),
+            (produce, (descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -160,13 +166,20 @@ def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
         shape = plan.num_splits, operands.storage, operands.queries, heads.kv * heads.q_per_kv, operands.d_v
         into, into_lse = out.new_empty(shape, dtype=torch.float32), lse.new_empty((plan.num_splits, *lse.shape))
         strides = into.stride()[1:4]
+    queries = queries_of(operands, q, operands.d_qk)
+    if plan.heads_per_tile == 1:
+        q_maps = rows_maps(queries, _ROWS.value, plan.p_qk)
+    else:
+        q_maps = packed_maps(queries, _ROWS.value, plan.p_qk, plan.heads_per_tile)
+    k_maps = rows_maps(keys_of(operands, k, operands.d_qk), plan.block_n, plan.p_qk)
+    v_maps = rows_maps(keys_of(operands, v, operands.d_v), plan.block_n, plan.p_v)
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
-        q.tensor, k.tensor, v.tensor, into, into_lse, args.slopes, args.sinks,
+        *q_maps, *k_maps, *v_maps, into, into_lse, args.slopes, args.sinks,
         args.query_starts, args.key_starts, args.query_used, args.key_used, counter_of(q.tensor),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
         group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
-        q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, *strides, args.slopes_stride,
+        *strides, args.slopes_stride,
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,

@@ -25,12 +25,11 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     TILE_FIELDS,
     ConsumerSizes,
     ForwardConfig,
-    Inputs,
-    InputStrides,
     ProducerSizes,
     Results,
     ResultStrides,
 )
+from powertrain.ops.attention.hopper.maps import keys_of, queries_of, rows_maps
 from powertrain.ops.attention.hopper.plans import Plan, group_for
 from powertrain.ops.attention.hopper.primitives import (
     Lengths,
@@ -45,27 +44,29 @@ from powertrain.ops.attention.triton.launch_arguments import alibi_kind
 from powertrain.runtime.gluon_compat import gl, hopper
 from powertrain.runtime.launch import gluon_kernel
 
+_ROWS = gl.constexpr(64)  # queries of a tile
+_COLS = gl.constexpr(128)  # of a chunk
+
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_fwd_d512_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+    q_desc, k_desc, v_desc, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, counter_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-    stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
+    stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V_LEFT: gl.constexpr, P_V_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
     CONFIG: gl.constexpr = ForwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, False, PACKED, RAGGED, D[0], D[1], False, 2, 1
     )
-    ROWS: gl.constexpr = 64
-    COLS: gl.constexpr = 128  # of a chunk
+    ROWS: gl.constexpr = _ROWS
+    COLS: gl.constexpr = _COLS
     q_smem = alloc_pipeline_stages(dtype, len(P_QK), ROWS, COLS)
     ring = alloc_pipeline_stages(dtype, 2 * STAGES, BLOCK_N, COLS)
     p_smem = alloc_pipeline_stages(dtype, 2, ROWS, BLOCK_N)
@@ -93,22 +94,19 @@ def _hopper_attention_fwd_d512_kernel(
     sizes = ConsumerSizes(batch, queries, heads, None, None)
     strides = ResultStrides(stride_ob, stride_os, stride_oh, slopes_step)
     window = Window(left, right)
-    inputs = Inputs(q_ptr, k_ptr, v_ptr)
+    descs = (q_desc, k_desc, v_desc)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, None)
-    input_strides = InputStrides(
-        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh
-    )
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used
     gl.warp_specialize([
         (consume, (results, buffers, sync, sizes, strides, window, scale, softcap, CONFIG, P_QK, P_V_LEFT, 0)),
         (consume, (results, buffers, sync, sizes, strides, window, scale, softcap, CONFIG, P_QK, P_V_RIGHT, 1)),
         (produce, (
-            inputs, counter_ptr, lengths, buffers, sync, all_sizes, input_strides, window, CONFIG,
+            descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG,
             len(P_QK), len(P_V_LEFT), 0,
         )),
         (produce, (
-            inputs, counter_ptr, lengths, buffers, sync, all_sizes, input_strides, window, CONFIG,
+            descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG,
             len(P_QK), len(P_V_RIGHT), 1,
         )),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
@@ -123,13 +121,17 @@ def launch_forward_d512(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]
     blocks = operands.query_blocks(plan.queries)
     tiles = blocks * heads.kv * heads.q_per_kv * operands.storage
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * k.tensor.element_size()
+    chunk = (_COLS.value,)
+    q_map, _ = rows_maps(queries_of(operands, q, operands.d_qk), _ROWS.value, chunk)
+    k_map, _ = rows_maps(keys_of(operands, k, operands.d_qk), plan.block_n, chunk)
+    v_map, _ = rows_maps(keys_of(operands, v, operands.d_v), plan.block_n, chunk)
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_d512_kernel[(min(operands.target.num_sms, tiles),)](
-        q.tensor, k.tensor, v.tensor, out, lse, args.slopes, args.sinks,
+        q_map, k_map, v_map, out, lse, args.slopes, args.sinks,
         args.query_starts, args.key_starts, args.query_used, args.key_used, counter_of(q.tensor),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
         group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
-        q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, o.b, o.s, o.r, args.slopes_stride,
+        o.b, o.s, o.r, args.slopes_stride,
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk,

@@ -17,7 +17,6 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     block_at,
     blocks_of,
     phase_parity,
-    rows_desc,
 )
 from powertrain.ops.attention.hopper.primitives import read_tile_field, write_tile_field
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
@@ -167,27 +166,14 @@ def _follow_tile(
 
 @gluon.jit
 def produce(
-    inputs, counter_ptr, lengths, buffers, sync, sizes, strides, window,
+    descs, counter_ptr, lengths, buffers, sync, sizes, window,
     CONFIG: gl.constexpr, K_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
     """A loader warp: all tiles of this CTA."""
-    heads = sizes.kv_heads * sizes.num_q_per_kv
-    storage = sizes.batch
-    if CONFIG.packed:
-        storage = gl.to_tensor(1)
-    # made by the warp that uses them: acquiring a descriptor is a thread's own affair
-    k_desc = rows_desc(
-        inputs.k, storage, sizes.kv_heads, sizes.keys, CONFIG.d_qk, strides.kb, strides.kh, strides.ks, buffers.ring
-    )
-    v_desc = rows_desc(
-        inputs.v, storage, sizes.kv_heads, sizes.keys, CONFIG.d_v, strides.vb, strides.vh, strides.vs, buffers.ring
-    )
+    q_desc, k_desc, v_desc = descs
     at = gl.to_tensor(0)  # chunks so far
     taken = gl.to_tensor(0)  # tiles so far
     if LOADER == 0:
-        q_desc = rows_desc(
-            inputs.q, storage, heads, sizes.queries, CONFIG.d_qk, strides.qb, strides.qh, strides.qs, buffers.q
-        )
         tile = gl.program_id(0)
         while tile < sizes.tiles:
             tile, at, taken = _load_tile(

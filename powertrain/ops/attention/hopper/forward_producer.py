@@ -14,9 +14,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     as_tile,
     block_at,
     blocks_of,
-    packed_desc,
     phase_parity,
-    rows_desc,
 )
 from powertrain.ops.attention.hopper.primitives import write_tile_field
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
@@ -185,71 +183,17 @@ def _load_tile(
 
 
 @gluon.jit
-def produce(
-    inputs, counter_ptr, lengths, buffers, sync, sizes, strides, window, CONFIG: gl.constexpr
-):  # fmt: skip
+def produce(descs, counter_ptr, lengths, buffers, sync, sizes, window, CONFIG: gl.constexpr):
     """The loader warp: all tiles of this CTA."""
-    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    q_desc, k_desc, v_desc = descs
+    v_smem = buffers.v
     tile_smem, tile_full, tile_empty = sync.tile, sync.tile_full, sync.tile_empty
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    PIECES: gl.constexpr = len(q_smem)
-    heads = sizes.kv_heads * sizes.num_q_per_kv
-    head_groups = heads
+    head_groups = sizes.kv_heads * sizes.num_q_per_kv
     if HEADS_PER_TILE > 1:
         head_groups = sizes.kv_heads * gl.cdiv(sizes.num_q_per_kv, HEADS_PER_TILE)
     if sizes.num_splits is not None:
         head_groups = head_groups * sizes.num_splits
-    storage = sizes.batch
-    if CONFIG.packed:
-        storage = gl.to_tensor(1)
-    # made by the warp that uses them: acquiring a descriptor is a thread's own affair
-    q_desc = ()
-    k_desc = ()
-    for i in gl.static_range(PIECES):
-        # TMA fills rows and columns outside a tensor with zeros, so head dims are padded for free
-        q_desc += (  # type: ignore[assignment]
-            packed_desc(
-                inputs.q,
-                storage,
-                heads,
-                sizes.queries,
-                CONFIG.d_qk,
-                strides.qb,
-                strides.qh,
-                strides.qs,
-                q_smem[i],
-                HEADS_PER_TILE,
-            ),
-        )
-        k_desc += (  # type: ignore[assignment]
-            rows_desc(
-                inputs.k,
-                storage,
-                sizes.kv_heads,
-                sizes.keys,
-                CONFIG.d_qk,
-                strides.kb,
-                strides.kh,
-                strides.ks,
-                k_smem[i],
-            ),
-        )
-    v_desc = ()
-    for i in gl.static_range(len(v_smem)):
-        v_desc += (  # type: ignore[assignment]
-            rows_desc(
-                inputs.v,
-                storage,
-                sizes.kv_heads,
-                sizes.keys,
-                CONFIG.d_v,
-                strides.vb,
-                strides.vh,
-                strides.vs,
-                v_smem[i],
-            ),
-        )
-
     # tiles have 1 to 64 blocks under a causal mask: a counter balances them, a fixed share would not
     tile = gl.program_id(0)
     visited = gl.to_tensor(0)  # blocks so far

@@ -47,12 +47,6 @@ class ForwardConfig(NamedTuple):
     heads_per_tile: int  # heads that share keys in one tile
 
 
-class Inputs(NamedTuple):
-    q: Any
-    k: Any
-    v: Any
-
-
 class Results(NamedTuple):
     """Pointers of a consumer: results, and the vectors by head."""
 
@@ -62,21 +56,9 @@ class Results(NamedTuple):
     sinks: Any
 
 
-class InputStrides(NamedTuple):
+class ResultStrides(NamedTuple):
     """By batch entry, position and head."""
 
-    qb: Any
-    qs: Any
-    qh: Any
-    kb: Any
-    ks: Any
-    kh: Any
-    vb: Any
-    vs: Any
-    vh: Any
-
-
-class ResultStrides(NamedTuple):
     ob: Any
     os: Any
     oh: Any

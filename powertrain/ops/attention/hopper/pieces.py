@@ -13,7 +13,7 @@ from powertrain.ops.attention.hopper.primitives import (
     rows_desc_of,
     store_in_order,
 )
-from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, tma, tma_load
+from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, tma_load
 
 
 @gluon.jit
@@ -207,12 +207,3 @@ def store_piece(tile, FIRST: gl.constexpr, base, length, capacity, stride, D: gl
         values = gl.where(gl.expand_dims(rows < length, 1), values, 0.0)
         ptrs = base + gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
         gl.store(ptrs, values, mask=gl.expand_dims(rows < capacity, 1) & gl.expand_dims(cols < D, 0))  # [16, W]
-
-
-@gluon.jit
-def load_key_rows(ptr, rows, D, stride, COLUMN: gl.constexpr, bar, smem, first):
-    """64 rows of a piece of columns, by a descriptor that serves once."""
-    TILE: gl.constexpr = [smem.shape[1], smem.shape[2]]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, smem.dtype)
-    desc = tma.make_tensor_descriptor(ptr, [rows, D], [stride, 1], TILE, layout)
-    tma_load(desc, [first, COLUMN], bar, smem.index(0))

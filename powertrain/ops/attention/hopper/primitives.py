@@ -197,14 +197,6 @@ class BackwardInputs(NamedTuple):
     do: Any
 
 
-class Scratch(NamedTuple):
-    """Memory between the launches: sums of dq, whose turn it is to add, LSE and delta."""
-
-    sum: Any
-    order: Any
-    rows: Any
-
-
 class Gradients(NamedTuple):
     """Pointers of a consumer."""
 
@@ -225,7 +217,6 @@ class BackwardSizes(NamedTuple):
     swizzle: Any
     slots: Any
     tiles: Any
-    rows_size: Any
 
 
 class KeySizes(NamedTuple):

@@ -1,0 +1,65 @@
+"""Tensor maps of attention's inputs, by which the loader warps of the Hopper kernels find tiles."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from powertrain.ops.attention.operands import Operand, Operands
+from powertrain.runtime.tensor_maps import TensorMap, takes_zero_strides, tensor_map
+
+# a head dim in two pieces (hopper/pieces.py) has a map of each; of one piece the second is None
+Maps = tuple[TensorMap, TensorMap | None]
+
+
+class Source(NamedTuple):
+    """A whole tensor [storage, heads, rows, dim] with its strides."""
+
+    tensor: Tensor
+    sizes: tuple[int, int, int, int]
+    b: int
+    h: int
+    s: int
+
+
+def queries_of(operands: Operands, x: Operand, dim: int) -> Source:
+    """Queries, or gradients of results."""
+    heads = operands.heads.kv * operands.heads.q_per_kv
+    return Source(x.tensor, (operands.storage, heads, operands.queries, dim), x.b, x.r, x.s)
+
+
+def keys_of(operands: Operands, x: Operand, dim: int) -> Source:
+    """Keys or values."""
+    if x.b == 0 and operands.storage > 1 and not takes_zero_strides():  # all batch entries share them
+        x = operands.like_key(x.tensor.contiguous())
+    return Source(x.tensor, (operands.storage, operands.heads.kv, operands.keys, dim), x.b, x.h, x.s)
+
+
+def rows_maps(x: Source, block: int, pieces: tuple[int, ...]) -> Maps:
+    """In tiles of `block` rows. Rows and columns outside are zeros, so head dims are padded for free."""
+    return _each(x.tensor, x.sizes, (x.b, x.h, x.s, 1), (1, 1, block), pieces)
+
+
+def packed_maps(x: Source, block: int, pieces: tuple[int, ...], heads_per_tile: int) -> Maps:
+    """[storage, rows, heads, dim] in tiles of (row, head) pairs: heads share a tile."""
+    storage, heads, rows, dim = x.sizes
+    box = 1, block // heads_per_tile, heads_per_tile
+    return _each(x.tensor, (storage, rows, heads, dim), (x.b, x.s, x.h, 1), box, pieces)
+
+
+def ending_maps(x: Source, block: int, pieces: tuple[int, ...], is_ragged: bool) -> Maps:
+    """[storage, heads, end, rows, dim]. `is_ragged`: it ends where any sequence ends; row i of the n rows that end
+    before row `end` is (end, rows - n + i). Else row i is (0, i).
+
+    A tile must not lie wholly outside: TMA then accesses the tensor's start."""
+    storage, heads, rows, dim = x.sizes
+    shape = storage, heads, rows + 1 if is_ragged else 1, rows, dim
+    offset = -rows * x.s if is_ragged else 0
+    return _each(x.tensor, shape, (x.b, x.h, x.s, x.s, 1), (1, 1, 1, block), pieces, offset)
+
+
+def _each(
+    x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], pieces: tuple[int, ...],
+    offset: int = 0,
+) -> Maps:  # fmt: skip
+    first, *rest = (tensor_map(x, shape, strides, (*block, piece), offset) for piece in pieces)
+    return first, rest[0] if rest else None

@@ -1,0 +1,91 @@
+"""Tensor maps made on the host: the descriptors by which TMA finds the tiles of a tensor, as arguments of a launch.
+
+A kernel's parameter `q_desc` takes `tensor_map(q, shape, strides, block)`. Made on the device, a descriptor costs a
+kernel 0.8 us before its first load, one after the other (one H200): five of them are half of a short attention.
+
+A map is 128 bytes that begin with the tensor's address. The others depend on sizes alone and are computed once, so a
+launch, a replayed one too, packs an address and 120 known bytes. The driver says nothing of that order, so it is
+checked whenever a map is encoded.
+"""
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.runtime import driver
+from powertrain.runtime.errors import LaunchError
+
+# two addresses that differ in many bits
+_PROBES = 0x7F00_1234_5600, 0x1000_0000
+
+
+class TensorMap(NamedTuple):
+    """An argument for a kernel's `*_desc` parameter."""
+
+    tensor: Tensor
+    offset: int  # bytes from the tensor's first element to the map's
+    kind: str  # Triton's name of its type: dtype, block and layout in shared memory
+    rest: bytes  # all but the address
+
+
+class _Shape(NamedTuple):
+    kind: str
+    box: tuple[int, ...]  # elements that one TMA instruction moves
+    swizzle: int  # bytes
+
+
+@lru_cache(maxsize=256)
+def shape_of(dtype: torch.dtype, block: tuple[int, ...]) -> _Shape:
+    """The type of a map whose tiles lie in shared memory in the default layout, which TMA and wgmma share."""
+    from powertrain.runtime.gluon_compat import gl
+
+    name, language = {
+        torch.bfloat16: ("bf16", gl.bfloat16), torch.float16: ("fp16", gl.float16), torch.float32: ("fp32", gl.float32),
+    }[dtype]  # fmt: skip
+    if len(block) == 1:
+        layout: Any = gl.NVMMASharedLayout(0, dtype.itemsize * 8, 1)
+    else:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), language)
+    swizzle = layout.swizzle_byte_width
+    last = min(block[-1], swizzle // dtype.itemsize) if swizzle else block[-1]
+    box = (*(min(size, 256) for size in block[:-1]), last)
+    return _Shape(f"tensordesc<{name}{list(block)},{layout!r}>", box, swizzle)
+
+
+@lru_cache(maxsize=4096)
+def _rest_of(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> bytes:
+    # a dimension of one element is never stepped over, and its stride may be anything, 0 too
+    steps = [16 if size == 1 else stride * dtype.itemsize for size, stride in zip(shape, strides[:-1], strict=False)]
+    first, second = (driver.tensor_map(dtype, address, shape, steps, box, swizzle) for address in _PROBES)
+    if first[8:] != second[8:] or any(
+        int.from_bytes(found[:8], "little") != address for found, address in zip((first, second), _PROBES, strict=True)
+    ):
+        raise LaunchError("this driver's tensor maps do not begin with the address")
+    return first[8:]
+
+
+@cache
+def takes_zero_strides() -> bool:
+    """Whether the driver encodes a map in which all indices of a dimension are the same elements. TMA reads by such a
+    map; the driver's manual leaves open whether it makes one."""
+    if not torch.cuda.is_available():
+        return True
+    try:
+        driver.tensor_map(torch.bfloat16, _PROBES[0], (2, 64, 64), (0, 128), (1, 64, 64), 128)
+    except LaunchError:
+        return False
+    return True
+
+
+def tensor_map(
+    x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], offset: int = 0
+) -> TensorMap:
+    """The tiles `block` of a tensor of `shape` and `strides`, in elements, that begins `offset` elements behind x's
+    first. The last stride is 1, the others and the address are multiples of 16 bytes."""
+    known = shape_of(x.dtype, block)
+    rest = _rest_of(x.dtype, shape, strides, known.box, known.swizzle) if x.is_cuda else b""
+    return TensorMap(x, offset * x.element_size(), known.kind, rest)
