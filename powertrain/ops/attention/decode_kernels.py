@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.cache_append import (
-    cache_slot,
+    cache_entry,
+    row_of_entry,
 )
 from powertrain.ops.attention.combine import combine
 from powertrain.ops.attention.decode_schedule import KeysSeen, key_range, lengths_of, schedule
@@ -83,6 +84,28 @@ def _store_piece(x_ptr, piece, rows, mask, HEAD_DIM: tl.constexpr, START: tl.con
     dims = START + tl.arange(0, PIECE)[None, :]
     # [rows, PIECE]
     tl.store(x_ptr + rows[:, None] + dims, piece.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD_DIM))
+
+
+@triton.jit
+def _entry_of_block(
+    page_table_ptr,
+    batch_idx_ptr,
+    batch,
+    block,
+    first,
+    last,
+    page_row,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`cache_entry` of a block of keys: one where it lies in one page, or nothing is paged, else one a key."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        start = block * BLOCK_N + tl.zeros([], tl.int32)
+        return cache_entry(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
+    else:
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (cols >= first) & (cols < last)
+        return cache_entry(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
 
 
 @kernel()
@@ -177,18 +200,18 @@ def _decode_kernel(
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
 
+    entry = _entry_of_block(
+        page_table_ptr, batch_idx_ptr, batch, begin, first, last, page_row, PAGE_SIZE, BLOCK_N
+    )  # fmt: skip
     for block in range(begin, end):
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (cols >= first) & (cols < last)
         if PAGE_SIZE % BLOCK_N == 0:
-            # the whole block lies in one page, or nothing is paged
-            start = block * BLOCK_N + tl.zeros([], tl.int32)
-            entry, row = cache_slot(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
-            row = row + tl.arange(0, BLOCK_N)
+            offset = row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE) + tl.arange(0, BLOCK_N)
         else:
-            entry, row = cache_slot(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
-        k_rows = (entry * stride_kb + kv_head * stride_kh + row * stride_ks) * UNIT
-        v_rows = (entry * stride_vb + kv_head * stride_vh + row * stride_vs) * UNIT
+            offset = row_of_entry(cols, PAGE_SIZE)
+        k_rows = (entry * stride_kb + kv_head * stride_kh + offset * stride_ks) * UNIT
+        v_rows = (entry * stride_vb + kv_head * stride_vh + offset * stride_vs) * UNIT
 
         k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_N, HEAD_DIM_QK]
         s = _products(q, k, FMA, PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -215,6 +238,11 @@ def _decode_kernel(
             v = k
         else:
             v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, FMA)  # tile of [BLOCK_N, HEAD_DIM_V]
+        # a block ahead of its keys: keys that wait for a page's id within a step would take stages for it
+        if PAGE_SIZE > 0:
+            entry = _entry_of_block(
+                page_table_ptr, batch_idx_ptr, batch, block + 1, first, last, page_row, PAGE_SIZE, BLOCK_N
+            )  # fmt: skip
         acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
 
     if sinks_ptr is not None:
