@@ -14,7 +14,8 @@ The syntax is Triton's; the specialization key is ours, so that nothing recompil
   addresses (in bytes), and all integers, are multiples;
 - every other integer (sizes, lengths, token counts): nothing, not even that it is 1; all of them are int32 unless one
   needs int64;
-- floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants.
+- floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants. A kernel
+  whose constant STARTS_EARLY is true is launched before the one before it has ended (runtime/early_start.py).
 
 The device is the tensors' (mixed devices are an error), and so is the stream: that device's current one. A device
 guard is taken only when the current device is another one. A grid with a zero in it launches nothing.
@@ -69,8 +70,11 @@ class Loaded:
     are constants here (pointers that are None) and ends with Triton's hidden scratch pointers.
     """
 
-    def __init__(self, types: list[str], facts: dict[str, Any], function: driver.Function) -> None:
+    def __init__(
+        self, types: list[str], facts: dict[str, Any], function: driver.Function, starts_early: bool = False
+    ) -> None:
         self.function = function
+        self.starts_early = starts_early
         self.handle = function.handle
         self.facts = facts
         self.threads, self.shared = 32 * facts["num_warps"], facts["shared"]
@@ -251,7 +255,8 @@ class Kernel:
                 entry, _ = entry_for(spec, again=True)
                 function = self._load_cubin(entry, device)
         types = [t for name, t in spec.signature.items() if name in self.arguments]
-        return Loaded(types, entry.manifest["launch"], function)
+        starts_early = bool(spec.constants.get("STARTS_EARLY")) and driver.has_early_start()
+        return Loaded(types, entry.manifest["launch"], function, starts_early)
 
     @staticmethod
     def _load_cubin(entry: Any, device: int) -> driver.Function:
@@ -268,7 +273,8 @@ class Kernel:
         with torch.cuda.device(device):
             driver.make_context_current(device)
             stream = torch._C._cuda_getCurrentRawStream(device)
-            code = driver.launcher()(
+            launch = driver.launch_early if loaded.starts_early else driver.launcher()
+            code = launch(
                 loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, stream, pointers, None
             )
         loaded.slots.append(slot)
@@ -304,7 +310,7 @@ def launch(grid, {parameters}):
         _loaded.pack_into(_buffer, 0, {packed}, _scratch, _profile)
     except StructError:
         return prepare(grid, None, {values}, {constants})
-    _code = launch_kernel()(
+    _code = {launch}(
         _loaded.handle, _gx, _gy, _gz, _loaded.threads, 1, 1, _loaded.shared, current_stream(_device), _pointers, None
     )
     _loaded.slots.append(_slot)
@@ -330,6 +336,7 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     pointers = {name: i for i, name in enumerate(kernel.pointers)}
     options = [f"{name}={default!r}" for name, default in OPTIONS.items()]
     dtypes = [f"_t{i}" for i in pointers.values()]
+    early = "STARTS_EARLY" in kernel.constants
     source = _WARM_PATH.format(
         parameters=", ".join([*kernel.parameters, *options]),
         pointers="".join(_READ_POINTER.format(name=name, i=i) for name, i in pointers.items()),
@@ -339,6 +346,7 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
         multiples="|".join(kernel.aligned) or "0",
         values="dict(" + ", ".join(f"{n}={n}" for n in kernel.arguments) + ")",
         constants="dict(" + ", ".join(f"{n}={n}" for n in (*kernel.constants, *OPTIONS)) + ")",
+        launch="(launch_early if _loaded.starts_early else launch_kernel())" if early else "launch_kernel()",
         packed=", ".join(f"_p{pointers[n]}" if n in pointers else n for n in kernel.arguments),
     )
     namespace: dict[str, Any] = {
@@ -346,6 +354,7 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
         "prepare": kernel._prepare,
         "state": recording.state,
         "launch_kernel": driver.launcher,
+        "launch_early": driver.launch_early,
         "current_device": getattr(torch._C, "_cuda_getDevice", lambda: None),
         "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
         "EMPTY": {},

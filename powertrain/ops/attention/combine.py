@@ -7,7 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.shapes import cdiv, next_power_of_2
+from powertrain.runtime.early_start import starts_early, wait_for_kernel_before
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
 
 
 @kernel()
@@ -31,9 +33,11 @@ def _combine_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     """One row (batch, query, head) and some channels: the splits' results, weighted by exp(lse - max). With `parts`, a
     sequence's are those of its tile's parts; one part alone is the result already."""
+    wait_for_kernel_before(STARTS_EARLY)
     # int64: partial results of all splits may exceed 2^31 elements
     row = tl.program_id(0).to(tl.int64)
     head = row % heads
@@ -125,5 +129,5 @@ def combine(
     _combine_kernel[(rows, cdiv(head_dim_v, block_d))](
         partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra, *strides,
         HEAD_DIM_V=head_dim_v, BLOCK_S=min(at_a_time, next_power_of_2(partial.shape[0])), BLOCK_D=block_d,
-        num_warps=num_warps,
+        STARTS_EARLY=starts_early(Target.of(out.device)), num_warps=num_warps,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.dispatch import Op
+from powertrain.runtime.early_start import starts_early, wait_for_kernel_before
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -160,9 +161,11 @@ def _decode_kernel(
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
     UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each."""
+    wait_for_kernel_before(STARTS_EARLY)
     tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
     tile = tl.program_id(0) % tiles
     kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
@@ -432,8 +435,8 @@ def _decode(
         HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
         PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
-        maxnreg=_registers(plan),
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
+        num_stages=plan.num_stages, maxnreg=_registers(plan),
     )  # fmt: skip
     if partial is not None and partial_lse is not None:
         combine(partial, partial_lse, sinks, out, lse, out.stride()[:3], table)
