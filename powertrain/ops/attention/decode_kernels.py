@@ -36,10 +36,10 @@ def _load_rows(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, 
 @triton.jit
 def _load_piece(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr, FMA: tl.constexpr):
     dims = START + tl.arange(0, PIECE)[None, :]
-    if HEAD_DIM % 16 == 0:
-        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)  # [rows, PIECE]
-    else:
-        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)  # [rows, PIECE]
+    pointers, mask = x_ptr + tl.expand_dims(rows, -1) + dims, tl.expand_dims(mask, -1)
+    if HEAD_DIM % 16 != 0:
+        mask = mask & (dims < HEAD_DIM)
+    x = tl.load(pointers, mask=mask, other=0.0)  # [rows, PIECE]
     if FMA:
         x = x.to(tl.float32)
     return x
@@ -68,7 +68,7 @@ def _update(acc, alpha, p, v, FMA: tl.constexpr, PRECISION: tl.constexpr):
             product = tl.dot(p, v[i], input_precision=PRECISION)  # [rows of p, piece]
             tile += (tl.fma(acc[i], tl.broadcast_to(alpha[:, None], acc[i].shape), product),)  # type: ignore[assignment]
         else:
-            scaled = acc[i] * alpha[:, None]
+            scaled = acc[i] * tl.expand_dims(alpha, -1)
             # [rows of p, piece]
             tile += (tl.dot(p.to(v[i].dtype), v[i], scaled, input_precision=PRECISION),)  # type: ignore[assignment]
     return tile
@@ -87,6 +87,42 @@ def _store_piece(x_ptr, piece, rows, mask, HEAD_DIM: tl.constexpr, START: tl.con
     tl.store(x_ptr + rows[:, None] + dims, piece.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD_DIM))
 
 
+# GROUPS: the keys of a block are as many groups, one a warp, each with a softmax and results of its own, joined behind
+# the last block. Warps then exchange nothing in the loop, and each reads its own keys alone from shared memory.
+@triton.jit
+def _keys_of_block(block, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
+    """Positions of a block's keys: [BLOCK_N], or [GROUPS, BLOCK_N // GROUPS]."""
+    if GROUPS == 1:
+        keys = tl.arange(0, BLOCK_N)
+    else:
+        keys = tl.arange(0, GROUPS)[:, None] * (BLOCK_N // GROUPS) + tl.arange(0, BLOCK_N // GROUPS)[None, :]
+    return block * BLOCK_N + keys
+
+
+@triton.jit
+def _for_groups(tile, GROUPS: tl.constexpr):
+    """The same tile for each group."""
+    tiles = ()
+    for i in tl.static_range(len(tile)):
+        if GROUPS == 1:
+            tiles += (tile[i],)  # type: ignore[assignment]
+        else:
+            tiles += (tl.broadcast_to(tile[i][None, :, :], [GROUPS, tile[i].shape[0], tile[i].shape[1]]),)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def _join_groups(acc, top, total):
+    """Results of all groups, as those of one."""
+    highest = tl.max(top, axis=0)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(top - safe[None, :])
+    tile = ()
+    for i in tl.static_range(len(acc)):
+        tile += (tl.sum(acc[i] * weight[:, :, None], axis=0),)  # type: ignore[assignment]
+    return tile, highest, tl.sum(total * weight, axis=0)
+
+
 @triton.jit
 def _entry_of_block(
     page_table_ptr,
@@ -98,13 +134,14 @@ def _entry_of_block(
     page_row,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """`cache_entry` of a block of keys: one where it lies in one page, or nothing is paged, else one a key."""
     if PAGE_SIZE % BLOCK_N == 0:
         start = block * BLOCK_N + tl.zeros([], tl.int32)
         return cache_entry(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
     else:
-        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        cols = _keys_of_block(block, BLOCK_N, GROUPS)
         inside = (cols >= first) & (cols < last)
         return cache_entry(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
 
@@ -161,6 +198,7 @@ def _decode_kernel(
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
     """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
@@ -196,21 +234,26 @@ def _decode_kernel(
 
     q_rows = (batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh) * UNIT
     q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
-    acc = zeros_tile(BLOCK_M, PIECES_V)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    q, acc = _for_groups(q, GROUPS), _for_groups(zeros_tile(BLOCK_M, PIECES_V), GROUPS)
+    if GROUPS == 1:
+        total = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        total = tl.zeros([GROUPS, BLOCK_M], tl.float32)
+    top = total - float("inf")
+    KEYS: tl.constexpr = 1 if GROUPS == 1 else 2  # the dim of keys in scores
     slope = tl.zeros([BLOCK_M], tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
 
     entry = _entry_of_block(
-        page_table_ptr, batch_idx_ptr, batch, begin, first, last, page_row, PAGE_SIZE, BLOCK_N
+        page_table_ptr, batch_idx_ptr, batch, begin, first, last, page_row, PAGE_SIZE, BLOCK_N, GROUPS
     )  # fmt: skip
     for block in range(begin, end):
-        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        cols = _keys_of_block(block, BLOCK_N, GROUPS)
         inside = (cols >= first) & (cols < last)
         if PAGE_SIZE % BLOCK_N == 0:
-            offset = row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE) + tl.arange(0, BLOCK_N)
+            start = row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE)
+            offset = start + _keys_of_block(0, BLOCK_N, GROUPS)
         else:
             offset = row_of_entry(cols, PAGE_SIZE)
         k_rows = (entry * stride_kb + kv_head * stride_kh + offset * stride_ks) * UNIT
@@ -223,19 +266,19 @@ def _decode_kernel(
         else:
             s = s * (scale * LOG2E)
         if slopes_ptr is not None:
-            s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
-        visible = inside[None, :]
+            s -= slope[:, None] * tl.abs(position[:, None] - tl.expand_dims(cols, -2)).to(tl.float32)
+        visible = tl.expand_dims(inside, -2)
         if HAS_LEFT:
-            visible = visible & (cols[None, :] >= position[:, None] - left)
+            visible = visible & (tl.expand_dims(cols, -2) >= position[:, None] - left)
         if HAS_RIGHT:
-            visible = visible & (cols[None, :] <= position[:, None] + right)
+            visible = visible & (tl.expand_dims(cols, -2) <= position[:, None] + right)
         s = tl.where(visible, s, float("-inf"))
 
-        new_top = tl.maximum(top, tl.max(s, axis=1))
+        new_top = tl.maximum(top, tl.max(s, axis=KEYS))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - safe[:, None])
+        p = tl.exp2(s - tl.expand_dims(safe, -1))
         alpha = tl.exp2(top - safe)
-        total = total * alpha + tl.sum(p, axis=1)
+        total = total * alpha + tl.sum(p, axis=KEYS)
         top = new_top
         if SHARES_KEYS:
             v = k
@@ -244,10 +287,12 @@ def _decode_kernel(
         # a block ahead of its keys: keys that wait for a page's id within a step would take stages for it
         if PAGE_SIZE > 0:
             entry = _entry_of_block(
-                page_table_ptr, batch_idx_ptr, batch, block + 1, first, last, page_row, PAGE_SIZE, BLOCK_N
+                page_table_ptr, batch_idx_ptr, batch, block + 1, first, last, page_row, PAGE_SIZE, BLOCK_N, GROUPS
             )  # fmt: skip
         acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
 
+    if GROUPS > 1:
+        acc, top, total = _join_groups(acc, top, total)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
         # else the combination adds it
@@ -281,6 +326,7 @@ class _Plan(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int  # programs that run on one SM at a time
+    by_warp: bool = False  # each warp has keys of its own
 
 
 @tunable("NVIDIA H200, 2026-11-21")
@@ -345,7 +391,8 @@ def _plan(
         block_n //= 2
     num_warps = 8 if block_m * width_v * itemsize >= 1 << 15 else 4
     per_sm = max(1, min(3 if page_size else 2, target.shared_per_sm // shared()))
-    return _Plan(block_m, block_n, num_warps, stages, per_sm)
+    by_warp = itemsize == 2 and block_m * width_v <= 1 << 12
+    return _Plan(block_m, block_n, num_warps, stages, per_sm, by_warp)
 
 
 def _registers(plan: _Plan) -> int | None:
@@ -435,8 +482,11 @@ def _decode(
         HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
         PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
-        num_stages=plan.num_stages, maxnreg=_registers(plan),
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+        # 16 keys are the least of a product by p
+        GROUPS=plan.num_warps if plan.by_warp and plan.block_n >= 16 * plan.num_warps else 1,
+        STARTS_EARLY=starts_early(target), num_warps=plan.num_warps, num_stages=plan.num_stages,
+        maxnreg=_registers(plan),
     )  # fmt: skip
     if partial is not None and partial_lse is not None:
         combine(partial, partial_lse, sinks, out, lse, out.stride()[:3], table)
