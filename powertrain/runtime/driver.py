@@ -141,9 +141,7 @@ class LaunchConfig:
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, starts_early: bool = False
     ) -> None:
         attributes = (ctypes.addressof(_EARLY_START_ATTRIBUTE), 1) if starts_early else (0, 0)
-        self._buffer = ctypes.create_string_buffer(
-            self._LAYOUT.pack(*grid, threads, 1, 1, shared, stream, *attributes)
-        )
+        self._buffer = ctypes.create_string_buffer(self._LAYOUT.pack(*grid, threads, 1, 1, shared, stream, *attributes))
         self.address = ctypes.addressof(self._buffer)
 
 
@@ -157,7 +155,17 @@ def configured_launcher() -> Any:
 
 
 def launch_early(
-    handle: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, params: int, extra: None
+    handle: int,
+    gx: int,
+    gy: int,
+    gz: int,
+    bx: int,
+    by: int,
+    bz: int,
+    shared: int,
+    stream: int,
+    params: int,
+    extra: None,
 ) -> int:
     """`launcher()`'s function, for a kernel that starts before the one before it has ended; `by` and `bz` are 1."""
     config = LaunchConfig((gx, gy, gz), bx, shared, stream, starts_early=True)

@@ -15,7 +15,7 @@ The syntax is Triton's; the specialization key is ours, so that nothing recompil
 - every other integer (sizes, lengths, token counts): nothing, not even that it is 1; all of them are int32 unless one
   needs int64;
 - floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants. A kernel
-  whose constant STARTS_EARLY is true is launched before the one before it has ended (runtime/early_start.py).
+  whose constant STARTS_EARLY is true is launched before the one before it has ended (ops/early_start.py).
 
 The device is the tensors' (mixed devices are an error), and so is the stream: that device's current one. A device
 guard is taken only when the current device is another one. A grid with a zero in it launches nothing.
@@ -274,9 +274,7 @@ class Kernel:
             driver.make_context_current(device)
             stream = torch._C._cuda_getCurrentRawStream(device)
             launch = driver.launch_early if loaded.starts_early else driver.launcher()
-            code = launch(
-                loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, stream, pointers, None
-            )
+            code = launch(loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, stream, pointers, None)
         loaded.slots.append(slot)
         if code:
             raise LaunchError(f"kernel {self.name} with grid {grid} on cuda:{device}: {driver.describe(code)}")

@@ -104,7 +104,7 @@ class Target:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Kernels start before the one before them has ended (runtime/early_start.py)."""
+        """Kernels start before the one before them has ended (ops/early_start.py)."""
         return self.arch >= 90
 
     @property

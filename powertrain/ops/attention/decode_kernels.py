@@ -13,12 +13,12 @@ from powertrain.ops.attention.cache_append import (
     row_of_entry,
 )
 from powertrain.ops.attention.combine import combine
-from powertrain.ops.attention.decode_schedule import KeysSeen, key_range, lengths_of, schedule
+from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, key_range, lengths_of, schedule
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.dispatch import Op
-from powertrain.runtime.early_start import starts_early, wait_for_kernel_before
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -36,10 +36,10 @@ def _load_rows(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, 
 @triton.jit
 def _load_piece(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr, FMA: tl.constexpr):
     dims = START + tl.arange(0, PIECE)[None, :]
-    pointers, mask = x_ptr + tl.expand_dims(rows, -1) + dims, tl.expand_dims(mask, -1)
-    if HEAD_DIM % 16 != 0:
-        mask = mask & (dims < HEAD_DIM)
-    x = tl.load(pointers, mask=mask, other=0.0)  # [rows, PIECE]
+    if HEAD_DIM % 16 == 0:
+        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)  # [rows, PIECE]
+    else:
+        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)  # [rows, PIECE]
     if FMA:
         x = x.to(tl.float32)
     return x
@@ -68,7 +68,7 @@ def _update(acc, alpha, p, v, FMA: tl.constexpr, PRECISION: tl.constexpr):
             product = tl.dot(p, v[i], input_precision=PRECISION)  # [rows of p, piece]
             tile += (tl.fma(acc[i], tl.broadcast_to(alpha[:, None], acc[i].shape), product),)  # type: ignore[assignment]
         else:
-            scaled = acc[i] * tl.expand_dims(alpha, -1)
+            scaled = acc[i] * alpha[:, None]
             # [rows of p, piece]
             tile += (tl.dot(p.to(v[i].dtype), v[i], scaled, input_precision=PRECISION),)  # type: ignore[assignment]
     return tile
@@ -87,42 +87,6 @@ def _store_piece(x_ptr, piece, rows, mask, HEAD_DIM: tl.constexpr, START: tl.con
     tl.store(x_ptr + rows[:, None] + dims, piece.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD_DIM))
 
 
-# GROUPS: the keys of a block are as many groups, one a warp, each with a softmax and results of its own, joined behind
-# the last block. Warps then exchange nothing in the loop, and each reads its own keys alone from shared memory.
-@triton.jit
-def _keys_of_block(block, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
-    """Positions of a block's keys: [BLOCK_N], or [GROUPS, BLOCK_N // GROUPS]."""
-    if GROUPS == 1:
-        keys = tl.arange(0, BLOCK_N)
-    else:
-        keys = tl.arange(0, GROUPS)[:, None] * (BLOCK_N // GROUPS) + tl.arange(0, BLOCK_N // GROUPS)[None, :]
-    return block * BLOCK_N + keys
-
-
-@triton.jit
-def _for_groups(tile, GROUPS: tl.constexpr):
-    """The same tile for each group."""
-    tiles = ()
-    for i in tl.static_range(len(tile)):
-        if GROUPS == 1:
-            tiles += (tile[i],)  # type: ignore[assignment]
-        else:
-            tiles += (tl.broadcast_to(tile[i][None, :, :], [GROUPS, tile[i].shape[0], tile[i].shape[1]]),)  # type: ignore[assignment]
-    return tiles
-
-
-@triton.jit
-def _join_groups(acc, top, total):
-    """Results of all groups, as those of one."""
-    highest = tl.max(top, axis=0)
-    safe = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp2(top - safe[None, :])
-    tile = ()
-    for i in tl.static_range(len(acc)):
-        tile += (tl.sum(acc[i] * weight[:, :, None], axis=0),)  # type: ignore[assignment]
-    return tile, highest, tl.sum(total * weight, axis=0)
-
-
 @triton.jit
 def _entry_of_block(
     page_table_ptr,
@@ -134,14 +98,13 @@ def _entry_of_block(
     page_row,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
 ):
     """`cache_entry` of a block of keys: one where it lies in one page, or nothing is paged, else one a key."""
     if PAGE_SIZE % BLOCK_N == 0:
         start = block * BLOCK_N + tl.zeros([], tl.int32)
         return cache_entry(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
     else:
-        cols = _keys_of_block(block, BLOCK_N, GROUPS)
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (cols >= first) & (cols < last)
         return cache_entry(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
 
@@ -198,7 +161,6 @@ def _decode_kernel(
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
     """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
@@ -234,26 +196,21 @@ def _decode_kernel(
 
     q_rows = (batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh) * UNIT
     q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
-    q, acc = _for_groups(q, GROUPS), _for_groups(zeros_tile(BLOCK_M, PIECES_V), GROUPS)
-    if GROUPS == 1:
-        total = tl.zeros([BLOCK_M], tl.float32)
-    else:
-        total = tl.zeros([GROUPS, BLOCK_M], tl.float32)
-    top = total - float("inf")
-    KEYS: tl.constexpr = 1 if GROUPS == 1 else 2  # the dim of keys in scores
+    acc = zeros_tile(BLOCK_M, PIECES_V)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
 
     entry = _entry_of_block(
-        page_table_ptr, batch_idx_ptr, batch, begin, first, last, page_row, PAGE_SIZE, BLOCK_N, GROUPS
+        page_table_ptr, batch_idx_ptr, batch, begin, first, last, page_row, PAGE_SIZE, BLOCK_N
     )  # fmt: skip
     for block in range(begin, end):
-        cols = _keys_of_block(block, BLOCK_N, GROUPS)
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (cols >= first) & (cols < last)
         if PAGE_SIZE % BLOCK_N == 0:
-            start = row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE)
-            offset = start + _keys_of_block(0, BLOCK_N, GROUPS)
+            offset = row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE) + tl.arange(0, BLOCK_N)
         else:
             offset = row_of_entry(cols, PAGE_SIZE)
         k_rows = (entry * stride_kb + kv_head * stride_kh + offset * stride_ks) * UNIT
@@ -266,19 +223,19 @@ def _decode_kernel(
         else:
             s = s * (scale * LOG2E)
         if slopes_ptr is not None:
-            s -= slope[:, None] * tl.abs(position[:, None] - tl.expand_dims(cols, -2)).to(tl.float32)
-        visible = tl.expand_dims(inside, -2)
+            s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
+        visible = inside[None, :]
         if HAS_LEFT:
-            visible = visible & (tl.expand_dims(cols, -2) >= position[:, None] - left)
+            visible = visible & (cols[None, :] >= position[:, None] - left)
         if HAS_RIGHT:
-            visible = visible & (tl.expand_dims(cols, -2) <= position[:, None] + right)
+            visible = visible & (cols[None, :] <= position[:, None] + right)
         s = tl.where(visible, s, float("-inf"))
 
-        new_top = tl.maximum(top, tl.max(s, axis=KEYS))
+        new_top = tl.maximum(top, tl.max(s, axis=1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - tl.expand_dims(safe, -1))
+        p = tl.exp2(s - safe[:, None])
         alpha = tl.exp2(top - safe)
-        total = total * alpha + tl.sum(p, axis=KEYS)
+        total = total * alpha + tl.sum(p, axis=1)
         top = new_top
         if SHARES_KEYS:
             v = k
@@ -287,12 +244,10 @@ def _decode_kernel(
         # a block ahead of its keys: keys that wait for a page's id within a step would take stages for it
         if PAGE_SIZE > 0:
             entry = _entry_of_block(
-                page_table_ptr, batch_idx_ptr, batch, block + 1, first, last, page_row, PAGE_SIZE, BLOCK_N, GROUPS
+                page_table_ptr, batch_idx_ptr, batch, block + 1, first, last, page_row, PAGE_SIZE, BLOCK_N
             )  # fmt: skip
         acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
 
-    if GROUPS > 1:
-        acc, top, total = _join_groups(acc, top, total)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
         # else the combination adds it
@@ -326,10 +281,10 @@ class _Plan(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int  # programs that run on one SM at a time
-    by_warp: bool = False  # each warp has keys of its own
+    registers: int = 0  # of a thread at most, for 4 warps, where ptxas would take more than let `per_sm` programs run
 
 
-@tunable("NVIDIA H200, 2026-11-21")
+@tunable("NVIDIA H200, 2026-11-24")
 def _plan(
     rows: int,
     width_qk: int,
@@ -337,21 +292,28 @@ def _plan(
     shares: bool,
     itemsize: int,
     page_size: int,
+    is_short: bool,
     aligned: bool,
     fma: bool,
     target: Target,
 ) -> _Plan:
-    """`rows` of queries a kv head has; widths: of the head dims in pieces; `aligned`: 16-byte loads."""
+    """`rows` of queries a kv head has; widths: of the head dims in pieces; `is_short`: parts of the fewest keys do not
+    fill the GPU, however full the cache is; `aligned`: 16-byte loads."""
     # batch 64, 32/8 heads, 8192 keys, bf16, D128 unless said, ms; copying as many bytes takes 0.505 (D64 half, ...):
     #   dense            128 keys 4 warps 3 stages 0.471; 64 keys 0.474 to 0.549; 8 warps the same
     #                    64 keys 4 stages 0.494 (128: 0.491), 16 sequences 0.142 (0.149), 1 long among 31 0.070 (0.079)
+    #     4 of 3000      128 keys 3 stages 0.0194; 64 keys 3 stages 0.023: few blocks a part, so many keys at once
     #     D64, D256      256 keys 3 stages 0.244 (128 keys 0.278);  64 keys 3 stages 0.929 of 1.010
-    #   pages of 64 on   64 keys 4 warps 3 stages 0.479; 128 keys 0.486;   D64 64 keys 6 stages 0.242 (3: 0.262)
-    #   pages of 1, 16   32 keys 4 warps 6 stages 0.487, 0.490; 64 keys 3 stages 0.640
+    #   pages of 64      64 keys 2 stages 0.498, 3 stages 0.509, 4 stages 0.495; 31 of 500 and one of 32768 0.068, 0.067,
+    #                    0.070; 32 of 500 to 32k, 28/4 heads 0.181, 0.177, 0.197;   D64 3 stages 0.329, 6 stages 0.340
+    #   of 1, 16         32 of 500 to 32k: 64 keys 3 stages 0.350, 0.344; 2 stages 0.364, 0.369; 32 keys 0.355, 0.348;
+    #                    D64 64 keys 3 stages 0.334, 4 stages 0.338, 128 keys 0.347
     #   8 or 16 queries  64 keys 4 warps 3 stages 0.473, 0.480; 128 keys 0.500, 0.508; 8 warps 0.53 to 0.66
-    #     pages of 16, 1   64 keys 6 stages 0.527, 0.506; 32 keys 0.640, 0.530
+    #     32 of 500 to 32k, 32 rows, pages of 64   64 keys 4 stages 0.371, 3 stages 0.377; as 64 rows 0.378
+    #                       64 rows, pages of 16   32 keys 3 stages, 3 an SM 0.423; 64 keys 0.447; dense 0.381, 0.383
     #   MLA, 128 heads   64 x 64 8 warps 2 stages 0.565, 64 x 32 3 stages 0.658, 32 x 32 0.80 (2 * 73 GFLOP)
-    #     16 heads         64 keys 4 warps 3 stages, 2 splits 0.160 of 0.142; 32 keys 0.170
+    #     16 heads         32 keys 3 stages 0.185, 64 keys 0.187, 8 warps 0.184; 32 of 500 to 32k, pages of 64 and 1:
+    #                      0.131, 0.140; 64 keys 0.176, 0.175, 8 warps 0.139, 0.155
     #   float32, 4096 keys   4 rows 64 keys 3 stages 0.93 of 0.505; 16 rows 32 keys 1.65
     key_bytes = (width_qk + (0 if shares else width_v)) * itemsize
     rows = next_power_of_2(rows)
@@ -369,21 +331,30 @@ def _plan(
     block_m = max(16, min(most, rows))
     # blocks of keys lie in a page each
     in_pages = page_size > 0 and page_size % 64 == 0
+    by_wgmma = block_m == 64 and target.has_wgmma
+    # two or three programs on an SM: one begins while the others read
+    roomy = target.shared_per_sm > 128 << 10
     if page_size == 0 or is_wide:
         block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << ((72 << 10) // key_bytes).bit_length() - 1))
         block_n = block_n if block_m == 16 or is_wide else min(block_n, 64)
-        stages = 3 if block_m == 16 or page_size % 64 or not is_wide else 2
-        if block_m == 16 and page_size == 0 and key_bytes == 512 and itemsize == 2:
-            # two programs on an SM: one begins while the other reads
+        stages = 3 if block_m == 16 or not is_wide else 2
+        if is_wide and block_m == 16:
+            block_n = min(block_n, 32)
+        elif key_bytes == 512 and itemsize == 2 and (block_m == 32 or (block_m == 16 and not is_short)):
             block_n, stages = 64, 4
+    elif block_m == 16:
+        # 64 keys of head dim 256 spill 120 bytes
+        fits = key_bytes < 1024 if in_pages else key_bytes < 512 or (key_bytes == 512 and roomy)
+        block_n = 64 if fits else 32
+        stages = 2 if in_pages and block_n == 64 and key_bytes >= 512 else 3
     else:
-        block_n = 64 if in_pages or key_bytes < 512 or block_m > 16 else 32
-        stages = 3 if in_pages and block_n * key_bytes >= 32 << 10 else 6
+        block_n = 32 if by_wgmma and not in_pages and key_bytes >= 512 else 64
+        stages = 4 if block_m == 32 and key_bytes <= 512 and roomy else 3
 
     def shared() -> int:
-        # a page id's load takes a stage; wgmma reads a tile while the next one arrives
-        tiles = max(1, stages - 1 - (page_size > 0) + (block_m == 64 and target.has_wgmma))
-        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + 4096
+        # wgmma reads a tile while the next one arrives; other products pass weights from warp to warp
+        tiles = max(1, stages - 1 + by_wgmma)
+        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + (1024 if by_wgmma else 4096)
 
     while shared() > target.shared_per_block and stages > 2:
         stages -= 1
@@ -391,16 +362,12 @@ def _plan(
         block_n //= 2
     num_warps = 8 if block_m * width_v * itemsize >= 1 << 15 else 4
     per_sm = max(1, min(3 if page_size else 2, target.shared_per_sm // shared()))
-    by_warp = itemsize == 2 and block_m * width_v <= 1 << 12
-    return _Plan(block_m, block_n, num_warps, stages, per_sm, by_warp)
-
-
-def _registers(plan: _Plan) -> int | None:
-    """Registers of a thread, where ptxas would take more than let `per_sm` programs run on an SM, which has 65536."""
-    # pages of 64, one query: 128 registers 0.482 ms, 184 0.545; 8 queries (32 rows): 168 0.390, 128 0.406
-    if plan.num_warps != 4 or plan.per_sm < 3:
-        return None
-    return 128 if plan.block_m == 16 else 168
+    # an SM has 65536: pages of 64, one query: 128 registers 0.482 ms, 184 0.545; 8 queries, 32 rows: 168 0.390, 128 0.406
+    registers = 0
+    if per_sm >= 3:
+        # head dims of several pieces would spill 56 to 270 bytes at 128
+        registers = 128 if block_m == 16 and key_bytes in (256, 512) and (in_pages or key_bytes == 256) else 168
+    return _Plan(block_m, block_n, num_warps, stages, per_sm, registers)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -454,10 +421,13 @@ def _decode(
     paged = 0 if page_table is None else page_size
     strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
     unit = 8 if all(s % 8 == 0 for s in strides) else 1
-    plan = _plan(sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, unit == 8, fma, target)
-    tiles = cdiv(sq * ratio, plan.block_m)
     # the queries stand at the end: a window of keys before them is all that is ever read
     seen = min(capacity, left + sq) if left >= 0 else capacity
+    is_short = b * kv_heads * cdiv(seen, LEAST_KEYS) <= target.num_sms
+    plan = _plan(
+        sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, is_short, unit == 8, fma, target
+    )
+    tiles = cdiv(sq * ratio, plan.block_m)
     programs = kv_heads * tiles
     partial = partial_lse = table = parts = None
     slots: tuple[int, ...]
@@ -482,11 +452,8 @@ def _decode(
         HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
         PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-        # 16 keys are the least of a product by p
-        GROUPS=plan.num_warps if plan.by_warp and plan.block_n >= 16 * plan.num_warps else 1,
-        STARTS_EARLY=starts_early(target), num_warps=plan.num_warps, num_stages=plan.num_stages,
-        maxnreg=_registers(plan),
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
+        num_stages=plan.num_stages, maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
     )  # fmt: skip
     if partial is not None and partial_lse is not None:
         combine(partial, partial_lse, sinks, out, lse, out.stride()[:3], table)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.combine import PartTable
 from powertrain.ops.shapes import cdiv, next_power_of_2
-from powertrain.runtime.early_start import starts_early, wait_for_kernel_before
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
@@ -132,8 +132,8 @@ def _write_parts(
     FILLS_ONCE: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The parts of some sequences; `before`: extra parts, and sequences that are cut, of those before them. Returns both
-    with theirs."""
+    """The parts of some sequences. `before`, `cut_before`: extra parts, and sequences that are cut, of those before
+    them; returned with theirs."""
     more = _extra_parts(blocks, share, FILLS_ONCE)
     is_cut = (more > 0).to(tl.int32)
     begin = before + tl.cumsum(more) - more
@@ -262,7 +262,7 @@ def _schedule_kernel(
 
 # how many times over the parts fill the GPU at most, where they cannot all run at once
 _WAVES = 8
-_LEAST_KEYS = 512  # of a part
+LEAST_KEYS = 512  # of a part
 _BLOCK_B = 256  # sequences that the schedule reads at a time
 
 
@@ -274,7 +274,7 @@ def _choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Ta
     if at_once >= 2 * sequences and sequences <= _BLOCK_B:
         return at_once - sequences, at_once, True
     most = cdiv(_WAVES * target.num_sms * per_sm, max(1, tiles))
-    return max(1, min(sequences * cdiv(keys, _LEAST_KEYS), most)), at_once, False
+    return max(1, min(sequences * cdiv(keys, LEAST_KEYS), most)), at_once, False
 
 
 class KeysSeen(NamedTuple):
@@ -315,7 +315,7 @@ def schedule(
     # one warp adds without waiting for others
     _schedule_kernel[(tiles,)](
         keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio, keys.num_new, keys.capacity, extra,
-        at_once, cdiv(_LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
+        at_once, cdiv(LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
         ONE_BLOCK=batch <= _BLOCK_B, FILLS_ONCE=fills_once, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b,
         BLOCK_E=8, STARTS_EARLY=starts_early(target), num_warps=1 if block_b <= 64 else 4,
     )  # fmt: skip

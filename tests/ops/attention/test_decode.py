@@ -445,13 +445,18 @@ def test_plans_fit(itemsize: int, card: str) -> None:
     target = Target.parse(card)
     fma = itemsize == 4 or not target.has_tensor_core_dot
     for dqk, dv in [(1, 1), (64, 64), (111, 7), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512)]:
-        for rows, page_size, aligned in itertools.product([1, 4, 16, 100], [0, 1, 16, 48, 64, 256], [True, False]):
+        yes_or_no = [True, False]
+        options = itertools.product([1, 4, 16, 30, 100], [0, 1, 16, 48, 64, 256], yes_or_no, yes_or_no)
+        for rows, page_size, is_short, aligned in options:
             shares = dqk == 576
             wide, narrow = (sum(pieces(d, 64 if fma else 512)) for d in (dqk, dv))
-            plan = decode_kernels._plan(rows, wide, narrow, shares, itemsize, page_size, aligned, fma, target)
+            plan = decode_kernels._plan(rows, wide, narrow, shares, itemsize, page_size, is_short, aligned, fma, target)
             one_stage = plan.block_n * (wide + (0 if shares else narrow)) * itemsize
             assert plan.block_n & (plan.block_n - 1) == 0 and plan.block_n >= 16
-            assert plan.num_stages == 1 or max(1, plan.num_stages - 2) * one_stage <= target.shared_per_block
+            # page ids come a block ahead, so keys and values have all stages but the one that is computed
+            held = plan.block_m * wide * itemsize + max(1, plan.num_stages - 1) * one_stage
+            assert plan.num_stages == 1 or held <= target.shared_per_block
+            assert plan.per_sm == 1 or fma or plan.per_sm * held <= target.shared_per_sm
             for programs, keys in [(1, 1), (8, 131072), (512, 8192), (10**6, 300)]:
                 splits = decode_kernels._choose_splits(programs, keys, plan.per_sm, target)
                 assert 1 <= splits <= 128 and (splits - 1) * programs <= 2 * target.num_sms * plan.per_sm
@@ -490,7 +495,7 @@ def test_lengths_far_apart(seed: int, device: torch.device, monkeypatch: pytest.
     monkeypatch.setattr(decode_kernels.Target, "of", lambda device: target)
     page = draws.choice([None, 4, 16])
     # a part has 512 keys or more elsewhere
-    monkeypatch.setattr(decode_schedule, "_LEAST_KEYS", 32)
+    monkeypatch.setattr(decode_schedule, "LEAST_KEYS", 32)
     decode_schedule._choose_parts.cache_clear()
     longest = draws.choice([40, 170])
     lengths = [draws.choice([0, 1, draws.randint(1, 40), longest]) for _ in range(batch)]
