@@ -3,7 +3,8 @@
 A kernel with the constant STARTS_EARLY is launched as soon as every program of the kernel before has called
 `wait_for_kernel_before` or ended; its own programs wait there, before they touch memory, until all of that kernel is
 done and visible. What it costs to launch a kernel and to read its code is then hidden by the one before: 1.4 to 3 us of
-a decoding call of three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md).
+a decoding call of three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md). Into a graph they are
+launched as others are; early starts were not tried there.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

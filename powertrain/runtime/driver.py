@@ -26,8 +26,6 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NUM_REGS = 4
 _LOCAL_BYTES = 3
 _EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-# CUDA graphs capture early starts from this version on
-_EARLY_START_DRIVER = 12030
 
 
 class ImageError(LaunchError):
@@ -126,12 +124,6 @@ def launcher() -> Any:
 _EARLY_START_ATTRIBUTE = ctypes.create_string_buffer(struct.pack("@I4xi60x", _EARLY_START, 1))
 
 
-@cache
-def has_early_start() -> bool:
-    """The driver launches kernels before the one before them has ended, and captures that."""
-    return version() >= _EARLY_START_DRIVER
-
-
 class LaunchConfig:
     """A CUlaunchConfig: grid, threads of a block, shared bytes, stream. Valid as long as this object is."""
 
@@ -168,7 +160,8 @@ def launch_early(
     extra: None,
 ) -> int:
     """`launcher()`'s function, for a kernel that starts before the one before it has ended; `by` and `bz` are 1."""
-    config = LaunchConfig((gx, gy, gz), bx, shared, stream, starts_early=True)
+    # graphs may hold early starts too, but only some drivers capture them
+    config = LaunchConfig((gx, gy, gz), bx, shared, stream, not torch.cuda.is_current_stream_capturing())
     code: int = configured_launcher()(config.address, handle, params, extra)
     return code
 

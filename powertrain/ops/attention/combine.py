@@ -6,8 +6,8 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
+from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
@@ -121,9 +121,9 @@ def combine(
     b = partial.shape[1] if table is None else lse.shape[0]
     block_d = min(128, next_power_of_2(head_dim_v))
     # many splits at a time, for the loads of one batch wait for those of the last; with many rows, few, so that more
-    # rows are on an SM. us, one H200: 31 short sequences and one of 64 splits 5.7 (8: 12.5), 8 queries of 32 sequences,
-    # 8192 rows, 8: 12.5 (32: 22.3); on two warps 7.8 and 24.9; 4096 rows, 32: 12.5, as long as twice as many with 8. Few
-    # rows leave room on the SMs, so two warps share one
+    # rows are on an SM. us, one H200: 31 short sequences and one of 64 splits 5.7 (8: 12.5); 8 queries of 32 sequences,
+    # 8192 rows, 8: 12.5 (32: 22.3); on two warps 7.8 and 24.9; 4096 rows, 32: 12.5, as long as twice as many with 8.
+    # Few rows leave room on the SMs, so two warps share one
     rows = b * sq * h
     at_a_time, num_warps = 8 if rows > 2048 else 32, 2 if rows <= 512 else 1
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)

@@ -16,9 +16,9 @@ from powertrain.ops.attention.combine import combine
 from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, key_range, lengths_of, schedule
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.dispatch import Op
-from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -304,7 +304,7 @@ def _plan(
     #                    64 keys 4 stages 0.494 (128: 0.491), 16 sequences 0.142 (0.149), 1 long among 31 0.070 (0.079)
     #     4 of 3000      128 keys 3 stages 0.0194; 64 keys 3 stages 0.023: few blocks a part, so many keys at once
     #     D64, D256      256 keys 3 stages 0.244 (128 keys 0.278);  64 keys 3 stages 0.929 of 1.010
-    #   pages of 64      64 keys 2 stages 0.498, 3 stages 0.509, 4 stages 0.495; 31 of 500 and one of 32768 0.068, 0.067,
+    #   pages of 64      64 keys 2 stages 0.498, 3 stages 0.509, 4 stages 0.495; 31 of 500, one of 32768 0.068, 0.067,
     #                    0.070; 32 of 500 to 32k, 28/4 heads 0.181, 0.177, 0.197;   D64 3 stages 0.329, 6 stages 0.340
     #   of 1, 16         32 of 500 to 32k: 64 keys 3 stages 0.350, 0.344; 2 stages 0.364, 0.369; 32 keys 0.355, 0.348;
     #                    D64 64 keys 3 stages 0.334, 4 stages 0.338, 128 keys 0.347
@@ -362,7 +362,7 @@ def _plan(
         block_n //= 2
     num_warps = 8 if block_m * width_v * itemsize >= 1 << 15 else 4
     per_sm = max(1, min(3 if page_size else 2, target.shared_per_sm // shared()))
-    # an SM has 65536: pages of 64, one query: 128 registers 0.482 ms, 184 0.545; 8 queries, 32 rows: 168 0.390, 128 0.406
+    # an SM has 65536: pages of 64, one query, 128: 0.482 ms, 184: 0.545; 8 queries, 32 rows, 168: 0.390, 128: 0.406
     registers = 0
     if per_sm >= 3:
         # head dims of several pieces would spill 56 to 270 bytes at 128

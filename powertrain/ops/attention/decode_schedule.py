@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.combine import PartTable
-from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
+from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 

@@ -15,6 +15,7 @@ from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.triton.tiles import pieces
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import rope_table
+from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.launch import Kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
@@ -460,6 +461,23 @@ def test_plans_fit(itemsize: int, card: str) -> None:
             for programs, keys in [(1, 1), (8, 131072), (512, 8192), (10**6, 300)]:
                 splits = decode_kernels._choose_splits(programs, keys, plan.per_sm, target)
                 assert 1 <= splits <= 128 and (splits - 1) * programs <= 2 * target.num_sms * plan.per_sm
+
+
+# 64: one page id a block; 16: one a key
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("page_size, queries", [(0, 1), (64, 1), (16, 1), (64, 8), (16, 8)])
+def test_keys_have_all_stages(page_size: int, queries: int) -> None:
+    """Page ids that keys wait for within a step would leave fewer blocks of keys on their way."""
+    with record("H200") as wanted:
+        rows = (64 * 8192 // page_size, page_size) if page_size else (64, 8192)
+        cache = torch.empty(*rows, 8, 128, device="meta", dtype=torch.bfloat16)
+        query = torch.empty(64, queries, 32, 128, device="meta", dtype=torch.bfloat16)
+        lengths = torch.empty(64, device="meta", dtype=torch.int32)
+        pages = torch.empty(64, 8192 // page_size, device="meta", dtype=torch.int32) if page_size else None
+        decode_attention(query, cache, cache, lengths, page_table=pages)
+    (spec,) = (spec for spec in wanted.specs if spec.kernel.name == "_decode_kernel")
+    block = 2 * spec.constants["BLOCK_N"] * 128 * 2
+    assert entry_for(spec)[0].manifest["launch"]["shared"] >= (spec.options["num_stages"] - 1) * block
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
