@@ -25,6 +25,7 @@ IMAGE_ERRORS = {
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NUM_REGS = 4
 _LOCAL_BYTES = 3
+_EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class ImageError(LaunchError):
@@ -151,13 +152,20 @@ def tensor_map(
     return memory.raw[place : place + _MAP_BYTES]
 
 
+# CUlaunchAttribute: its id, and as its value that it is on
+_EARLY_START_ATTRIBUTE = ctypes.create_string_buffer(struct.pack("@I4xi60x", _EARLY_START, 1))
+
+
 class LaunchConfig:
     """A CUlaunchConfig: grid, threads of a block, shared bytes, stream. Valid as long as this object is."""
 
     _LAYOUT = struct.Struct("@7IQQI4x")  # sizes, stream, attributes, their number
 
-    def __init__(self, grid: tuple[int, int, int], threads: int, shared: int, stream: int) -> None:
-        self._buffer = ctypes.create_string_buffer(self._LAYOUT.pack(*grid, threads, 1, 1, shared, stream, 0, 0))
+    def __init__(
+        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, starts_early: bool = False
+    ) -> None:
+        attributes = (ctypes.addressof(_EARLY_START_ATTRIBUTE), 1) if starts_early else (0, 0)
+        self._buffer = ctypes.create_string_buffer(self._LAYOUT.pack(*grid, threads, 1, 1, shared, stream, *attributes))
         self.address = ctypes.addressof(self._buffer)
 
 
@@ -168,6 +176,26 @@ def configured_launcher() -> Any:
     launch = _cuda().cuLaunchKernelEx
     launch.argtypes = [pointer, pointer, pointer, pointer]
     return launch
+
+
+def launch_early(
+    handle: int,
+    gx: int,
+    gy: int,
+    gz: int,
+    bx: int,
+    by: int,
+    bz: int,
+    shared: int,
+    stream: int,
+    params: int,
+    extra: None,
+) -> int:
+    """`launcher()`'s function, for a kernel that starts before the one before it has ended; `by` and `bz` are 1."""
+    # graphs may hold early starts too, but only some drivers capture them
+    config = LaunchConfig((gx, gy, gz), bx, shared, stream, not torch.cuda.is_current_stream_capturing())
+    code: int = configured_launcher()(config.address, handle, params, extra)
+    return code
 
 
 class MemoryOps:

@@ -15,7 +15,8 @@ The syntax is Triton's; the specialization key is ours, so that nothing recompil
   addresses (in bytes), and all integers, are multiples;
 - every other integer (sizes, lengths, token counts): nothing, not even that it is 1; all of them are int32 unless one
   needs int64;
-- floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants.
+- floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants. A kernel
+  with STARTS_EARLY is launched before the one before it has ended (ops/early_start.py), but not into a graph.
 
 The device is the tensors' (mixed devices are an error), and so is the stream: that device's current one. A device
 guard is taken only when the current device is another one. A grid with a zero in it launches nothing.
@@ -73,11 +74,13 @@ class Loaded:
     """
 
     def __init__(
-        self, types: list[str], facts: dict[str, Any], function: driver.Function, maps: frozenset[int] = frozenset()
-    ) -> None:
+        self, types: list[str], facts: dict[str, Any], function: driver.Function, maps: frozenset[int] = frozenset(),
+        starts_early: bool = False,
+    ) -> None:  # fmt: skip
         """`maps`: the places of tensor maps among the arguments, absent ones too."""
         self.function = function
         self.maps = maps
+        self.starts_early = starts_early
         self.handle = function.handle
         self.facts = facts
         self.threads, self.shared = 32 * facts["num_warps"], facts["shared"]
@@ -275,7 +278,7 @@ class Kernel:
                 function = self._load_cubin(entry, device)
         types = [t for name, t in spec.signature.items() if name in self.arguments]
         maps = frozenset(i for i, name in enumerate(self.arguments) if name in self.maps)
-        return Loaded(types, entry.manifest["launch"], function, maps)
+        return Loaded(types, entry.manifest["launch"], function, maps, bool(spec.constants.get("STARTS_EARLY")))
 
     @staticmethod
     def _load_cubin(entry: Any, device: int) -> driver.Function:
@@ -292,9 +295,8 @@ class Kernel:
         with torch.cuda.device(device):
             driver.make_context_current(device)
             stream = torch._C._cuda_getCurrentRawStream(device)
-            code = driver.launcher()(
-                loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, stream, pointers, None
-            )
+            launch = driver.launch_early if loaded.starts_early else driver.launcher()
+            code = launch(loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, stream, pointers, None)
         loaded.slots.append(slot)
         if code:
             raise LaunchError(f"kernel {self.name} with grid {grid} on cuda:{device}: {driver.describe(code)}")
@@ -328,7 +330,7 @@ def launch(grid, {parameters}):
         _loaded.pack_into(_buffer, 0, {packed}, _scratch, _profile)
     except StructError:
         return prepare(grid, None, {values}, {constants})
-    _code = launch_kernel()(
+    _code = {launch}(
         _loaded.handle, _gx, _gy, _gz, _loaded.threads, 1, 1, _loaded.shared, current_stream(_device), _pointers, None
     )
     _loaded.slots.append(_slot)
@@ -369,6 +371,7 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     packed = {name: f"_p{i}, _m{i}" if name in kernel.maps else f"_p{i}" for name, i in pointers.items()}
     options = [f"{name}={default!r}" for name, default in OPTIONS.items()]
     dtypes = [f"_t{i}" for i in pointers.values()]
+    early = "STARTS_EARLY" in kernel.constants
     source = _WARM_PATH.format(
         parameters=", ".join([*kernel.parameters, *options]),
         pointers="".join(
@@ -380,6 +383,7 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
         multiples="|".join(kernel.aligned) or "0",
         values="dict(" + ", ".join(f"{n}={n}" for n in kernel.arguments) + ")",
         constants="dict(" + ", ".join(f"{n}={n}" for n in (*kernel.constants, *OPTIONS)) + ")",
+        launch="(launch_early if _loaded.starts_early else launch_kernel())" if early else "launch_kernel()",
         packed=", ".join(packed.get(n, n) for n in kernel.arguments),
     )
     namespace: dict[str, Any] = {
@@ -387,6 +391,7 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
         "prepare": kernel._prepare,
         "state": recording.state,
         "launch_kernel": driver.launcher,
+        "launch_early": driver.launch_early,
         "current_device": getattr(torch._C, "_cuda_getDevice", lambda: None),
         "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
         "EMPTY": {},

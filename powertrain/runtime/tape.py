@@ -194,7 +194,7 @@ class _Source:
             values += [f"kept{index}[0].data_ptr()", f"kept{index}[1].data_ptr()"]
         else:
             values += ["0", "0"]
-        config = driver.LaunchConfig((gx, gy, gz), loaded.threads, loaded.shared, stream)
+        config = driver.LaunchConfig((gx, gy, gz), loaded.threads, loaded.shared, stream, loaded.starts_early)
         self._names |= {
             f"l{index}": loaded, f"s{index}": loaded.slots, f"pack{index}": loaded.pack_into, f"c{index}": config,
             "launch": driver.configured_launcher(),

@@ -103,6 +103,11 @@ class Target:
         return self.arch >= 90
 
     @property
+    def has_dependent_launch(self) -> bool:
+        """Kernels start before the one before them has ended (ops/early_start.py)."""
+        return self.arch >= 90
+
+    @property
     def has_clusters(self) -> bool:
         """Blocks that share each other's shared memory."""
         return self.arch >= 90

@@ -10,18 +10,26 @@ from powertrain.runtime.launch import kernel
 
 
 @triton.jit
-def cache_slot(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, PAGE_SIZE: tl.constexpr):
-    """(entry of the cache's first dim, row in it) of a sequence's positions."""
+def cache_entry(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, PAGE_SIZE: tl.constexpr):
+    """Entry of the cache's first dim that holds a sequence's positions."""
     if PAGE_SIZE > 0:
         # the shape of position
         # masked: entries of the table behind a sequence's pages may hold any number
         page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask, other=0)
-        return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
+        return page.to(tl.int64)
     else:
         entry = batch
         if batch_idx_ptr is not None:
             entry = tl.load(batch_idx_ptr + batch).to(tl.int64)  # scalar
-        return entry, position.to(tl.int64)
+        return entry
+
+
+@triton.jit
+def row_of_entry(position, PAGE_SIZE: tl.constexpr):
+    """Rows of positions in their entries."""
+    if PAGE_SIZE > 0:
+        position = position % PAGE_SIZE
+    return position.to(tl.int64)
 
 
 @kernel()
@@ -65,7 +73,8 @@ def _append_kernel(
     fits = (position >= 0) & (position < capacity)
     # a safe position for the address, the stores are masked
     position = tl.where(fits, position, 0)
-    entry, row = cache_slot(page_table_ptr, batch_idx_ptr, batch, position, fits, page_row, PAGE_SIZE)
+    entry = cache_entry(page_table_ptr, batch_idx_ptr, batch, position, fits, page_row, PAGE_SIZE)
+    row = row_of_entry(position, PAGE_SIZE)
     mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_QK)
     # [BLOCK_H, BLOCK_D]
     k = tl.load(key_new_ptr + batch * stride_knb + token * stride_kns + heads * stride_knh + dims, mask=mask)

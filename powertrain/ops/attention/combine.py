@@ -6,8 +6,10 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
 
 
 @kernel()
@@ -31,9 +33,11 @@ def _combine_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     """One row (batch, query, head) and some channels: the splits' results, weighted by exp(lse - max). With `parts`, a
     sequence's are those of its tile's parts; one part alone is the result already."""
+    wait_for_kernel_before(STARTS_EARLY)
     # int64: partial results of all splits may exceed 2^31 elements
     row = tl.program_id(0).to(tl.int64)
     head = row % heads
@@ -117,13 +121,14 @@ def combine(
     b = partial.shape[1] if table is None else lse.shape[0]
     block_d = min(128, next_power_of_2(head_dim_v))
     # many splits at a time, for the loads of one batch wait for those of the last; with many rows, few, so that more
-    # rows are on an SM. us, one H200: 31 short sequences and one of 64 splits 5.7 (8: 12.5), 8 queries of 32 sequences,
-    # 8192 rows, 8: 12.5 (32: 22.3); on two warps 7.8 and 24.9. Few rows leave room on the SMs, so two warps share one
+    # rows are on an SM. us, one H200: 31 short sequences and one of 64 splits 5.7 (8: 12.5); 8 queries of 32 sequences,
+    # 8192 rows, 8: 12.5 (32: 22.3); on two warps 7.8 and 24.9; 4096 rows, 32: 12.5, as long as twice as many with 8.
+    # Few rows leave room on the SMs, so two warps share one
     rows = b * sq * h
-    at_a_time, num_warps = 8 if rows > 4096 else 32, 2 if rows <= 512 else 1
+    at_a_time, num_warps = 8 if rows > 2048 else 32, 2 if rows <= 512 else 1
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)
     _combine_kernel[(rows, cdiv(head_dim_v, block_d))](
         partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra, *strides,
         HEAD_DIM_V=head_dim_v, BLOCK_S=min(at_a_time, next_power_of_2(partial.shape[0])), BLOCK_D=block_d,
-        num_warps=num_warps,
+        STARTS_EARLY=starts_early(Target.of(out.device)), num_warps=num_warps,
     )  # fmt: skip

@@ -9,12 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.cache_append import (
-    cache_slot,
+    cache_entry,
+    row_of_entry,
 )
 from powertrain.ops.attention.combine import combine
-from powertrain.ops.attention.decode_schedule import KeysSeen, key_range, lengths_of, schedule
+from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, key_range, lengths_of, schedule
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.launch import kernel
@@ -85,6 +87,28 @@ def _store_piece(x_ptr, piece, rows, mask, HEAD_DIM: tl.constexpr, START: tl.con
     tl.store(x_ptr + rows[:, None] + dims, piece.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD_DIM))
 
 
+@triton.jit
+def _entry_of_block(
+    page_table_ptr,
+    batch_idx_ptr,
+    batch,
+    block,
+    first,
+    last,
+    page_row,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`cache_entry` of a block of keys: one where it lies in one page, or nothing is paged, else one a key."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        start = block * BLOCK_N + tl.zeros([], tl.int32)
+        return cache_entry(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
+    else:
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (cols >= first) & (cols < last)
+        return cache_entry(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
+
+
 @kernel()
 def _decode_kernel(
     q_ptr,
@@ -137,9 +161,11 @@ def _decode_kernel(
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
     UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each."""
+    wait_for_kernel_before(STARTS_EARLY)
     tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
     tile = tl.program_id(0) % tiles
     kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
@@ -177,18 +203,18 @@ def _decode_kernel(
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
 
+    entry = _entry_of_block(
+        page_table_ptr, batch_idx_ptr, batch, begin, first, last, page_row, PAGE_SIZE, BLOCK_N
+    )  # fmt: skip
     for block in range(begin, end):
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (cols >= first) & (cols < last)
         if PAGE_SIZE % BLOCK_N == 0:
-            # the whole block lies in one page, or nothing is paged
-            start = block * BLOCK_N + tl.zeros([], tl.int32)
-            entry, row = cache_slot(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
-            row = row + tl.arange(0, BLOCK_N)
+            offset = row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE) + tl.arange(0, BLOCK_N)
         else:
-            entry, row = cache_slot(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
-        k_rows = (entry * stride_kb + kv_head * stride_kh + row * stride_ks) * UNIT
-        v_rows = (entry * stride_vb + kv_head * stride_vh + row * stride_vs) * UNIT
+            offset = row_of_entry(cols, PAGE_SIZE)
+        k_rows = (entry * stride_kb + kv_head * stride_kh + offset * stride_ks) * UNIT
+        v_rows = (entry * stride_vb + kv_head * stride_vh + offset * stride_vs) * UNIT
 
         k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_N, HEAD_DIM_QK]
         s = _products(q, k, FMA, PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -215,6 +241,11 @@ def _decode_kernel(
             v = k
         else:
             v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, FMA)  # tile of [BLOCK_N, HEAD_DIM_V]
+        # a block ahead of its keys: keys that wait for a page's id within a step would take stages for it
+        if PAGE_SIZE > 0:
+            entry = _entry_of_block(
+                page_table_ptr, batch_idx_ptr, batch, block + 1, first, last, page_row, PAGE_SIZE, BLOCK_N
+            )  # fmt: skip
         acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
 
     if sinks_ptr is not None:
@@ -250,9 +281,10 @@ class _Plan(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int  # programs that run on one SM at a time
+    registers: int = 0  # of a thread at most, for 4 warps, where ptxas would take more than let `per_sm` programs run
 
 
-@tunable("NVIDIA H200, 2026-11-21")
+@tunable("NVIDIA H200, 2026-11-24")
 def _plan(
     rows: int,
     width_qk: int,
@@ -260,21 +292,28 @@ def _plan(
     shares: bool,
     itemsize: int,
     page_size: int,
+    is_short: bool,
     aligned: bool,
     fma: bool,
     target: Target,
 ) -> _Plan:
-    """`rows` of queries a kv head has; widths: of the head dims in pieces; `aligned`: 16-byte loads."""
+    """`rows` of queries a kv head has; widths: of the head dims in pieces; `is_short`: parts of the fewest keys do not
+    fill the GPU, however full the cache is; `aligned`: 16-byte loads."""
     # batch 64, 32/8 heads, 8192 keys, bf16, D128 unless said, ms; copying as many bytes takes 0.505 (D64 half, ...):
     #   dense            128 keys 4 warps 3 stages 0.471; 64 keys 0.474 to 0.549; 8 warps the same
     #                    64 keys 4 stages 0.494 (128: 0.491), 16 sequences 0.142 (0.149), 1 long among 31 0.070 (0.079)
+    #     4 of 3000      128 keys 3 stages 0.0194; 64 keys 3 stages 0.023: few blocks a part, so many keys at once
     #     D64, D256      256 keys 3 stages 0.244 (128 keys 0.278);  64 keys 3 stages 0.929 of 1.010
-    #   pages of 64 on   64 keys 4 warps 3 stages 0.479; 128 keys 0.486;   D64 64 keys 6 stages 0.242 (3: 0.262)
-    #   pages of 1, 16   32 keys 4 warps 6 stages 0.487, 0.490; 64 keys 3 stages 0.640
+    #   pages of 64      64 keys 2 stages 0.498, 3 stages 0.509, 4 stages 0.495; 31 of 500, one of 32768 0.068, 0.067,
+    #                    0.070; 32 of 500 to 32k, 28/4 heads 0.181, 0.177, 0.197;   D64 3 stages 0.329, 6 stages 0.340
+    #   of 1, 16         32 of 500 to 32k: 64 keys 3 stages 0.350, 0.344; 2 stages 0.364, 0.369; 32 keys 0.355, 0.348;
+    #                    D64 64 keys 3 stages 0.334, 4 stages 0.338, 128 keys 0.347
     #   8 or 16 queries  64 keys 4 warps 3 stages 0.473, 0.480; 128 keys 0.500, 0.508; 8 warps 0.53 to 0.66
-    #     pages of 16, 1   64 keys 6 stages 0.527, 0.506; 32 keys 0.640, 0.530
+    #     32 of 500 to 32k, 32 rows, pages of 64   64 keys 4 stages 0.371, 3 stages 0.377; as 64 rows 0.378
+    #                       64 rows, pages of 16   32 keys 3 stages, 3 an SM 0.423; 64 keys 0.447; dense 0.381, 0.383
     #   MLA, 128 heads   64 x 64 8 warps 2 stages 0.565, 64 x 32 3 stages 0.658, 32 x 32 0.80 (2 * 73 GFLOP)
-    #     16 heads         64 keys 4 warps 3 stages, 2 splits 0.160 of 0.142; 32 keys 0.170
+    #     16 heads         32 keys 3 stages 0.185, 64 keys 0.187, 8 warps 0.184; 32 of 500 to 32k, pages of 64 and 1:
+    #                      0.131, 0.140; 64 keys 0.176, 0.175, 8 warps 0.139, 0.155
     #   float32, 4096 keys   4 rows 64 keys 3 stages 0.93 of 0.505; 16 rows 32 keys 1.65
     key_bytes = (width_qk + (0 if shares else width_v)) * itemsize
     rows = next_power_of_2(rows)
@@ -292,21 +331,30 @@ def _plan(
     block_m = max(16, min(most, rows))
     # blocks of keys lie in a page each
     in_pages = page_size > 0 and page_size % 64 == 0
+    by_wgmma = block_m == 64 and target.has_wgmma
+    # two or three programs on an SM: one begins while the others read
+    roomy = target.shared_per_sm > 128 << 10
     if page_size == 0 or is_wide:
         block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << ((72 << 10) // key_bytes).bit_length() - 1))
         block_n = block_n if block_m == 16 or is_wide else min(block_n, 64)
-        stages = 3 if block_m == 16 or page_size % 64 or not is_wide else 2
-        if block_m == 16 and page_size == 0 and key_bytes == 512 and itemsize == 2:
-            # two programs on an SM: one begins while the other reads
+        stages = 3 if block_m == 16 or not is_wide else 2
+        if is_wide and block_m == 16:
+            block_n = min(block_n, 32)
+        elif key_bytes == 512 and itemsize == 2 and (block_m == 32 or (block_m == 16 and not is_short)):
             block_n, stages = 64, 4
+    elif block_m == 16:
+        # 64 keys of head dim 256 spill 120 bytes
+        fits = key_bytes < 1024 if in_pages else key_bytes < 512 or (key_bytes == 512 and roomy)
+        block_n = 64 if fits else 32
+        stages = 2 if in_pages and block_n == 64 and key_bytes >= 512 else 3
     else:
-        block_n = 64 if in_pages or key_bytes < 512 or block_m > 16 else 32
-        stages = 3 if in_pages and block_n * key_bytes >= 32 << 10 else 6
+        block_n = 32 if by_wgmma and not in_pages and key_bytes >= 512 else 64
+        stages = 4 if block_m == 32 and key_bytes <= 512 and roomy else 3
 
     def shared() -> int:
-        # a page id's load takes a stage; wgmma reads a tile while the next one arrives
-        tiles = max(1, stages - 1 - (page_size > 0) + (block_m == 64 and target.has_wgmma))
-        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + 4096
+        # wgmma reads a tile while the next one arrives; other products pass weights from warp to warp
+        tiles = max(1, stages - 1 + by_wgmma)
+        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + (1024 if by_wgmma else 4096)
 
     while shared() > target.shared_per_block and stages > 2:
         stages -= 1
@@ -314,15 +362,12 @@ def _plan(
         block_n //= 2
     num_warps = 8 if block_m * width_v * itemsize >= 1 << 15 else 4
     per_sm = max(1, min(3 if page_size else 2, target.shared_per_sm // shared()))
-    return _Plan(block_m, block_n, num_warps, stages, per_sm)
-
-
-def _registers(plan: _Plan) -> int | None:
-    """Registers of a thread, where ptxas would take more than let `per_sm` programs run on an SM, which has 65536."""
-    # pages of 64, one query: 128 registers 0.482 ms, 184 0.545; 8 queries (32 rows): 168 0.390, 128 0.406
-    if plan.num_warps != 4 or plan.per_sm < 3:
-        return None
-    return 128 if plan.block_m == 16 else 168
+    # an SM has 65536: pages of 64, one query, 128: 0.482 ms, 184: 0.545; 8 queries, 32 rows, 168: 0.390, 128: 0.406
+    registers = 0
+    if per_sm >= 3:
+        # head dims of several pieces would spill 56 to 270 bytes at 128
+        registers = 128 if block_m == 16 and key_bytes in (256, 512) and (in_pages or key_bytes == 256) else 168
+    return _Plan(block_m, block_n, num_warps, stages, per_sm, registers)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -376,10 +421,13 @@ def _decode(
     paged = 0 if page_table is None else page_size
     strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
     unit = 8 if all(s % 8 == 0 for s in strides) else 1
-    plan = _plan(sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, unit == 8, fma, target)
-    tiles = cdiv(sq * ratio, plan.block_m)
     # the queries stand at the end: a window of keys before them is all that is ever read
     seen = min(capacity, left + sq) if left >= 0 else capacity
+    is_short = b * kv_heads * cdiv(seen, LEAST_KEYS) <= target.num_sms
+    plan = _plan(
+        sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, is_short, unit == 8, fma, target
+    )
+    tiles = cdiv(sq * ratio, plan.block_m)
     programs = kv_heads * tiles
     partial = partial_lse = table = parts = None
     slots: tuple[int, ...]
@@ -404,8 +452,8 @@ def _decode(
         HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
         PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
-        maxnreg=_registers(plan),
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
+        num_stages=plan.num_stages, maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
     )  # fmt: skip
     if partial is not None and partial_lse is not None:
         combine(partial, partial_lse, sinks, out, lse, out.stride()[:3], table)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.combine import PartTable
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -114,6 +115,47 @@ def _share_of(total, longest, batches, at_once, least):
     return tl.where(whole <= at_each + at_each // share + share // 2, longest, share)
 
 
+@triton.jit
+def _write_parts(
+    parts_ptr,
+    of_sequences_ptr,
+    batch,
+    blocks,
+    batches,
+    share,
+    used,
+    cut,
+    before,
+    cut_before,
+    tile,
+    tiles,
+    FILLS_ONCE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The parts of some sequences. `before`, `cut_before`: extra parts, and sequences that are cut, of those before
+    them; returned with theirs."""
+    more = _extra_parts(blocks, share, FILLS_ONCE)
+    is_cut = (more > 0).to(tl.int32)
+    begin = before + tl.cumsum(more) - more
+    rank = cut_before + tl.cumsum(is_cut) - is_cut
+    of_sequence = of_sequences_ptr + (batch * tiles + tile) * 2
+    tl.store(of_sequence, begin, mask=batch < batches)  # [BLOCK_B]
+    tl.store(of_sequence + 1, more + 1, mask=batch < batches)  # [BLOCK_B]
+    # the first parts of those that are cut are as long as the extra ones: they come before whole sequences
+    first = parts_ptr + (used + tl.where(is_cut > 0, rank, cut + batch - rank)) * 3
+    tl.store(first, batch, mask=batch < batches)  # [BLOCK_B]
+    tl.store(first + 1, tl.zeros_like(batch), mask=batch < batches)  # [BLOCK_B]
+    tl.store(first + 2, more + 1, mask=batch < batches)  # [BLOCK_B]
+    for start in range(0, tl.max(more), BLOCK_E):
+        part = start + tl.arange(0, BLOCK_E)[None, :]
+        extra = parts_ptr + (begin[:, None] + part) * 3
+        mask = part < more[:, None]
+        tl.store(extra, tl.broadcast_to(batch[:, None], mask.shape), mask=mask)  # [BLOCK_B, BLOCK_E]
+        tl.store(extra + 1, tl.broadcast_to(part + 1, mask.shape), mask=mask)  # [BLOCK_B, BLOCK_E]
+        tl.store(extra + 2, tl.broadcast_to(more[:, None] + 1, mask.shape), mask=mask)  # [BLOCK_B, BLOCK_E]
+    return before + tl.sum(more), cut_before + tl.sum(is_cut)
+
+
 @kernel()
 def _schedule_kernel(
     seqlens_ptr,
@@ -132,38 +174,58 @@ def _schedule_kernel(
     right,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     FILLS_ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     """One tile of queries: every sequence's keys are cut into parts of about the same size, in all at most `extra`
     beyond one a sequence. `at_once`: parts that run at the same time; `least`: blocks of the smallest part.
 
     parts [tiles, extra + batches, 3] int32: (sequence, its part, how many it has), in the order in which programs take
-    them: first the parts that are extra, then the first one of each sequence, then sequence `batches`, no part.
+    them: first the parts that are extra, then the first of each sequence that is cut, then whole sequences, then
+    sequence `batches`, no part.
     of_sequences [batches, tiles, 2]: (the first of its extra parts, how many parts it has).
     """
+    wait_for_kernel_before(STARTS_EARLY)
     tile = tl.program_id(0)
     tiles = tl.num_programs(0)
-    if FILLS_ONCE:
-        # the sequences are one block, read once: look for the smallest share
+    parts_ptr += tile * (extra + batches) * 3
+    total = 0
+    used = 0
+    cut = 0
+    before = 0
+    cut_before = 0
+    if ONE_BLOCK:
+        batch = tl.arange(0, BLOCK_B)
+        # read once
         blocks = _blocks_of(
-            tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
-            right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+            batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
+            HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total = tl.sum(blocks)
-        share = tl.maximum(tl.cdiv(total, extra + batches), least)
-        for _ in range(6):
-            needed = tl.sum(_extra_parts(blocks, share, True))
-            closer = tl.maximum(share + 1, tl.cdiv(share * (needed + batches), extra + batches))
-            share = tl.where(needed > extra, closer, share)
         safe = _safe_share(total, extra, least)
-        share = tl.where(tl.sum(_extra_parts(blocks, share, True)) > extra, safe, share)
-        used = tl.sum(_extra_parts(blocks, share, True))
+        if FILLS_ONCE:
+            # look for the smallest share
+            share = tl.maximum(tl.cdiv(total, extra + batches), least)
+            for _ in range(6):
+                needed = tl.sum(_extra_parts(blocks, share, True))
+                closer = tl.maximum(share + 1, tl.cdiv(share * (needed + batches), extra + batches))
+                share = tl.where(needed > extra, closer, share)
+            share = tl.where(tl.sum(_extra_parts(blocks, share, True)) > extra, safe, share)
+        else:
+            share = tl.maximum(_share_of(total, tl.max(blocks), batches, at_once, least), safe)
+        more = _extra_parts(blocks, share, FILLS_ONCE)
+        used = tl.sum(more)
+        cut = tl.sum((more > 0).to(tl.int32))
+        before, cut_before = _write_parts(
+            parts_ptr, of_sequences_ptr, batch, blocks, batches, share, used, cut, before, cut_before, tile, tiles,
+            FILLS_ONCE, BLOCK_E,
+        )  # fmt: skip
     else:
-        total = 0
         longest = 0
         for start in range(0, batches, BLOCK_B):
             blocks = _blocks_of(
@@ -174,59 +236,33 @@ def _schedule_kernel(
             longest = tl.maximum(longest, tl.max(blocks))
         share = _share_of(total, longest, batches, at_once, least)
         share = tl.maximum(share, _safe_share(total, extra, least))
-        used = 0
         for start in range(0, batches, BLOCK_B):
             blocks = _blocks_of(
                 start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
                 ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            used += tl.sum(_extra_parts(blocks, share, False))
-    parts_ptr += tile * (extra + batches) * 3
-    before = 0
-    for start in range(0, batches, BLOCK_B):
-        batch = start + tl.arange(0, BLOCK_B)
-        blocks = _blocks_of(
-            batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
-            HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        more = _extra_parts(blocks, share, FILLS_ONCE)
-        begin = before + tl.cumsum(more) - more
-        before += tl.sum(more)
-        row, of_sequence = parts_ptr + (used + batch) * 3, of_sequences_ptr + (batch * tiles + tile) * 2
-        tl.store(row, batch, mask=batch < batches)  # [BLOCK_B]
-        tl.store(row + 1, tl.zeros_like(batch), mask=batch < batches)  # [BLOCK_B]
-        tl.store(row + 2, more + 1, mask=batch < batches)  # [BLOCK_B]
-        tl.store(of_sequence, begin, mask=batch < batches)  # [BLOCK_B]
-        tl.store(of_sequence + 1, more + 1, mask=batch < batches)  # [BLOCK_B]
-    # begin and number of parts of every sequence are read back below
-    tl.debug_barrier()
-    for first in range(0, extra, BLOCK_E):
-        part = first + tl.arange(0, BLOCK_E)
-        sequence = tl.zeros([BLOCK_E], tl.int32)
-        begin_of_it = tl.zeros([BLOCK_E], tl.int32)
-        parts_of_it = tl.zeros([BLOCK_E], tl.int32)
-        # behind the last part that is used all are the same
-        bound = tl.where(first < used, batches, 0)
-        for start in range(0, bound, BLOCK_B):
+            more = _extra_parts(blocks, share, False)
+            used += tl.sum(more)
+            cut += tl.sum((more > 0).to(tl.int32))
+        for start in range(0, batches, BLOCK_B):
             batch = start + tl.arange(0, BLOCK_B)
-            of_sequence = of_sequences_ptr + (batch * tiles + tile) * 2
-            begin = tl.load(of_sequence, mask=batch < batches, other=0)  # [BLOCK_B]
-            parts = tl.load(of_sequence + 1, mask=batch < batches, other=1)  # [BLOCK_B]
-            end = begin + parts - 1
-            passed = (batch < batches)[:, None] & (end[:, None] <= part[None, :])  # [BLOCK_B, BLOCK_E]
-            is_it = (begin[:, None] <= part[None, :]) & (part[None, :] < end[:, None])
-            sequence += tl.sum(passed.to(tl.int32), axis=0)
-            begin_of_it += tl.sum(tl.where(is_it, begin[:, None], 0), axis=0)
-            parts_of_it += tl.sum(tl.where(is_it, parts[:, None], 0), axis=0)
-        row = parts_ptr + tl.where(part < used, part, part + batches) * 3
-        tl.store(row, tl.where(part < used, sequence, batches), mask=part < extra)  # [BLOCK_E]
-        tl.store(row + 1, part - begin_of_it + 1, mask=part < extra)  # [BLOCK_E]
-        tl.store(row + 2, parts_of_it, mask=part < extra)  # [BLOCK_E]
+            blocks = _blocks_of(
+                batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
+                HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            before, cut_before = _write_parts(
+                parts_ptr, of_sequences_ptr, batch, blocks, batches, share, used, cut, before, cut_before, tile, tiles,
+                False, BLOCK_E,
+            )  # fmt: skip
+    for start in range(used + batches, extra + batches, 128):
+        part = start + tl.arange(0, 128)
+        # programs look at the sequence alone
+        tl.store(parts_ptr + part * 3, tl.zeros_like(part) + batches, mask=part < extra + batches)  # [128]
 
 
 # how many times over the parts fill the GPU at most, where they cannot all run at once
 _WAVES = 8
-_LEAST_KEYS = 512  # of a part
+LEAST_KEYS = 512  # of a part
 _BLOCK_B = 256  # sequences that the schedule reads at a time
 
 
@@ -238,7 +274,7 @@ def _choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Ta
     if at_once >= 2 * sequences and sequences <= _BLOCK_B:
         return at_once - sequences, at_once, True
     most = cdiv(_WAVES * target.num_sms * per_sm, max(1, tiles))
-    return max(1, min(sequences * cdiv(keys, _LEAST_KEYS), most)), at_once, False
+    return max(1, min(sequences * cdiv(keys, LEAST_KEYS), most)), at_once, False
 
 
 class KeysSeen(NamedTuple):
@@ -275,10 +311,12 @@ def schedule(
     device = keys.seqlens.device
     parts = torch.empty((tiles, extra + batch, 3), dtype=torch.int32, device=device)
     table = PartTable(torch.empty((batch, tiles, 2), dtype=torch.int32, device=device), ratio, block_m, extra)
+    block_b = min(_BLOCK_B, next_power_of_2(batch))
+    # one warp adds without waiting for others
     _schedule_kernel[(tiles,)](
         keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio, keys.num_new, keys.capacity, extra,
-        at_once, cdiv(_LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
-        FILLS_ONCE=fills_once, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=min(_BLOCK_B, next_power_of_2(batch)),
-        BLOCK_E=32, num_warps=4,
+        at_once, cdiv(LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
+        ONE_BLOCK=batch <= _BLOCK_B, FILLS_ONCE=fills_once, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b,
+        BLOCK_E=8, STARTS_EARLY=starts_early(target), num_warps=1 if block_b <= 64 else 4,
     )  # fmt: skip
     return parts, table

@@ -15,6 +15,7 @@ from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.triton.tiles import pieces
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import rope_table
+from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.launch import Kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
@@ -445,16 +446,38 @@ def test_plans_fit(itemsize: int, card: str) -> None:
     target = Target.parse(card)
     fma = itemsize == 4 or not target.has_tensor_core_dot
     for dqk, dv in [(1, 1), (64, 64), (111, 7), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512)]:
-        for rows, page_size, aligned in itertools.product([1, 4, 16, 100], [0, 1, 16, 48, 64, 256], [True, False]):
+        yes_or_no = [True, False]
+        options = itertools.product([1, 4, 16, 30, 100], [0, 1, 16, 48, 64, 256], yes_or_no, yes_or_no)
+        for rows, page_size, is_short, aligned in options:
             shares = dqk == 576
             wide, narrow = (sum(pieces(d, 64 if fma else 512)) for d in (dqk, dv))
-            plan = decode_kernels._plan(rows, wide, narrow, shares, itemsize, page_size, aligned, fma, target)
+            plan = decode_kernels._plan(rows, wide, narrow, shares, itemsize, page_size, is_short, aligned, fma, target)
             one_stage = plan.block_n * (wide + (0 if shares else narrow)) * itemsize
             assert plan.block_n & (plan.block_n - 1) == 0 and plan.block_n >= 16
-            assert plan.num_stages == 1 or max(1, plan.num_stages - 2) * one_stage <= target.shared_per_block
+            # page ids come a block ahead, so keys and values have all stages but the one that is computed
+            held = plan.block_m * wide * itemsize + max(1, plan.num_stages - 1) * one_stage
+            assert plan.num_stages == 1 or held <= target.shared_per_block
+            assert plan.per_sm == 1 or fma or plan.per_sm * held <= target.shared_per_sm
             for programs, keys in [(1, 1), (8, 131072), (512, 8192), (10**6, 300)]:
                 splits = decode_kernels._choose_splits(programs, keys, plan.per_sm, target)
                 assert 1 <= splits <= 128 and (splits - 1) * programs <= 2 * target.num_sms * plan.per_sm
+
+
+# 64: one page id a block; 16: one a key
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("page_size, queries", [(0, 1), (64, 1), (16, 1), (64, 8), (16, 8)])
+def test_keys_have_all_stages(page_size: int, queries: int) -> None:
+    """Page ids that keys wait for within a step would leave fewer blocks of keys on their way."""
+    with record("H200") as wanted:
+        rows = (64 * 8192 // page_size, page_size) if page_size else (64, 8192)
+        cache = torch.empty(*rows, 8, 128, device="meta", dtype=torch.bfloat16)
+        query = torch.empty(64, queries, 32, 128, device="meta", dtype=torch.bfloat16)
+        lengths = torch.empty(64, device="meta", dtype=torch.int32)
+        pages = torch.empty(64, 8192 // page_size, device="meta", dtype=torch.int32) if page_size else None
+        decode_attention(query, cache, cache, lengths, page_table=pages)
+    (spec,) = (spec for spec in wanted.specs if spec.kernel.name == "_decode_kernel")
+    block = 2 * spec.constants["BLOCK_N"] * 128 * 2
+    assert entry_for(spec)[0].manifest["launch"]["shared"] >= (spec.options["num_stages"] - 1) * block
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
@@ -490,7 +513,7 @@ def test_lengths_far_apart(seed: int, device: torch.device, monkeypatch: pytest.
     monkeypatch.setattr(decode_kernels.Target, "of", lambda device: target)
     page = draws.choice([None, 4, 16])
     # a part has 512 keys or more elsewhere
-    monkeypatch.setattr(decode_schedule, "_LEAST_KEYS", 32)
+    monkeypatch.setattr(decode_schedule, "LEAST_KEYS", 32)
     decode_schedule._choose_parts.cache_clear()
     longest = draws.choice([40, 170])
     lengths = [draws.choice([0, 1, draws.randint(1, 40), longest]) for _ in range(batch)]

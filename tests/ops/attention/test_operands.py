@@ -154,7 +154,8 @@ class _Walk:
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_query_goes_straight_to_the_launch(backend: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most ten files, twelve where tensor maps are made, and three functions that hand something made of it back to another file."""
+    """At most ten files, twelve where tensor maps are made, and three functions that hand something made of it back to
+    another file."""
     meta = torch.device("meta")
     q, k, v = (torch.empty(2, 512, 4, 64, dtype=torch.bfloat16, device=meta) for _ in range(3))
     call: Callable[[], Any] = lambda: attention(q, k, v, is_causal=True)  # noqa: E731

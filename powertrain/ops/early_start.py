@@ -1,0 +1,30 @@
+"""Kernels that start before the one before them on the stream has ended: programmatic dependent launch, from sm_90 on.
+
+A kernel with the constant STARTS_EARLY is launched as soon as every program of the kernel before has called
+`wait_for_kernel_before` or ended; its own programs wait there, before they touch memory, until all of that kernel is
+done and visible. What it costs to launch a kernel and to read its code is then hidden by the one before: 1.4 to 3 us of
+a decoding call of three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md). Into a graph they are
+launched as others are; early starts were not tried there.
+
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
+
+
+def starts_early(target: Target) -> bool:
+    """The value of STARTS_EARLY."""
+    return target.has_dependent_launch and not settings().interpret
+
+
+@triton.jit
+def wait_for_kernel_before(STARTS_EARLY: tl.constexpr):
+    """The first statement of a kernel that is launched with STARTS_EARLY: nothing before it may touch memory."""
+    if STARTS_EARLY:
+        gdc_launch_dependents()
+        gdc_wait()

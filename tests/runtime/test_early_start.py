@@ -1,0 +1,117 @@
+"""Kernels that start before the one before has ended: how they are launched, and that they wait before they read."""
+
+import ctypes
+import re
+import struct
+import zlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.early_start import starts_early
+from powertrain.runtime import driver, replay
+from powertrain.runtime.call_recorder import observed_call
+from powertrain.runtime.compile.service import entry_for
+from powertrain.runtime.launch import Loaded, kernel
+from powertrain.runtime.recording import record
+from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
+
+native = pytest.mark.skipif(settings().interpret, reason="the warm path and machine code are those of compiled kernels")
+FACTS = {"name": "k", "num_warps": 4, "shared": 512, "global_scratch": 0, "profile_scratch": 0}
+
+
+class Driver:
+    """In the place of cuLaunchKernelEx: what the configurations say that it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        monkeypatch.setattr(driver, "configured_launcher", lambda: self.launch)
+
+    def launch(self, config: int, handle: int, params: int, extra: None) -> int:
+        layout = driver.LaunchConfig._LAYOUT
+        *sizes, stream, attributes, count = layout.unpack(ctypes.string_at(config, layout.size))
+        # CUlaunchAttribute: its id, padding, 64 bytes of value
+        given = struct.unpack("@I4xi60x", ctypes.string_at(attributes, 72)) if count else ()
+        self.launches.append(((*sizes, stream), given))
+        return 0
+
+
+@native
+def test_warm_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With programmatic stream serialization (6), but not into a graph; as others where it was not loaded so."""
+
+    @kernel()
+    def _early_kernel(x_ptr, N, STARTS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+        pass
+
+    fake, plain = Driver(monkeypatch), []
+    namespace = _early_kernel.launch.__globals__
+    namespace["launch_kernel"] = lambda: lambda *args: plain.append(args[:4]) or 0
+    namespace["current_device"], namespace["current_stream"] = lambda: -1, lambda device: 77
+    for early, captures in ((True, False), (True, True), (False, False)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        loaded = Loaded(["*fp32", "i32"], FACTS, driver.Function(1234, 0, 0, 0), starts_early=early)
+        # found by every key
+        _early_kernel._tables[-1] = type("Keys", (dict,), {"get": lambda self, key, loaded=loaded: loaded})()
+        _early_kernel[(5, 2)](torch.empty(4, device="meta"), 3, STARTS_EARLY=early)
+    sizes = (5, 2, 1, 128, 1, 1, 512, 77)
+    assert fake.launches == [(sizes, (6, 1)), (sizes, ())]
+    assert plain == [(1234, 5, 2, 1)]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_replayed_launch(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Driver(monkeypatch)
+    loaded = Loaded(["*fp32", "*fp32"], FACTS, driver.Function(1234, 0, 0, 0), starts_early=early)
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        replay.recorder().launched(SimpleNamespace(name="k"), loaded, (1,), [x, y], {})  # type: ignore[union-attr]
+        return y
+
+    x = torch.randn(4)
+    with observed_call([x]) as recorder:
+        result = recorder.forward(SimpleNamespace(name="op", replays=True, forward=forward), (x,))
+    tape = recorder.op_tape(result, 77)
+    assert tape is not None, recorder.failure
+    tape.run(x)
+    assert [given for _, given in fake.launches] == [(6, 1) if early else ()]
+
+
+def test_where() -> None:
+    here = {card: starts_early(Target.parse(card)) for card in ("A100", "L4", "H200", "B200")}
+    assert here == {"A100": False, "L4": False, "H200": not settings().interpret, "B200": not settings().interpret}
+
+
+def _kernels(card: str, **options: Any) -> dict[str, str]:
+    """The PTX of the kernels that a decoding call launches."""
+    with record(card) as wanted:
+        cache = torch.empty(64, 16, 8, 128, device="meta", dtype=torch.bfloat16)
+        query = torch.empty(8, 1, 32, 128, device="meta", dtype=torch.bfloat16)
+        lengths, pages = (torch.empty(*s, device="meta", dtype=torch.int32) for s in ((8,), (8, 64)))
+        decode_attention(query, cache, cache, lengths, page_table=pages, **options)
+    return {spec.kernel.name: zlib.decompress(entry_for(spec)[0].members["ptx"]).decode() for spec in wanted.specs}
+
+
+@native
+@pytest.mark.parametrize("num_splits", [None, 2])
+def test_memory_is_touched_after_the_wait(num_splits: int | None) -> None:
+    """A load before the wait may see what was there before the kernel before wrote it."""
+    found = _kernels("H200", num_splits=num_splits)
+    assert len(found) == (3 if num_splits is None else 2)
+    for name, ptx in found.items():
+        wait = ptx.index("griddepcontrol.wait")
+        assert ptx.index("griddepcontrol.launch_dependents") < wait, name
+        touched = re.search(r"\b(ld|st|atom|red)\.global|cp\.async", ptx)
+        assert touched is not None and touched.start() > wait, name
+
+
+@native
+def test_none_before_hopper() -> None:
+    assert all("griddepcontrol" not in ptx for ptx in _kernels("A100").values())
