@@ -18,7 +18,9 @@ from powertrain.runtime.jobs import jobs
 
 PER_PROCESS = 1 << 30  # torch, and what a test allocates
 HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
-
+# NumPy's products wait in threads of their own for cores that other test processes use: half of the CPU time of attention
+# in the interpreter; torch's threads in processes that tests start do the same
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 SLOWEST = 20  # tests whose time is printed at the end, and files whose CPU time is
 GPU_PROCESSES = 14  # each holds a CUDA context and at most a few GiB: less than an eighth of an 80 GiB card
@@ -35,7 +37,7 @@ def run(title: str, arguments: list[str], environment: dict[str, str]) -> Counte
         command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
         # Tests start hundreds of processes, and each would compile the package again: 0.6 of 3.5 s for the trainer.
         bytecode = {"PYTHONDONTWRITEBYTECODE": ""}
-        code = subprocess.run(command, env={**os.environ, **bytecode, **environment}).returncode
+        code = subprocess.run(command, env={**ONE_THREAD, **os.environ, **bytecode, **environment}).returncode
         counts = _counts(report, title) if report.exists() else Counter()
     if code not in (0, 5) and not counts["failed"]:  # 5: no test was selected
         counts["failed"] = 1
