@@ -101,7 +101,7 @@ def _broadcast_by_view() -> None:
         if (found := decided.get(key)) is None:
             results = broadcast(self, lhs, rhs)
             likes = [None if x is y else tensor_of(None, x) for x, y in zip(results, (lhs, rhs), strict=True)]
-            decided[key] = *likes, (left, right)
+            decided[key] = likes[0], likes[1], (left, right)
             return results
         return _viewed(lhs, found[0]), _viewed(rhs, found[1])
 
