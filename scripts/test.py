@@ -11,6 +11,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,13 @@ from powertrain.runtime.jobs import jobs
 
 PER_PROCESS = 1 << 30  # torch, and what a test allocates
 HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+# NumPy's products wait in threads of their own for cores that other test processes use, half of the CPU time of
+# attention in the interpreter; torch's threads in processes that tests start do the same
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
+# Most of their time they wait: for deadlines, for processes that they kill, for a compiler made up. A process of their
+# own runs them beside the others, whose cores they would hold idle.
+WAITING = ("tests/builder", "tests/faults/test_build_kills.py", "tests/faults/test_train_kills.py")
 
 SLOWEST = 20  # tests whose time is printed at the end, and files whose CPU time is
 GPU_PROCESSES = 14  # each holds a CUDA context and at most a few GiB: less than an eighth of an 80 GiB card
@@ -26,8 +33,9 @@ _seconds: list[tuple[float, str]] = []  # of every test that ran
 _cpu_seconds: defaultdict[str, float] = defaultdict(float)  # by file, those of child processes included
 
 
-def run(title: str, arguments: list[str], environment: dict[str, str]) -> Counter[str]:
-    """One pytest run: how many tests passed, failed (errors too) and were skipped."""
+def run(title: str, arguments: list[str], environment: dict[str, str], beside: bool = False) -> Counter[str]:
+    """One pytest run: how many tests passed, failed (errors too) and were skipped. What one beside another says is
+    printed when it has ended."""
     print(f"\n{title}: pytest {' '.join(arguments)}", flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -35,8 +43,15 @@ def run(title: str, arguments: list[str], environment: dict[str, str]) -> Counte
         command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
         # Tests start hundreds of processes, and each would compile the package again: 0.6 of 3.5 s for the trainer.
         bytecode = {"PYTHONDONTWRITEBYTECODE": ""}
-        code = subprocess.run(command, env={**os.environ, **bytecode, **environment}).returncode
+        done = subprocess.run(
+            command, env={**ONE_THREAD, **os.environ, **bytecode, **environment}, text=True,
+            stdin=subprocess.DEVNULL if beside else None, stdout=subprocess.PIPE if beside else None,
+            stderr=subprocess.STDOUT if beside else None,
+        )  # fmt: skip
+        code = done.returncode
         counts = _counts(report, title) if report.exists() else Counter()
+        if beside:
+            print(f"\n{done.stdout}", flush=True)
     if code not in (0, 5) and not counts["failed"]:  # 5: no test was selected
         counts["failed"] = 1
     print(f"{title}: {_line(counts)} in {time.monotonic() - start:.0f} s", flush=True)
@@ -79,7 +94,12 @@ def main(options: list[str]) -> int:
     interpreted = run(
         "kernels in Triton's interpreter", [*rest, "tests/ops"], {"POWERTRAIN_INTERPRET": "1", **HIDE_GPUS}
     )
-    return _close(interpreted + run("on the CPU", [*rest, "tests"], HIDE_GPUS))
+    if rest[0] != "-n":
+        return _close(interpreted + run("on the CPU", [*rest, "tests"], HIDE_GPUS))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(run, "tests that wait", [*rest[4:], *WAITING], HIDE_GPUS, beside=True)
+        others = run("on the CPU", [*rest, *(f"--ignore={path}" for path in WAITING), "tests"], HIDE_GPUS)
+    return _close(interpreted + others + waiting.result())
 
 
 def _close(counts: Counter[str]) -> int:

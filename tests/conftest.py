@@ -1,31 +1,17 @@
-"""Seeds, poisoned memory, and the device the kernels run on."""
+"""CPU seconds of each test; torch's setup (torch_setup.py) where tests run."""
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator
 
-INTERPRET = os.environ.get("POWERTRAIN_INTERPRET") == "1"
-if INTERPRET:
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+import psutil
+import pytest
 
-import psutil  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
 
-# what torch.empty hands out is NaN, in C++ too, so that an unwritten output cannot pass
-torch.use_deterministic_algorithms(True, warn_only=True)
-torch.utils.deterministic.fill_uninitialized_memory = True
-torch.set_num_threads(1)
-
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    # each torch.manual_seed would format three stacks, for seeds kept until there is a device: 1 ms a test
-    for _backend in (torch.cuda, torch.xpu, torch.mtia):
-        _backend.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
-
-# of cases that a GPU and plain PyTorch compute in milliseconds
-SLOW_IN_INTERPRETER = pytest.mark.slow if INTERPRET else ()
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist's first process runs no test, and waits 2 to 3 s for torch before it starts the others
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        config.pluginmanager.import_plugin("tests.torch_setup")
 
 
 def _cpu_seconds() -> float:
@@ -53,34 +39,3 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
     item.user_properties.append(("cpu_seconds", _cpu_seconds() - item.stash[_STARTED]))  # scripts/test.py adds them up
-
-
-# at tests' sizes lora_linear would leave its op on a GPU
-importlib.import_module("powertrain.ops.lora_linear")._FEW = 0  # type: ignore[attr-defined]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def no_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a profiled step takes as long as ten others of a small run: done only where its table is looked at."""
-    kernel_profile = sys.modules.get("powertrain.train.reporting.kernel_profile")
-    if kernel_profile is not None and not HAS_GPU:
-        monkeypatch.setattr(kernel_profile, "PROFILED", 0)
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU where there is one, else the CPU (where kernels run only under POWERTRAIN_INTERPRET=1)."""
-    return torch.device("cuda" if HAS_GPU else "cpu")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "gpu" in item.keywords and not HAS_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if "kernels" in item.keywords and not (HAS_GPU or INTERPRET):
-            item.add_marker(pytest.mark.skip(reason="kernels run on a GPU or under POWERTRAIN_INTERPRET=1"))

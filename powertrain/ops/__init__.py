@@ -1,4 +1,7 @@
 """Fused ops: pure functions on tensors, one file each."""
 
-# before any op imports triton: under POWERTRAIN_INTERPRET=1 this switches Triton to its interpreter
-import powertrain.runtime.compile.triton_compat  # noqa: F401
+from powertrain.runtime.uncollected import uncollected
+
+with uncollected():
+    # before any op imports triton: under POWERTRAIN_INTERPRET=1 this switches Triton to its interpreter
+    import powertrain.runtime.compile.triton_compat  # noqa: F401

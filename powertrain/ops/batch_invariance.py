@@ -12,6 +12,7 @@ Source of the problem and of the remedy: He and Thinking Machines Lab, "Defeatin
 (2025).
 """
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from powertrain.ops.gemm.row_invariant import RowInvariantLinear
 from powertrain.ops.shapes import as_rows
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import disable
@@ -31,6 +31,8 @@ from powertrain.runtime.sharding import is_dtensor
 # products in which cuBLAS or a kernel for large sizes has a part; disabled, these ops call F.linear
 _FUSED = ("linear_activation", "lora_linear")
 _entered = 0
+# gemm/row_invariant.py, imported at the first entry: attention, which asks here, does not need its kernels
+_row_invariant: Any = None
 
 
 @contextmanager
@@ -52,7 +54,8 @@ def batch_invariant() -> Iterator[None]:
     no such order raise NotImplementedError: decoding with a KV cache, mixture of experts, gMLP, FP8, tensor
     parallelism, attention that is not causal self-attention or has a bias, a prefix, chunks or sinks.
     """
-    global _entered
+    global _entered, _row_invariant
+    _row_invariant = importlib.import_module("powertrain.ops.gemm.row_invariant")
     # `disable` tells what is remembered about calls that they may go another way, on entry and at the end
     with disable(*_FUSED), _Products():
         _entered += 1
@@ -109,5 +112,5 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         fits = bias.dim() < 2 and bias.numel() in (1, N)
         checks.require(fits, "linear", "bias", f"have {N} elements", list(bias.shape))
         bias = bias.expand(N)
-    y: Tensor = RowInvariantLinear.apply(as_rows(input), weight, bias)
+    y: Tensor = _row_invariant.RowInvariantLinear.apply(as_rows(input), weight, bias)
     return y.view(*input.shape[:-1], N)

@@ -4,6 +4,8 @@ import importlib
 import sys
 from collections.abc import Mapping
 
+from powertrain.runtime.uncollected import uncollected
+
 
 def resolve(package: str, name: str, public: Mapping[str, str]) -> object:
     """The value of a package's public name. A package's `__getattr__` calls this once for each name.
@@ -13,7 +15,8 @@ def resolve(package: str, name: str, public: Mapping[str, str]) -> object:
     """
     if name not in public:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    module = importlib.import_module(public[name])
+    with uncollected():
+        module = importlib.import_module(public[name])
     value = module if public[name] == f"{package}.{name}" else getattr(module, name)
     setattr(sys.modules[package], name, value)
     return value

@@ -26,7 +26,7 @@ _MODELS: dict[str, tuple[str, ...]] = {
 @pytest.fixture(autouse=True)
 def _undo_determinism() -> Iterator[None]:
     yield
-    torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py has it
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/torch_setup.py has it
 
 
 class _Losses(At):

@@ -12,7 +12,7 @@ from torch import Tensor
 import powertrain
 from powertrain.ops.cases import Case, cases
 from powertrain.testing.numerics import check
-from tests.conftest import HAS_GPU
+from tests.torch_setup import HAS_GPU
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

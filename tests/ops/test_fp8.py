@@ -26,7 +26,7 @@ from powertrain.ops.fp8.linear import fp8_linear, fp8_linear_ref, quantized_weig
 from powertrain.ops.fp8.quantize import fp8_quantize, same_bits, special_values
 from powertrain.ops.fp8.transpose import fp8_transpose
 from powertrain.runtime.settings import settings
-from tests.conftest import SLOW_IN_INTERPRETER
+from tests.torch_setup import SLOW_IN_INTERPRETER
 
 FORMS = [("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group"), ("row", "tensor")]
 

@@ -12,7 +12,7 @@ from powertrain.ops.activations import GATED, gated_activation
 from powertrain.ops.fp8 import gated
 from powertrain.ops.fp8.gated import fp8_gated_activation, fp8_gated_activation_ref
 from powertrain.ops.fp8.quantize import fp8_quantize, same_bits, special_values
-from tests.conftest import HAS_GPU, INTERPRET
+from tests.torch_setup import HAS_GPU, INTERPRET
 
 
 def _both(function: Any, gate: Tensor, up: Tensor, dy: Tensor, kind: str) -> list[Tensor]:

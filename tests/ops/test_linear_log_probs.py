@@ -16,7 +16,7 @@ from powertrain.ops.linear_cross_entropy import linear_cross_entropy, new_scratc
 from powertrain.ops.linear_log_probs import Teacher, linear_log_probs, linear_log_probs_ref
 from powertrain.ops.log_prob_kernels import Options
 from powertrain.testing.numerics import check
-from tests.conftest import INTERPRET, SLOW_IN_INTERPRETER
+from tests.torch_setup import INTERPRET, SLOW_IN_INTERPRETER
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # in the interpreter a call takes a second

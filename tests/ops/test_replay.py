@@ -25,7 +25,7 @@ from powertrain.runtime import recording, replay, steering
 from powertrain.runtime.dispatch import Op, falls_back
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
-from tests.conftest import SLOW_IN_INTERPRETER
+from tests.torch_setup import SLOW_IN_INTERPRETER
 
 pytestmark = pytest.mark.skipif(
     not (settings().interpret or torch.cuda.is_available()), reason="replays kernels: a GPU or the interpreter"

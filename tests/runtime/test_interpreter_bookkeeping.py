@@ -21,6 +21,7 @@ _REPLACED = (
     (interpreter, "_get_np_dtype"),
     (interpreter, "_patch_builtin"),
     (interpreter.TritonSemantic, "broadcast_impl_value"),
+    (interpreter.TritonSemantic, "to_tensor"),
     (tl.tuple, "__init__"),
     (tl.block_type, "__init__"),
     (tl.tensor, "__init__"),

@@ -12,6 +12,7 @@ from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Re
 from powertrain.runtime import dispatch
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.settings import settings
+from powertrain.runtime.uncollected import uncollected
 
 
 class Backend(Protocol):
@@ -38,7 +39,8 @@ class _Lazy:
 
     def _load(self) -> Any:
         if self._loaded is None:
-            self._loaded = importlib.import_module(self._module)
+            with uncollected():
+                self._loaded = importlib.import_module(self._module)
         return self._loaded
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:

@@ -14,6 +14,8 @@ import numpy as np
 import triton.language.core as core
 import triton.runtime.interpreter as interpreter
 
+from powertrain.runtime.compile.interpreter_operators import quick, tensor_of
+
 
 def _remember_numpy_dtypes() -> None:
     """Triton makes a table of 18 dtypes at each look."""
@@ -84,20 +86,40 @@ def _remember_shapes() -> None:
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
 
 
-def _leave_equal_shapes() -> None:
-    """Two scalars, and two blocks of one shape, which is one object by `_remember_shapes`, need no broadcast."""
+def _broadcast_by_view() -> None:
+    """Two scalars, and two blocks of one shape, which is one object by `_remember_shapes`, need no broadcast. Of other
+    pairs Triton decides once which operand gets which shape; later ones get it as a view."""
     broadcast = interpreter.TritonSemantic.broadcast_impl_value
+    # beside the results, for their types, what must live as long as the ids in the key
+    decided: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
-    def leave(self: Any, lhs: Any, rhs: Any) -> Any:
-        left, right = lhs.type, rhs.type
-        if left.is_block():
-            if right.is_block() and left.shape is right.shape:
-                return lhs, rhs
-        elif not right.is_block():
+    def view(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.shape, rhs.shape
+        if left is right:
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        key = (lhs.dtype.name, rhs.dtype.name, id(left), id(right))
+        if (found := decided.get(key)) is None:
+            results = broadcast(self, lhs, rhs)
+            likes = [None if x is y else tensor_of(None, x) for x, y in zip(results, (lhs, rhs), strict=True)]
+            decided[key] = likes[0], likes[1], (left, right)
+            return results
+        return _viewed(lhs, found[0]), _viewed(rhs, found[1])
 
-    interpreter.TritonSemantic.broadcast_impl_value = leave
+    interpreter.TritonSemantic.broadcast_impl_value = view
+
+
+def _viewed(x: Any, like: Any) -> Any:
+    return x if like is None else tensor_of(np.broadcast_to(x.handle.data, builtins.tuple(like.type.shape)), like)
+
+
+def _leave_tensors() -> None:
+    """Every assignment in a kernel asks for a tensor, and has one nearly always."""
+    convert = interpreter.TritonSemantic.to_tensor
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is core.tensor else convert(self, x, check_type)
+
+    interpreter.TritonSemantic.to_tensor = to_tensor
 
 
 def _replace_functions_once() -> None:
@@ -116,7 +138,8 @@ def _replace_functions_once() -> None:
             semantic = interpreter.TritonSemantic(builder)
             # getmembers reads every attribute of the package
             members = [(name, m) for name, m in inspect.getmembers(package) if core.is_builtin(m)]
-            replacements[package] = [(name, replaced(member, semantic)) for name, member in members]
+            calls = [(name, replaced(member, semantic)) for name, member in members]
+            replacements[package] = [(n, quick(n, call)) for n, call in calls] if package is core.tensor else calls
         for name, call in replacements[package]:
             scope.set_attr(package, name, call)
 
@@ -128,5 +151,6 @@ def install() -> None:
     _remember_numpy_dtypes()
     _delay_types_of_tuples()
     _remember_shapes()
-    _leave_equal_shapes()
+    _broadcast_by_view()
+    _leave_tensors()
     _replace_functions_once()

@@ -3,22 +3,20 @@
 Must not import torch: the compile workers import this module and no torch.
 """
 
-import gc
 import hashlib
-import inspect
 import io
 import os
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 from powertrain.runtime.settings import settings
+from powertrain.runtime.uncollected import uncollected
 
 if settings().interpret:
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
@@ -28,6 +26,12 @@ if settings().interpret:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton
+import triton.runtime.jit
+
+from powertrain.runtime.compile.function_source import Inspect, source_lines
+
+# before a module of kernels is imported; other libraries' functions are found as before
+triton.runtime.jit.inspect = Inspect()
 
 if settings().interpret:
     from powertrain.runtime.compile import triton_interpreter
@@ -43,11 +47,12 @@ def _is_device_function(value: Any) -> bool:
     return hasattr(value, "fn") and isinstance(getattr(value, "fn", None), FunctionType)
 
 
+@cache  # kernels share device functions
 def _tokens(function: FunctionType) -> str:
     """The source without comments, line numbers and layout."""
     skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     # a nested function's source is indented, which tokenize refuses
-    lines, _ = inspect.getsourcelines(function)
+    lines, _ = source_lines(function)
     indent = len(lines[0]) - len(lines[0].lstrip())
     source = "".join(line[indent:] if line.strip() else "\n" for line in lines)
     # an indent is a token too: `a` inside and after an `if` are different programs
@@ -121,19 +126,6 @@ def is_gluon(jit: Any) -> bool:
     return bool(jit.is_gluon())
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collections: Triton's code generator makes objects by the ten thousand, whose collections go over all
-    that torch holds too, a fifth of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def lower(
     jit: Any,
     signature: Mapping[str, str],
@@ -163,7 +155,7 @@ def lower(
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    with _uncollected():
+    with uncollected():
         module = source.make_ir(
             backend.target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
         )

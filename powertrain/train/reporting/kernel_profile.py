@@ -221,11 +221,16 @@ def _reasons() -> dict[str, str]:
         elif _is_choice(event):
             problem, backend = event.facts["problem"], event.facts["backend"]
             reasons[ATTENTION] = f"{backend} serves {describe(problem)}; order: {order_of(problem).known}"
-        elif event.kind == "kernel":
+        elif _is_compiled(event):
             op = _op_of(event.facts["module"])
             if op != ATTENTION:
                 reasons[op] = f"its tensors are on a GPU; code for sm_{event.facts['arch']}"
     return reasons
+
+
+def _is_compiled(event: tracing.Event) -> bool:
+    # what was not compiled ahead is a kernel's event too, with an error and no kernel
+    return event.kind == "kernel" and "module" in event.facts
 
 
 def _op_of(module: str) -> str:
@@ -243,7 +248,7 @@ _LIBRARIES = (
 
 
 def _on_gpu(events: Iterable[Any]) -> list[ProfiledKernel]:
-    ours = {e.facts["kernel"]: _op_of(e.facts["module"]) for e in tracing.trace() if e.kind == "kernel"}
+    ours = {e.facts["kernel"]: _op_of(e.facts["module"]) for e in tracing.trace() if _is_compiled(e)}
     attention = _attention_backend()
     return [
         ProfiledKernel(*served(event.name, ours, attention), event.time_range.elapsed_us() / 1e3)

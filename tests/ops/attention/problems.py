@@ -16,7 +16,7 @@ from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.reference import run_reference
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.testing import numerics
-from tests.conftest import INTERPRET
+from tests.torch_setup import INTERPRET
 
 
 class _Plain:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, attention_backward, merge_attentions, varlen_attention
 from powertrain.testing import numerics
-from tests.conftest import HAS_GPU, INTERPRET, SLOW_IN_INTERPRETER
 from tests.ops.attention.problems import BY_NAME, _slack, make
+from tests.torch_setup import HAS_GPU, INTERPRET, SLOW_IN_INTERPRETER
 
 RANKS, S, DQK, DV = 3, 27, 40, 24
 B, H, K = (1, 2, 1) if INTERPRET else (2, 4, 2)  # the interpreter takes its time for every program

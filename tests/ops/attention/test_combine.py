@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.combine import combine
-from tests.conftest import HAS_GPU, INTERPRET
+from tests.torch_setup import HAS_GPU, INTERPRET
 
 pytestmark = pytest.mark.skipif(not (HAS_GPU or INTERPRET), reason="kernels run on a GPU or in the interpreter")
 

@@ -21,8 +21,8 @@ from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
-from tests.conftest import SLOW_IN_INTERPRETER
 from tests.ops.attention.decode_launches import launch_decode_kernels
+from tests.torch_setup import SLOW_IN_INTERPRETER
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

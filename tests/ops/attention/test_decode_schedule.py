@@ -16,7 +16,7 @@ from powertrain.ops.attention.decode_schedule import KeysSeen, schedule
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
-from tests.conftest import HAS_GPU, INTERPRET
+from tests.torch_setup import HAS_GPU, INTERPRET
 
 runs_kernels = pytest.mark.skipif(not (HAS_GPU or INTERPRET), reason="kernels run on a GPU or in the interpreter")
 CARD = Target.parse("H200")

@@ -23,7 +23,7 @@ from powertrain.runtime.recording import emulate, record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
-from tests.conftest import SLOW_IN_INTERPRETER
+from tests.torch_setup import SLOW_IN_INTERPRETER
 
 compiles = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 CUDA = torch.device("cuda")

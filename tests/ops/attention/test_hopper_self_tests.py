@@ -16,6 +16,8 @@ from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from tests.ops.attention.attention_launches import META
 
+pytestmark = pytest.mark.skipif(settings().interpret, reason="launches nothing: the same as in the run on the CPU")
+
 CPU = torch.device("cpu")
 LENGTHS = torch.tensor([200], dtype=torch.int32)
 CASES: dict[str, dict[str, Any]] = {

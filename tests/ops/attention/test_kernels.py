@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from powertrain.ops.attention import attention, varlen_attention
-from tests.conftest import SLOW_IN_INTERPRETER
 from tests.ops.attention.problems import CONFIGS, Config, errors
+from tests.torch_setup import SLOW_IN_INTERPRETER
 
 pytestmark = pytest.mark.kernels
 

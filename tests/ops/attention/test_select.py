@@ -23,7 +23,7 @@ from powertrain.runtime.dispatch import disable
 from powertrain.runtime.errors import PowertrainError
 from powertrain.runtime.target import _ARCHS, Target
 from powertrain.runtime.tracing import trace
-from tests.conftest import INTERPRET
+from tests.torch_setup import INTERPRET
 
 PLAIN = Installed((2, 11), True, 91900)
 ALL = replace(PLAIN, packages=(("flash-attn", "2.8.3"), ("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0b36")))
