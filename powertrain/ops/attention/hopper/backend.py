@@ -4,7 +4,7 @@
 universal kernels (triton/backend.py). Backward is the one that select.py decides: its own (hopper/backward.py), cuDNN's
 (backends/cudnn_backward.py) or that of the universal kernels.
 
-Memory beyond results: 640 to 896 bytes an SM of descriptors, and 4 a stream; where keys are cut into parts, which makes
+Memory beyond results: 256 to 512 bytes an SM of descriptors, and 4 a stream; where keys are cut into parts, which makes
 at most four tiles an SM, or heads do not fill their tiles, B * S * H * (E + 1) * 4 bytes for each part.
 """
 
