@@ -125,7 +125,7 @@ def test_abilities() -> None:
     assert can[75] == {"tensor_cores"}
     assert can[80] == can[86] == can[87] == {"tensor_cores", "tensor_core_dot", "bf16", "async_copy"}
     assert can[89] == can[80] | {"fp8"}
-    assert can[90] == can[89] | {"tma", "clusters", "wgmma"}
+    assert can[90] == can[89] | {"tma", "dependent_launch", "clusters", "wgmma"}
     assert can[100] == can[103] == can[90] - {"wgmma"} | {"tcgen05", "block_scaled_mma"}
     assert can[120] == can[100] - {"tcgen05"}
 
