@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.peers import Flash3, flash_3
 from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.explain import ask
@@ -41,6 +42,8 @@ HEADS = ((8, 8), (16, 16), (32, 32), (32, 8), (28, 4), (64, 8), (12, 1))
 MIXED = 0.03  # share of problems whose head dims are 192 and 128, as DeepSeek's
 MOST_TOKENS, MOST_FLOPS = 32768, 4e12
 SLOW = ("chunked", "reference")  # plain PyTorch, which nobody would call faster
+# called by itself where FLASH_3_LIBRARY names its library, for the table; no choice is compared with it
+PEER = "flash-attn-3"
 HOPELESS = 3  # times the shortest: timed once only
 # cycles that the GPU waits while Python launches, about 0.6 and 1.6 ms
 WAYS = {"forward": 1_000_000, "training": 3_000_000}
@@ -138,12 +141,19 @@ def compiled(
     return [problem for problem, error in ended if error is None], said
 
 
-def _forward(call: Callable[..., Any], tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
-    return [call(*tensors, **options)]
+def _forward(call: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+    return [call(*tensors)]
 
 
-def _training(call: Callable[..., Any], leaves: list[Tensor], dout: Tensor, options: dict[str, Any]) -> list[Tensor]:
-    return list(torch.autograd.grad(call(*leaves, **options), leaves, dout))
+def _training(call: Callable[..., Any], leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(call(*leaves), leaves, dout))
+
+
+def _flash_3(problem: Problem, starts: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    left = -1 if problem.window is None else problem.window - 1
+    longest = None if starts is None else max(problem.lengths)
+    out: Tensor = Flash3.apply(q, k, v, problem.head_dim**-0.5, problem.causal, left, starts, longest)
+    return out
 
 
 def _variants(problem: Problem) -> tuple[dict[str, Variants], dict[str, str], list[str]]:
@@ -153,12 +163,13 @@ def _variants(problem: Problem) -> tuple[dict[str, Variants], dict[str, str], li
     variants: dict[str, Variants] = {way: {} for way in WAYS}
     expected: dict[str, list[Tensor]] = {}
     said = []
-    for name in BACKENDS:
-        if name in SLOW:
-            continue
+    calls = {name: partial(call, backend=name, **options) for name in BACKENDS if name not in SLOW}
+    if flash_3() is not None:
+        calls[PEER] = partial(_flash_3, problem, options.get("cu_seqlens_q"))
+    for name, function in calls.items():
         runs: Variants = {
-            "forward": partial(_forward, call, plain, options | {"backend": name}),
-            "training": partial(_training, call, leaves, dout, options | {"backend": name}),
+            "forward": partial(_forward, function, plain),
+            "training": partial(_training, function, leaves, dout),
         }
         for way, run in runs.items():
             try:
@@ -201,6 +212,7 @@ def times(variants: Variants, head_start: int, rounds: int = 9) -> dict[str, flo
 
 def miss(ms: Mapping[str, float], chosen: str) -> tuple[str, float] | None:
     """The fastest backend and how many times as long the choice takes, where that is too long."""
+    ms = {name: value for name, value in ms.items() if name != PEER}
     if chosen not in ms:
         return None
     best = min(ms, key=lambda name: ms[name])
