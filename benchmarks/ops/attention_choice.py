@@ -271,8 +271,8 @@ def run(
                 yield _line(problem, way, ms, chosen[way], missed)
     over = sum(ratio > 1.1 for ratio in ratios)
     yield (
-        f"{measured} of {len(problems)} problems, forward and training: {len(ratios)} of {2 * measured} choices over 3 % "
-        f"too slow, {over} over 10 %, the worst {max(ratios, default=1):.2f}"
+        f"{measured} of {len(problems)} problems, forward and training: {len(ratios)} of {2 * measured} choices over "
+        f"3 % too slow, {over} over 10 %, the worst {max(ratios, default=1):.2f}"
     )
     yield from (f"  {number:4} x {kind}" for kind, number in kinds.most_common())
 
