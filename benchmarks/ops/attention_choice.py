@@ -6,7 +6,7 @@ A choice is a miss if it takes over 3 % and over 1 us longer than another backen
 No timing of a backend whose values differ from the first one's.
 
 `python -m benchmarks.ops.attention_choice --seed 1 --raw FILE` keeps the times of all backends, a line of JSON a
-problem, from which scripts/fit_attention_times.py makes the table that the choice reads.
+problem, from which scripts/attention_times.py makes the table that the choice reads.
 """
 
 import argparse
