@@ -16,12 +16,13 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.ops.attention_choice import Problem, miss
 from powertrain.ops.attention import backend_measurements as measurements
-from powertrain.ops.attention import select
+from powertrain.ops.attention import backend_order, select
 from powertrain.ops.attention.backend_preferences import BackendPreference
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.versions import Installed, assume
@@ -125,14 +126,11 @@ def holdout(
     rows = [row_of(p, times, source) for p, times in found[:-count]]
     sources = {**table["sources"], source: {"file": "the others"}}
     points = measurements.points_of(((row, 1.0) for row in [*table["rows"], *rows]), sources)
-    measurements.measured = lambda arch, device: points  # type: ignore[assignment]
-    from powertrain.ops.attention import backend_order
-
-    backend_order.measured = measurements.measured
     judged, unknown, ratios, kinds = 0, 0, list[float](), Counter[str]()
     for p, times in found[-count:]:
         for way in WAYS:
-            decision = select.decide(problem_of(p, way == "training"), BackendPreference())
+            with mock.patch.object(backend_order, "measured", lambda arch, device: points):
+                decision = select.decide(problem_of(p, way == "training"), BackendPreference())
             assert decision is not None
             if decision.name not in times[way]:
                 unknown += 1

@@ -15,7 +15,7 @@ def _graphs(sizes: list[tuple[int, int]], dynamic: bool | None) -> int:
 
     @torch.compile(backend=counter, dynamic=dynamic, fullgraph=True)
     def ask(query: Tensor) -> Tensor:
-        batch, length, heads, _ = query.shape
+        batch, length, *_ = query.shape
         facts = Lengths.facts(length, length, None, batch, query.numel(), None, True)
         return query + sum(_constant(fact) is True for fact in facts) + _constant(facts[0])
 
@@ -37,7 +37,7 @@ def test_sizes_of_one_shape_have_their_own_class() -> None:
     seen = []
 
     def facts(query: Tensor) -> Tensor:
-        batch, length, heads, _ = query.shape
+        batch, length, *_ = query.shape
         seen.append(Lengths.facts(length, length, None, batch, query.numel(), None, True)[:3])
         return query + 1
 
