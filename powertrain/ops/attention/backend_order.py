@@ -195,10 +195,8 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
     if points is None:
         return Order(names, backwards, f"fixed, {fixed.why}", {})
     case = case_for(problem)
-    alone = estimates_at(points, case)
-    estimates = _with_fastest_backward(alone, problem, forbidden)
+    estimates = _with_backward(estimates_at(points, case), problem, backwards, forbidden)
     costs = {name: estimate.cost(problem.needs_grad) for name, estimate in estimates.items()}
-    backward_costs = {n: e.backward for n, e in alone.items() if n in BACKWARDS and e.backward is not None}
     # a backend that the fixed order puts among those that cannot run stays there, whatever was measured
     known_costs = {name: cost for name, cost in costs.items() if cost is not None and name in fixed.named}
     # one measured backend gives nothing to compare with
@@ -209,8 +207,7 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
     known = f"measured ({kind}; asked for {case}, the nearest is {nearest}): {', '.join(files)}"
     known += f"; cuDNN counts {planned:g} times, for it plans every new shape" if "cudnn" in known_costs else ""
     known += f"; the rest fixed, {fixed.why}"
-    ordered = by_cost(names, known_costs, planned)
-    return Order(ordered, by_cost(backwards, backward_costs, planned), known, estimates)
+    return Order(by_cost(names, known_costs, planned), backwards, known, estimates)
 
 
 def by_cost(names: tuple[str, ...], costs: Mapping[str, float], planned: float) -> tuple[str, ...]:
@@ -260,13 +257,12 @@ def case_for(p: AttentionProblem) -> Case:
     )  # fmt: skip
 
 
-def _with_fastest_backward(
-    alone: Mapping[str, Estimate], problem: AttentionProblem, forbidden: frozenset[str]
+def _with_backward(
+    alone: Mapping[str, Estimate], problem: AttentionProblem, backwards: tuple[str, ...], forbidden: frozenset[str]
 ) -> dict[str, Estimate]:
-    """A forward that several backwards may follow is estimated with the fastest of them that can."""
+    """A forward that several backwards may follow is estimated with the first of them that can."""
     if not problem.needs_grad:
         return dict(alone)
-    # a backward that will not run must not make its forward look fast
-    able = [n for n in BACKWARDS if n in alone and n not in forbidden and not any(backward_why_not(n, problem))]
-    fastest = min((ms for n in able if (ms := alone[n].backward) is not None), default=None)
-    return {n: e._replace(backward=fastest) if n in SEPARABLE else e for n, e in alone.items()}
+    able = (n for n in backwards if n not in forbidden and not any(backward_why_not(n, problem)))
+    behind = alone.get(next(able, ""), Estimate(None, None)).backward
+    return {n: e._replace(backward=behind) if n in SEPARABLE else e for n, e in alone.items()}
