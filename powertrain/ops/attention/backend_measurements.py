@@ -131,7 +131,7 @@ def _coordinates(case: Case) -> tuple[float, ...]:
         # others than those of narrower heads
         2.0 * (head_dim > 256),
         4.0 * (case.head_dim_qk != case.head_dim_v),
-        0.4 * math.log2(repeats) + 1.4 * (repeats > 1),
+        0.4 * math.log2(repeats) + 2.0 * (repeats > 1),
         1.0 * case.causal,
         1.0 * (case.window > 0) + 1.4 * (0 < case.window < case.keys),
         2.0 * case.packed,

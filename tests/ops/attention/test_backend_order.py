@@ -77,8 +77,8 @@ GOLDEN = [
     (90, (96, 96), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 hopper"),
     (90, (96, 96), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (96, 96), "full", "all", "hopper hopper fa3 fa3 hopper fa3 fa4 fa4"),
-    (90, (128, 128), "causal", "none", "efficient hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (128, 128), "causal", "all", "efficient fa3 hopper fa3 hopper fa3 fa3 fa3"),
+    (90, (128, 128), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
+    (90, (128, 128), "causal", "all", "hopper fa3 hopper fa3 hopper fa3 fa3 fa3"),
     (90, (128, 128), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (128, 128), "full", "all", "hopper fa3 fa3 fa3 hopper fa3 fa3 fa4"),
     (90, (128, 128), "alibi", "all", "hopper hopper hopper hopper hopper hopper hopper hopper"),
@@ -89,17 +89,17 @@ GOLDEN = [
     (90, (192, 128), "full", "all", "cudnn fa3 hopper fa3 fa3 fa3 fa4 fa4"),
     (90, (192, 128), "alibi", "all", "hopper h+triton hopper h+triton hopper h+triton hopper h+triton"),
     (90, (192, 128), "window", "all", "hopper fa3 fa3 fa3 hopper h+triton hopper fa4"),
-    (90, (160, 160), "causal", "none", "efficient hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (160, 160), "causal", "all", "efficient fa3 hopper fa3 hopper fa3 fa3 fa3"),
+    (90, (160, 160), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
+    (90, (160, 160), "causal", "all", "hopper fa3 hopper fa3 hopper fa3 fa3 fa3"),
     (90, (192, 192), "causal", "none", "efficient flash hopper hopper hopper hopper hopper hopper"),
     (90, (192, 192), "causal", "all", "efficient fa3 hopper fa3 fa3 fa3 fa3 fa3"),
-    (90, (160, 160), "full", "none", "efficient hopper hopper hopper hopper hopper hopper hopper"),
+    (90, (160, 160), "full", "none", "efficient flash hopper cudnn hopper hopper hopper hopper"),
     (90, (160, 160), "full", "all", "efficient fa3 fa3 fa3 fa3 fa3 fa3 fa3"),
-    (90, (192, 192), "full", "none", "efficient flash hopper hopper hopper hopper hopper hopper"),
+    (90, (192, 192), "full", "none", "efficient flash hopper cudnn hopper hopper hopper hopper"),
     (90, (192, 192), "full", "all", "efficient fa3 fa3 fa3 fa3 fa3 fa3 fa3"),
     (90, (256, 256), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (256, 256), "causal", "all", "hopper fa3 fa3 fa3 fa3 fa3 fa3 fa3"),
-    (90, (256, 256), "full", "none", "efficient hopper hopper hopper hopper hopper hopper hopper"),
+    (90, (256, 256), "full", "none", "efficient flash hopper hopper hopper hopper hopper hopper"),
     (90, (256, 256), "full", "all", "efficient fa3 fa3 fa3 fa3 fa3 fa3 fa3"),
     (80, (128, 128), "causal", "none", "flash flash flash flash flash flash flash flash"),
     (80, (128, 128), "causal", "all", "fa2 fa2 fa2 fa2 fa2 fa2 fa2 fa2"),
@@ -335,7 +335,7 @@ def test_the_users_table_comes_before_the_shipped_one(tmp_path: Path) -> None:
     assert _decision(problem) == "hopper"
     case = dict(dtype="half", mask="causal", batch=2, queries=8192, keys=8192, heads=16, kv_heads=16)
     case |= {"head_dim_qk": 128, "head_dim_v": 128}
-    rows = [{"source": "tune", "case": case, "ms": {"hopper": [2.0, 5.0], "cudnn": [1.0, 4.0]}}]
+    rows = [{"source": "tune", "case": case, "ms": {"hopper": [2.0, 5.0], "cudnn": [1.0, 4.0], "triton": [3.0, 9.0]}}]
     sources = {"tune": {"file": "powertrain tune attention", "date": "", "commit": "", "versions": ""}}
     path = measurements.save(target.name, rows, sources)
     assert _decision(problem) == "cudnn" and "powertrain tune attention" in order_of(problem).known

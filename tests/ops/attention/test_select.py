@@ -271,7 +271,6 @@ D64: dict[str, Any] = {"head_dim_qk": 64, "head_dim_v": 64, "mask": MaskSpec(rig
         ({"lengths": Lengths(512, 4096, equal=False), "needs_grad": False, **D64}, "hopper"),
         ({"lengths": Lengths(512, 768, equal=False), "needs_grad": False, **D64}, "hopper"),
         ({"lengths": Lengths(16, 16), "needs_grad": False}, "flash"),
-        ({"lengths": Lengths(16, 16, 512), "needs_grad": False}, "hopper"),
         ({"lengths": Lengths(16, 16), "num_kv_heads": 4}, "flash"),
         (
             {"lengths": Lengths(512, 4096), "needs_grad": False, "num_heads": 28, "num_kv_heads": 4, **D64},
