@@ -159,8 +159,8 @@ FLASH_BAD = (
         ),
     ),
     KnownBad(
-        "flash-2's backward leaves its memory where sequences, padded to 128 queries each, times heads and head dim are "
-        "2^31 or more",
+        "flash-2's backward leaves its memory where sequences padded to 128 queries, times heads times head dim, are "
+        "2^31 elements",
         "use triton or hopper, or fewer sequences at a time",
         # 30300 x 1 queries, H12 D160; 2^31 by the int32 of its sums' addresses, 0.7 of it was right
         "benchmarks/results/2026-11-24_h200_attention_choice.md",
