@@ -45,7 +45,7 @@ SLOW = ("chunked", "reference")  # plain PyTorch, which nobody would call faster
 # called by itself where FLASH_3_LIBRARY names its library, for the table; no choice is compared with it
 PEER = "flash-attn-3"
 HOPELESS = 3  # times the shortest: timed once only
-# cycles that the GPU waits while Python launches, about 1 and 2 ms. Of 0.4 and 1.1 a third of the times of PyTorch's
+# cycles that the GPU waits while Python launches, about 1 and 2 ms. Of 0.4 and 1.1 a quarter of the times of PyTorch's
 # own kernels, which are not replayed, were the host's
 WAYS = {"forward": 2_000_000, "training": 4_000_000}
 Variants = dict[str, Callable[[], list[Tensor]]]
