@@ -10,6 +10,7 @@ nothing: it leaves the last 100 problems out of the table, and says how many of 
 """
 
 import argparse
+import gzip
 import json
 import math
 from collections import Counter
@@ -59,7 +60,8 @@ def read(paths: list[Path]) -> list[tuple[Problem, dict[str, dict[str, float]]]]
     """Problems and their times by way and backend, repeated measurements as one."""
     found: dict[Problem, list[dict[str, dict[str, float]]]] = {}
     for path in paths:
-        for line in path.read_text().splitlines():
+        text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+        for line in text.splitlines():
             record = json.loads(line)
             ms = record.pop("ms")
             record.pop("chosen")
