@@ -27,34 +27,30 @@ def flash_3() -> Any:
 
 
 class Flash3(torch.autograd.Function):
-    """FlashAttention-3's own operators, once `flash_3()` has loaded them. q, k, v [B, S, H, D]; left: of a causal
-    window, or -1. Compiled graphs break here, as with its own package."""
+    """FlashAttention-3's own operators, once `flash_3()` has loaded them. q, k, v [B, S, H, D], or [T, H, D] of packed
+    sequences that begin at `starts`; left: of a causal window, or -1. Compiled graphs break here, as with its own
+    package."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int) -> Tensor:
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            q,
-            k,
-            v,
-            softmax_scale=scale,
-            is_causal=causal and left < 0,
-            window_size_left=left,
-            window_size_right=0 if causal else -1,
-        )
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int,
+        starts: Tensor | None = None, longest: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        ctx.options = {
+            "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest,
+            "softmax_scale": scale, "is_causal": causal and left < 0, "window_size_left": left,
+            "window_size_right": 0 if causal else -1,
+        }  # fmt: skip
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = scale, causal, left
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        scale, causal, left = ctx.options
         dq, dk, dv = map(torch.empty_like, (q, k, v))
-        torch.ops.flash_attn_3.bwd(
-            grad.contiguous(), q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=causal and left < 0,
-            window_size_left=left, window_size_right=0 if causal else -1,
-        )  # fmt: skip
-        return dq, dk, dv, None, None, None
+        torch.ops.flash_attn_3.bwd(grad.contiguous(), q, k, v, out, lse, dq, dk, dv, **ctx.options)
+        return dq, dk, dv, *[None] * 5
 
 
 def missing() -> list[str]:

@@ -204,52 +204,38 @@ def _link(source: str) -> str:
 
 
 CAUSAL = {"mask": MaskSpec(right=0, bottom_right=True)}
+FULL = {"mask": MaskSpec()}
+NARROW = {"head_dim_qk": 64, "head_dim_v": 64}
+# sequences x queries; 16 heads
 KINDS: dict[str, dict[str, Any]] = {
     "float32, TF32 allowed": {"dtype": torch.float32, "tf32": True},
     "float32": {"dtype": torch.float32},
-    "up to 1024 queries beside four times as many keys, forward alone": {
-        "size": "short",
-        "few": True,
+    "8 x 16, 8192 keys, forward alone": {"sizes": (16, 8192, 8), "needs_grad": False},
+    "8 x 16, 8192 keys": {"sizes": (16, 8192, 8)},
+    "8 x 16, forward alone": {"sizes": (16, 16, 8), "needs_grad": False},
+    "8 x 16": {"sizes": (16, 16, 8)},
+    "512 x 64, head dim 64, full, forward alone": {"sizes": (64, 64, 512), **NARROW, **FULL, "needs_grad": False},
+    "1 x 384, forward alone": {"sizes": (384, 384, 1), "needs_grad": False},
+    "1 x 384": {"sizes": (384, 384, 1)},
+    "32 x 512, forward alone": {"sizes": (512, 512, 32), "needs_grad": False},
+    "32 x 512": {"sizes": (512, 512, 32)},
+    "8 x 2048, forward alone": {"sizes": (2048, 2048, 8), "needs_grad": False},
+    "8 x 2048": {"sizes": (2048, 2048, 8)},
+    "2 x 8192, forward alone": {"needs_grad": False},
+    "2 x 8192": {},
+    "2 x 8192, full": FULL,
+    "2 x 8192, head dim 64": NARROW,
+    "2 x 8192, head dim 64, ALiBi, forward alone": {
+        **NARROW,
         "needs_grad": False,
-    },
-    "up to 16 queries beside four times as many keys": {"size": "decode", "few": True},
-    "up to 16 queries of heads that share keys": {"size": "decode", "num_kv_heads": 4},
-    "up to 16 queries, over 2048 sequences times heads, forward alone": {
-        "size": "decode",
-        "crowded": True,
-        "needs_grad": False,
-    },
-    "up to 16 queries": {"size": "decode", "needs_grad": False},
-    "up to 1024 queries": {"size": "short"},
-    "up to 4096 queries, forward alone": {"size": "medium", "needs_grad": False},
-    "more queries, forward alone": {"needs_grad": False},
-    "up to 4096 queries": {"size": "medium"},
-    "more queries": {},
-    "head dim 80, up to 4096 queries, forward alone": {
-        "size": "medium",
-        "needs_grad": False,
-        "head_dim_qk": 80,
-        "head_dim_v": 80,
-    },
-    "up to 1024 queries, forward alone": {"size": "short", "needs_grad": False},
-    "head dim 64, up to 1024 queries, forward alone": {
-        "size": "short",
-        "needs_grad": False,
-        "head_dim_qk": 64,
-        "head_dim_v": 64,
-    },
-    "head dim 64, forward alone": {"needs_grad": False, "head_dim_qk": 64, "head_dim_v": 64},
-    "head dim 64 with ALiBi, forward alone": {
-        "needs_grad": False,
-        "head_dim_qk": 64,
-        "head_dim_v": 64,
         "mask": MaskSpec(right=0, alibi=True),
     },
-    "head dim 64": {"head_dim_qk": 64, "head_dim_v": 64},
-    "head dim 80": {"head_dim_qk": 80, "head_dim_v": 80},
-    "head dims 192 and 128": {"head_dim_qk": 192},
-    "packed": {"layout": "thd"},
-    "value wider than 128, with backward": {"head_dim_qk": 256, "head_dim_v": 256},
+    "2 x 8192, head dim 80": {"head_dim_qk": 80, "head_dim_v": 80},
+    "2 x 8192, head dim 192": {"head_dim_qk": 192, "head_dim_v": 192},
+    "2 x 8192, head dim 256": {"head_dim_qk": 256, "head_dim_v": 256},
+    "2 x 8192, head dims 192 and 128": {"head_dim_qk": 192},
+    "8 x 512, packed": {"layout": "thd", "sizes": (512, 512, 8)},
+    "64 x 24, packed": {"layout": "thd", "sizes": (24, 24, 64)},
 }
 
 
@@ -280,24 +266,23 @@ def _known(order: Order) -> str:
 
 def _order(target: Target | None, changed: dict[str, Any]) -> Order:
     facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128} | CAUSAL | changed
-    few = facts.pop("few", False)
-    lengths = Lengths(facts.pop("size", "long"), not few, few=few, crowded=facts.pop("crowded", False))
-    return order_of(AttentionProblem(target=target, lengths=lengths, **facts))
+    queries, keys, sequences = facts.pop("sizes", (8192, 8192, 2))
+    lengths = Lengths(queries, keys, sequences, queries == keys)
+    # a forward is estimated with the backward that runs behind it there
+    with assume(EVERYTHING):
+        return order_of(AttentionProblem(target=target, lengths=lengths, **facts))
 
 
 def estimates() -> str:
-    """The measured rates of sm_90 at the number of queries that stands for each class, TFLOP/s forward, backward."""
+    """The estimated times of sm_90, the fastest first."""
     rows = []
     for kind, facts in KINDS.items():
-        order = _order(Target.parse("sm_90"), facts)
-        cells = [f"{name} {_tflops(e.forward)}, {_tflops(e.backward)}" for name, e in order.estimates.items()]
+        order, needs_grad = _order(Target.parse("sm_90"), facts), facts.get("needs_grad", True)
+        costs = {name: cost for name, e in order.estimates.items() if (cost := e.cost(needs_grad)) is not None}
+        cells = [f"{name} {costs[name]:.3g}" for name in sorted(costs, key=lambda name: costs[name])]
         if cells:
             rows.append((kind, "; ".join(cells)))
-    return table(("problems", "TFLOP/s forward, backward"), rows)
-
-
-def _tflops(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate / 1e9:.0f}"
+    return table(("problems", "ms"), rows)
 
 
 def updated(page: str) -> str:

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from benchmarks.ops.attention_choice import HEAD_DIMS, MOST_FLOPS, MOST_TOKENS, Problem, compiled, draw, miss
-from powertrain.testing.bench import Timing
 
 
 def test_problems_cover_what_users_have() -> None:
@@ -23,13 +22,10 @@ def test_problems_cover_what_users_have() -> None:
 
 
 def test_a_miss_is_over_3_percent_and_over_a_microsecond() -> None:
-    def times(**ms: float) -> dict[str, Timing]:
-        return {name: Timing(value, 0.0, 0.0) for name, value in ms.items()}
-
-    assert miss(times(selector=1.04, hopper=1.05, cudnn=1.0)) == ("cudnn", 1.04)
-    assert miss(times(selector=1.02, cudnn=1.0)) is None
-    assert miss(times(selector=0.0054, cudnn=0.005)) is None
-    assert miss(times(selector=1.0)) is None
+    assert miss({"hopper": 1.04, "triton": 1.05, "cudnn": 1.0}, "hopper") == ("cudnn", 1.04)
+    assert miss({"hopper": 1.02, "cudnn": 1.0}, "hopper") is None
+    assert miss({"hopper": 0.0054, "cudnn": 0.005}, "hopper") is None
+    assert miss({"hopper": 1.0}, "hopper") is None and miss({"hopper": 1.0}, "chunked") is None
 
 
 def _one_dies(problem: Problem) -> None:

@@ -47,11 +47,12 @@ def _flush_buffer() -> torch.Tensor:
     return torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
 
-def _once(function: Callable[[], Any]) -> float:
+def timed_once(function: Callable[[], Any], head_start: int = _HEAD_START) -> float:
+    """Milliseconds of one call on the GPU, which waits `head_start` cycles while Python launches."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     _flush_buffer().zero_()
-    # the GPU waits while Python launches, so that host time is not measured
-    torch.cuda._sleep(_HEAD_START)
+    # host time is not measured
+    torch.cuda._sleep(head_start)
     start.record()
     function()
     end.record()
@@ -76,11 +77,11 @@ def measure(variants: Variants, *, seconds: float = 0.25, rounds: int = 200) -> 
         for _ in range(3):
             function()
         peaks[name] = _peak_mib(function)
-    slowest = sum(_once(function) for function in variants.values()) / 1e3 / len(variants)
+    slowest = sum(timed_once(function) for function in variants.values()) / 1e3 / len(variants)
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(max(10, min(rounds, int(seconds / max(slowest + 1e-4, 1e-6))))):
         for name, function in variants.items():
-            samples[name].append(_once(function))
+            samples[name].append(timed_once(function))
     return {name: _timing(times, peaks[name]) for name, times in samples.items()}
 
 

@@ -362,13 +362,15 @@ def facts_of(call: AttentionCall) -> Facts:
     compiling = is_traced(query)
     elements = query.numel() + key.numel() + value.numel()
     batch, heads, kv_heads, queries, keys = call.sizes
+    # the bound of flash-2's launch tells how unequal packed sequences are
+    longest = varlen.max_queries if call.layout == "thd" else None
     return Facts(
         query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, heads, kv_heads,
         varlen.query_used is not None or varlen.key_used is not None, varlen.unordered, call.dropout_p,
         call.dropout_seed is not None, needs_grad, call.return_lse, call.deterministic,
         # TF32 is a global setting of PyTorch, so it is read at each call
         _aligned(query, key, value, compiling), compiling, query.dtype is torch.float32 and select.allows_tf32(),
-        Lengths.facts(queries, keys, equal, batch, elements, heads),
+        Lengths.facts(queries, keys, equal, batch, elements, longest, compiling),
     )  # fmt: skip
 
 

@@ -1,11 +1,9 @@
 """In which order backends are tried: a fixed order per arch and kind of problem, sorted by time where it was measured.
 
-The fixed orders were chosen by hand. Those that were measured for a problem (backend_measurements.py) are sorted by
-their estimated times within the places that they hold in the fixed order; the others keep their places. Estimates
-within 5% of each other are equal, for the same kernels differ by as much from session to session, and the fixed order
-decides.
+The fixed orders were chosen by hand. Backends whose time is known near a problem (backend_measurements.py) are sorted
+by it within the places that they hold in the fixed order; the others keep their places.
 
-A choice depends on a class of lengths, not on the lengths: each class has a number of queries that stands for it.
+A choice depends on classes of lengths and of the number of sequences, not on the sizes themselves.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,18 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from powertrain.ops.attention.backend_measurements import Curves, Estimate, Kind, dims_class, measured, rate_at
-from powertrain.ops.attention.backend_registry import BACKENDS, BACKWARDS, SEPARABLE
-from powertrain.ops.attention.problem import AttentionProblem, SizeClass
+from powertrain.ops.attention.backend_measurements import Case, Estimate, Kind, Points, estimates_at, measured, near
+from powertrain.ops.attention.backend_registry import BACKENDS, BACKWARDS, SEPARABLE, backward_why_not
+from powertrain.ops.attention.problem import AttentionProblem
 
-# cards and sessions differ by up to 5 % (docs/log/attention_triton.md), so smaller differences decide nothing
-_EQUAL = 1.05
 # cuDNN plans every shape that it has not seen: 42 ms forward, 112 with a backward, where the attention takes 0.02 (one
-# H200, lengths 301 to 330). Lengths that change pay that again and again, so it goes first only where it gains as much
-_PLANNED = 1.25
-_NEAR = 4  # times as many or as few queries: where two backends were measured, that is taken for the class
-# the length that stands for each class; the tables have rows at or near it
-_QUERIES: dict[SizeClass, int] = {"decode": 16, "short": 512, "medium": 2048, "long": 8192}
+# H200, lengths 301 to 330). Lengths that change, as those of prompts do, pay that again and again, so it goes first
+# only where it gains as much. Training has few shapes, and pays it once in thousands of steps
+_PLANNED = {False: 1.25, True: 1.1}  # by whether a gradient is wanted
 
 
 class Order(NamedTuple):
@@ -67,42 +61,12 @@ def _fills_tiles(p: AttentionProblem) -> bool:
 
 
 def _is_few_beside_long(p: AttentionProblem) -> bool:
-    """Few queries beside long keys, whose heads the Hopper forward packs into tiles and whose keys it splits.
-
-    Of 17 random problems (head dims 40 to 256, groups of 1 to 12, causal and full) it was the fastest, or within 5% of
-    it, in all but one with a window (one H200; benchmarks/results/2026-11-24_h200_attention_choice.md).
-    """
+    """Few queries beside long keys, whose heads the Hopper forward packs into tiles and whose keys it splits."""
     # a packed tile has no column for slopes that differ by row
     few = p.lengths.few and p.lengths.size in ("decode", "short")
     # above 256 the Hopper forward neither packs heads nor splits keys
     packs = max(p.head_dim_qk, p.head_dim_v) <= 256 and not p.mask.alibi
-    return not p.needs_grad and few and packs and _fills_tiles(p)
-
-
-def _is_few_in_training(p: AttentionProblem) -> bool:
-    """The same with a backward, up to 16 queries: beside it PyTorch's flash-2 took 1.3 to 5.8 times as long, but half
-    as long at head dims above 128 where no heads share keys."""
-    few = p.lengths.few and p.lengths.size == "decode" and not p.mask.alibi
-    return p.needs_grad and few and _fills_tiles(p) and (p.is_grouped or max(p.head_dim_qk, p.head_dim_v) <= 128)
-
-
-def _is_short_for_tiles(p: AttentionProblem) -> bool:
-    """Up to 16 queries beside as many keys, where the Hopper kernels are faster all the same: heads that share keys (a
-    training step 0.48 to 0.92 of flash-2's time), or so many sequences that the SMs are busy (forward 0.58)."""
-    fits = p.lengths.size == "decode" and p.layout != "thd" and not p.mask.alibi and _fills_tiles(p)
-    narrow = max(p.head_dim_qk, p.head_dim_v) <= 256
-    return fits and narrow and (p.is_grouped or (p.lengths.crowded and not p.needs_grad))
-
-
-def _is_many_tiny(p: AttentionProblem) -> bool:
-    """Windows of images and the like: PyTorch's memory-efficient kernels took 0.36 to 0.8 of the others' time (64 x 49,
-    512 x 16, 512 x 64 queries of 8 to 16 heads, head dims 32 and 64). They read shared keys once for each head."""
-    return p.lengths.tiny and p.lengths.equal and not p.is_grouped and max(p.head_dim_qk, p.head_dim_v) <= 64
-
-
-def _is_80(p: AttentionProblem) -> bool:
-    """Head dims of tiles of 80 columns, where others have 96 or 128."""
-    return 64 < min(p.head_dim_qk, p.head_dim_v) and max(p.head_dim_qk, p.head_dim_v) <= 80
+    return few and packs and _fills_tiles(p)
 
 
 def _is_192_128(p: AttentionProblem) -> bool:
@@ -148,20 +112,9 @@ FIXED_ORDERS = (
     FixedOrder(
         ("cudnn", "flash", "triton", "flash-attn-2", "efficient", *_REST), _BY_HAND, (90, 99), lambda p: p.dropout
     ),
+    FixedOrder(("hopper", "flash-attn-3", "flash-attn-4", "cudnn", *_LAST), _BY_HAND, (90, 90), _is_few_beside_long),
     FixedOrder(
-        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", *_LAST),
-        _BY_HAND,
-        (90, 90),
-        lambda p: _is_few_beside_long(p) or _is_few_in_training(p) or (not p.lengths.few and _is_short_for_tiles(p)),
-    ),
-    FixedOrder(
-        ("efficient", "hopper", "flash", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash-attn-2", *_REST),
-        _BY_HAND,
-        (90, 90),
-        _is_many_tiny,
-    ),
-    FixedOrder(
-        ("flash", "cudnn", "flash-attn-3", "flash-attn-4", "triton", "flash-attn-2", "efficient", *_REST),
+        ("flash", "cudnn", "flash-attn-3", "flash-attn-4", "hopper", "triton", "flash-attn-2", "efficient", *_REST),
         _BY_HAND,
         (90, 99),
         lambda p: p.lengths.size == "decode",
@@ -191,7 +144,7 @@ FIXED_ORDERS = (
         ("hopper", "cudnn", "flash-attn-3", "flash-attn-4", *_LAST),
         _BY_HAND,
         (90, 99),
-        lambda p: p.lengths.size == "short" or _is_80(p),
+        lambda p: p.lengths.size == "short",
     ),
     # with a backward ahead of the rule for all others: 192/128 and packed sequences were measured apart
     FixedOrder(
@@ -238,35 +191,31 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
     fixed = fixed_order(problem)
     # the backwards are ordered by the same rule as the forwards
     names, backwards = fixed.names, _fixed_backwards(problem, fixed.names)
-    kind, curves = curves_for(problem)
-    if curves is None:
+    kind, points = points_for(problem)
+    if points is None:
         return Order(names, backwards, f"fixed, {fixed.why}", {})
-    queries = _decisive_length(curves, problem, forbidden)
-    estimates = _estimates(curves, queries, forbidden)
+    case = case_for(problem)
+    estimates = _with_backward(estimates_at(points, case), problem, backwards, forbidden)
     costs = {name: estimate.cost(problem.needs_grad) for name, estimate in estimates.items()}
-    # per FLOP of backward: only the order matters, so the constant factor is left out
-    backward_costs = {name: 1 / rate for name, rate in _rates(curves.backward, queries).items()}
     # a backend that the fixed order puts among those that cannot run stays there, whatever was measured
     known_costs = {name: cost for name, cost in costs.items() if cost is not None and name in fixed.named}
     # one measured backend gives nothing to compare with
     if len(known_costs) < 2:
         return Order(names, backwards, f"fixed, {fixed.why}", {})
-    planned = "; cuDNN counts as a quarter slower, for it plans every new shape" if "cudnn" in known_costs else ""
-    known = f"measured ({kind}, {queries} queries): {', '.join(curves.sources)}{planned}; the rest fixed, {fixed.why}"
-    return Order(by_cost(names, known_costs), by_cost(backwards, backward_costs), known, estimates)
+    planned = _PLANNED[problem.needs_grad]
+    nearest, files = near(points, case)
+    known = f"measured ({kind}; asked for {case}, the nearest is {nearest}): {', '.join(files)}"
+    known += f"; cuDNN counts {planned:g} times, for it plans every new shape" if "cudnn" in known_costs else ""
+    known += f"; the rest fixed, {fixed.why}"
+    return Order(by_cost(names, known_costs, planned), backwards, known, estimates)
 
 
-def by_cost(names: tuple[str, ...], costs: Mapping[str, float]) -> tuple[str, ...]:
-    """Names with those that have a cost in the order of it, in the places that they have together. Costs within 5% of
-    the least are equal to it: the first of those names is next. cuDNN counts as a quarter slower than measured."""
-    costs = {name: cost * (_PLANNED if name == "cudnn" else 1) for name, cost in costs.items()}
-    left = [name for name in names if name in costs]
-    ordered = []
-    while left:
-        least = min(costs[name] for name in left)
-        ordered.append(next(name for name in left if costs[name] <= _EQUAL * least))
-        left.remove(ordered[-1])
-    measured_names = iter(ordered)
+def by_cost(names: tuple[str, ...], costs: Mapping[str, float], planned: float) -> tuple[str, ...]:
+    """Names with those that have a cost in the order of it, in the places that they have together. cuDNN's counts
+    `planned` times."""
+    costs = {name: cost * (planned if name == "cudnn" else 1) for name, cost in costs.items()}
+    # of equal costs the first in the fixed order is first: sorted is stable
+    measured_names = iter(sorted((name for name in names if name in costs), key=lambda name: costs[name]))
     # unmeasured backends keep their places between the measured ones
     return tuple(next(measured_names) if name in costs else name for name in names)
 
@@ -280,9 +229,8 @@ def _fixed_backwards(p: AttentionProblem, names: tuple[str, ...]) -> tuple[str, 
     return ("hopper", "cudnn", "triton") if _is_192_128(p) and p.mask.is_causal else ("hopper", "triton", "cudnn")
 
 
-def curves_for(p: AttentionProblem) -> tuple[Kind | None, Curves | None]:
-    """Measurements of a problem's kind; (kind, None) if there are none. Head dims that fill no tile count as measured
-    only if they were themselves."""
+def points_for(p: AttentionProblem) -> tuple[Kind | None, Points | None]:
+    """Measurements of a problem's kind; (kind, None) if there are none."""
     m = p.mask
     # features that no table has: their times differ from the plain kernel's by unknown factors
     others = m.bias != "none" or m.chunk or m.prefix or m.documents or p.dropout
@@ -291,53 +239,30 @@ def curves_for(p: AttentionProblem) -> tuple[Kind | None, Curves | None]:
     half = p.dtype in (torch.float16, torch.bfloat16)
     if not half and p.dtype is not torch.float32:
         return None, None
-    flags = {
-        "alibi": m.alibi, "packed": p.layout == "thd", "softcap": m.softcap > 0, "window": m.has_window,
-        # determinism matters to a backward only, so a forward uses the ordinary table
-        "deterministic": p.deterministic and p.needs_grad,
-    }  # fmt: skip
+    # determinism matters to a backward only, so a forward uses the ordinary table
+    flags = {"alibi": m.alibi, "deterministic": p.deterministic and p.needs_grad, "softcap": m.softcap > 0}
     features = tuple(sorted(name for name, given in flags.items() if given))
-    keys = "beside" if _is_few_beside_long(p) or (not m.is_causal and p.lengths.size == "decode") else "many"
-    dtype = "half" if half else "tf32" if p.tf32 else "float32"
-    dims = dims_class(p.head_dim_qk, p.head_dim_v)
-    kind = Kind(dtype, "causal" if m.is_causal else "full", features, keys, dims)
-    curves = measured(p.target.arch, p.target.name).get(kind)
-    # padding makes two head dims of one class unlike, so only the very pair that was measured counts
-    if curves is not None and not _fills_tiles(p) and (p.head_dim_qk, p.head_dim_v) not in curves.head_dims:
-        return kind, None
-    return kind, curves
+    kind = Kind("half" if half else "tf32" if p.tf32 else "float32", features)
+    return kind, measured(p.target.arch, p.target.name).get(kind)
 
 
-def _rates(points: Mapping[str, Mapping[int, float]], queries: int) -> dict[str, float]:
-    rates = ((name, rate_at(curve, queries)) for name, curve in points.items())
-    return {name: rate for name, rate in rates if rate is not None}
+def case_for(p: AttentionProblem) -> Case:
+    """A problem as it is compared with measured ones."""
+    m, lengths = p.mask, p.lengths
+    # keys that a query sees, itself included; a window to the right alone is none to the kernels' time
+    window = m.left + 1 + max(0, m.right) if m.left >= 0 else 0
+    return Case(
+        m.is_causal, window, p.layout == "thd", lengths.sequences, lengths.queries, lengths.keys, p.num_heads,
+        p.num_kv_heads, p.head_dim_qk, p.head_dim_v,
+    )  # fmt: skip
 
 
-def _estimates(curves: Curves, queries: int, forbidden: frozenset[str]) -> dict[str, Estimate]:
-    """A forward that several backwards may follow is estimated with the fastest of them."""
-    forward, backward = _rates(curves.forward, queries), _rates(curves.backward, queries)
-    # a forbidden backward must not make its forward look fast
-    allowed = [rate for name, rate in backward.items() if name in BACKWARDS and name not in forbidden]
-    fastest = max(allowed, default=None)
-    return {
-        name: Estimate(forward.get(name), fastest if name in SEPARABLE else backward.get(name))
-        # dict.fromkeys keeps the order and drops doubles
-        for name in dict.fromkeys((*forward, *backward))
-    }
-
-
-def _decisive_length(curves: Curves, p: AttentionProblem, forbidden: frozenset[str]) -> int:
-    """The number of queries at which backends are compared: that of the problem's class, or one near it at which two or
-    more were measured."""
-    wanted = _QUERIES[p.lengths.size]
-
-    def count(queries: int) -> int:
-        estimates = _estimates(curves, queries, forbidden).values()
-        return sum(estimate.cost(p.needs_grad) is not None for estimate in estimates)
-
-    if count(wanted) > 1:
-        return wanted
-    lengths = sorted({n for points in (*curves.forward.values(), *curves.backward.values()) for n in points})
-    near = [n for n in lengths if wanted <= _NEAR * n and n <= _NEAR * wanted and count(n) > 1] or [wanted]
-    # nearest by ratio: rates are measured on a logarithmic scale of lengths
-    return min(near, key=lambda n: max(n, wanted) / min(n, wanted))
+def _with_backward(
+    alone: Mapping[str, Estimate], problem: AttentionProblem, backwards: tuple[str, ...], forbidden: frozenset[str]
+) -> dict[str, Estimate]:
+    """A forward that several backwards may follow is estimated with the first of them that can."""
+    if not problem.needs_grad:
+        return dict(alone)
+    able = (n for n in backwards if n not in forbidden and not any(backward_why_not(n, problem)))
+    behind = alone.get(next(able, ""), Estimate(None, None)).backward
+    return {n: e._replace(backward=behind) if n in SEPARABLE else e for n, e in alone.items()}

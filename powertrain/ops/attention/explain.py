@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import api, select
-from powertrain.ops.attention.arguments import check_qkv
-from powertrain.ops.attention.backend_measurements import work
 from powertrain.ops.attention.backend_order import Order, order_of
 from powertrain.ops.attention.backend_preferences import BackendPreference, DryRun, dry_run
 from powertrain.ops.attention.backends.versions import Installed, assume, installed, with_cuda
@@ -142,7 +140,7 @@ def explain_attention(
             if name == "cpu" or arch:
                 # the problem was found on the tensors' device; only its target is exchanged
                 problem = replace(problem, target=None if name == "cpu" else Target.parse(name))
-            columns.append(_column(name, problem, preference, given, _case(query, key, value, problem, arguments)))
+            columns.append(_column(name, problem, preference, given))
     return Explanation(tuple(columns))
 
 
@@ -162,12 +160,10 @@ def ask(
     raise AssertionError("attention chose no backend")
 
 
-def _column(
-    name: str, problem: AttentionProblem, preference: BackendPreference, given: Installed, case: dict[str, Any]
-) -> Column:
+def _column(name: str, problem: AttentionProblem, preference: BackendPreference, given: Installed) -> Column:
     results = tuple(select.verdicts(problem, preference))
     order = order_of(problem, preference.forbidden)
-    notes = [f"order: {order.known}", *_estimates(order, problem, case)]
+    notes = [f"order: {order.known}", *_estimates(order, problem)]
     if problem.target is not None:
         notes.append(f"with {given}")
     decision = select.decide(problem, preference)
@@ -183,39 +179,14 @@ def _column(
     return Column(name, problem, results, tuple(notes), decision.backward)
 
 
-def _case(
-    query: Tensor, key: Tensor, value: Tensor, problem: AttentionProblem, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """The sizes of a call as those of a measured one. Packed sequences count as equally long."""
-    # the checks give sizes for every layout
-    sizes = check_qkv("explain_attention", query, key, value, problem.layout)
-    case: dict[str, Any] = sizes._asdict() | {
-        "head_dim_qk": query.shape[-1], "head_dim_v": value.shape[-1],
-        "mask": "causal" if problem.mask.is_causal else "full",
-    }  # fmt: skip
-    if problem.mask.left >= 0:
-        # keys that a query sees, itself included
-        case["window"] = problem.mask.left + 1 + max(0, problem.mask.right)
-    if problem.layout == "thd":
-        sequences = max(1, arguments["cu_seqlens_q"].shape[0] - 1)
-        case |= {"batch": sequences, "queries": sizes.queries // sequences, "keys": sizes.keys // sequences}
-    return case
-
-
-def _estimates(order: Order, problem: AttentionProblem, case: dict[str, Any]) -> list[str]:
+def _estimates(order: Order, problem: AttentionProblem) -> list[str]:
     """A line of estimated milliseconds of the measured backends, the fastest first."""
-    costs = {name: e.cost(problem.needs_grad) for name, e in order.estimates.items()}
-    flops = work(case)
-    # cost is time per FLOP, so the order of times needs no sizes
+    costs = {name: estimate.cost(problem.needs_grad) for name, estimate in order.estimates.items()}
     known = sorted((cost, name) for name, cost in costs.items() if cost is not None)
-    # memory-bound: the rates are of another number of queries
-    if case["keys"] >= 4 * case["queries"]:
-        words = [f"{name} {cost / known[0][0]:.2f}" for cost, name in known]
-        return [f"estimated time beside the fastest, forward: {', '.join(words)}"] if words else []
     words = []
     for _, name in known:
-        rates = order.estimates[name][: 2 if problem.needs_grad else 1]
-        words.append(f"{name} {' + '.join(f'{f / r:.3f}' for f, r in zip(flops, rates, strict=False) if r)}")
+        parts = order.estimates[name][: 2 if problem.needs_grad else 1]
+        words.append(f"{name} {' + '.join(f'{ms:.3f}' for ms in parts if ms is not None)}")
     passes = "forward + backward" if problem.needs_grad else "forward"
     return [f"estimated ms, {passes}: {', '.join(words)}"] if words else []
 

@@ -1,6 +1,7 @@
 """AttentionProblem: the facts that decide which backend runs; AttentionCall: one call with its tensors."""
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,13 +25,25 @@ class Reason(NamedTuple):
         return f"{self.text}: {self.fix}"
 
 
-# a choice must not depend on exact lengths, or each new length would be a new decision and a new graph under
-# torch.compile
+def size_class(n: int) -> int:
+    """A size, rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: as tiles are, whose rows are such numbers."""
+    if n <= 2:
+        return n
+    above: int = 1 << (n - 1).bit_length()
+    return above * 3 // 4 if 4 * n <= 3 * above else above
+
+
+# a choice must not depend on exact lengths, or each new length would be a new decision
 @dataclass(frozen=True)
 class Lengths:
-    """Facts of the sequence lengths that backends depend on, never the lengths themselves."""
+    """Facts of the sequence lengths that backends depend on: classes, never the lengths themselves.
 
-    size: SizeClass = "long"  # queries: up to 16, 1024, 4096, more
+    Packed sequences count as a batch of equal ones with as many tokens and as many pairs of query and key.
+    """
+
+    queries: int = 8192  # of a sequence: `size_class`, or one of four numbers where torch.compile has a symbol
+    keys: int = 8192
+    sequences: int = 2
     equal: bool = True  # as many queries as keys (thd: the same cu_seqlens)
     # cuDNN's dense-mask gradients are NaN in this case on sm_90 (pytorch/pytorch#196678)
     queries_mod_128_is_64: bool = False
@@ -42,37 +55,73 @@ class Lengths:
     single_key: bool = False
     # 65535 is the limit of a CUDA grid in its second and third dim; from 2^31 elements on int32 offsets overflow
     large: bool = False  # more than 65535 sequences, or 2^31 elements or more in query, key and value
-    # kernels that split the keys pay off here, so the order is another one (docs/log/attention_hopper.md, 2026-11-22)
-    few: bool = False  # four keys or more to a query
-    # kernels of large tiles are slow for a few short sequences, not for many (docs/log/attention_hopper.md, 2026-11-24)
-    crowded: bool = False  # up to 16 queries, and more than 2048 pairs of sequence and head
-    tiny: bool = False  # up to 64 queries
+
+    @property
+    def size(self) -> SizeClass:
+        """Up to 16, 1024, 4096 queries, or more."""
+        n = self.queries
+        return "decode" if n <= 16 else "short" if n <= 1024 else "medium" if n <= 4096 else "long"
+
+    @property
+    def few(self) -> bool:
+        """Four keys or more to a query: kernels that split the keys pay off (docs/log/attention_hopper.md)."""
+        return 4 * self.queries <= self.keys
 
     @staticmethod
-    def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int, heads: int = 1) -> "_LengthFacts":
-        """The fields as a tuple, which costs less to make and to look up."""
+    def facts(
+        queries: int, keys: int, equal: bool | None, batch: int, elements: int, longest: int | None = None,
+        compiling: bool = False,
+    ) -> "_LengthFacts":  # fmt: skip
+        """The fields as a tuple, which costs less to make and to look up. Packed sequences have a bound of their
+        `longest`, 0 if it is not known; queries and keys are those of all."""
         # positional and in the order of the fields: this runs in every call, and a tuple is hashed faster than a
         # dataclass
+        classes = _classes if not compiling or _are_static(queries, keys, batch, longest or 0) else _symbolic
         return (
-            "decode" if queries <= 16 else "short" if queries <= 1024 else "medium" if queries <= 4096 else "long",
+            *classes(queries, keys, batch, longest),
             queries == keys if equal is None else equal,
             queries % 128 == 64,
             keys % 8 == 0,
             not (queries and keys and batch),
             keys == 1,
             batch > 65535 or elements >= 2**31,
-            4 * queries <= keys,
-            # asked of few queries only: torch.compile guards what it is asked, and compiles for either answer
-            queries <= 16 and batch * heads > 2048,
-            queries <= 64,
         )
 
     @staticmethod
-    def of(queries: int, keys: int, *, equal: bool | None = None, batch: int = 1, elements: int = 0) -> "Lengths":
-        return Lengths(*Lengths.facts(queries, keys, equal, batch, elements))
+    def of(
+        queries: int, keys: int, *, equal: bool | None = None, batch: int = 1, elements: int = 0,
+        longest: int | None = None,
+    ) -> "Lengths":  # fmt: skip
+        return Lengths(*Lengths.facts(queries, keys, equal, batch, elements, longest))
 
 
-_LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool, bool, bool, bool]
+_LengthFacts = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
+
+
+def _are_static(*sizes: int) -> bool:
+    """Whether a trace has these as numbers."""
+    # by its full name: the module takes 0.4 s to import, and is there where anything is traced
+    return all(torch.fx.experimental.symbolic_shapes.has_static_value(size) for size in sizes)
+
+
+def _symbolic(queries: int, keys: int, batch: int, longest: int | None) -> tuple[int, int, int]:
+    # torch.compile guards what a symbol is asked, and compiles for every answer: so there are few
+    n = 16 if queries <= 16 else 512 if queries <= 1024 else 2048 if queries <= 4096 else 8192
+    return n, 4 * n if 4 * queries <= keys else n, _TOKENS // n
+
+
+def _classes(queries: int, keys: int, batch: int, longest: int | None) -> tuple[int, int, int]:
+    """Classes of queries and keys of a sequence, and of the number of sequences."""
+    if longest is None or not batch:
+        return size_class(queries), size_class(keys), size_class(batch)
+    mean, longest = queries / batch, min(longest, queries)
+    # between 2 * mean - longest and longest, evenly: the sum of squares is that of so many of this length
+    length = min(mean + (longest - mean) ** 2 / (3 * mean), longest) if longest > mean > 0 else mean
+    n = size_class(ceil(length))
+    return n, size_class(ceil(n * keys / max(1, queries))), size_class(ceil(queries / max(1, n)))
+
+
+_TOKENS = 16384  # of a batch whose sizes are symbols
 
 
 # frozen and without tensors: the problem is a dictionary key, and explain_attention makes one for a GPU that is not

@@ -188,12 +188,14 @@ def describe(p: AttentionProblem) -> str:
         "deterministic": p.deterministic,
         "misaligned": not p.aligned,
         "empty": p.lengths.empty,
-        "four keys or more to a query": p.lengths.few,
-        "many sequences and heads": p.lengths.crowded,
+        f"about {p.lengths.keys} keys": p.lengths.keys != p.lengths.queries,
         "torch.compile": p.compiling,
     }
     words = [p.where, str(p.dtype).removeprefix("torch."), p.layout, f"heads {heads}", f"head dim {dims}", *mask]
-    words += ["forward and backward" if p.needs_grad else "forward", p.lengths.size]
+    words += [
+        "forward and backward" if p.needs_grad else "forward",
+        f"about {p.lengths.sequences} x {p.lengths.queries} queries",
+    ]
     return ", ".join(words + [word for word, holds in facts.items() if holds])
 
 

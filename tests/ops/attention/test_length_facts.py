@@ -5,25 +5,60 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from powertrain.ops.attention.api import _constant
-from powertrain.ops.attention.problem import Lengths
+from powertrain.ops.attention.problem import Lengths, size_class
 
 
-def _graphs(queries: int) -> int:
-    """Of batches of 2 * 8 to 400 * 8 pairs of sequence and head."""
+def _graphs(sizes: list[tuple[int, int]], dynamic: bool | None) -> int:
+    """Of (batch, length) one after the other."""
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    @torch.compile(backend=counter, dynamic=True, fullgraph=True)
+    @torch.compile(backend=counter, dynamic=dynamic, fullgraph=True)
     def ask(query: Tensor) -> Tensor:
-        batch, length, heads, _ = query.shape
-        facts = Lengths.facts(length, length, None, batch, query.numel(), heads)
-        return query + sum(_constant(fact) is True for fact in facts)
+        batch, length, *_ = query.shape
+        facts = Lengths.facts(length, length, None, batch, query.numel(), None, True)
+        return query + sum(_constant(fact) is True for fact in facts) + _constant(facts[0])
 
-    for batch in (3, 5, 300, 400):
-        ask(torch.zeros(batch, queries, 8, 8))
+    for batch, length in sizes:
+        ask(torch.zeros(batch, length, 8, 8))
     return counter.frame_count
 
 
-def test_crowds_divide_graphs_of_few_queries_only() -> None:
-    assert _graphs(20) == 1
-    assert _graphs(10) == 2
+def test_symbolic_sizes_have_four_classes() -> None:
+    batches = [(3, 20), (5, 20), (300, 20), (400, 20)]
+    assert _graphs(batches, True) == 1
+    # 65 is odd and no multiple of 8, as all the others but 16
+    lengths = [(3, n) for n in (9, 15, 17, 65, 513, 1001, 1025, 3001, 5001, 9001)]
+    assert _graphs(lengths, True) == 4
+
+
+def test_sizes_of_one_shape_have_their_own_class() -> None:
+    """Traced once, sizes are numbers: the choice is that of an eager call."""
+    seen = []
+
+    def facts(query: Tensor) -> Tensor:
+        batch, length, *_ = query.shape
+        seen.append(Lengths.facts(length, length, None, batch, query.numel(), None, True)[:3])
+        return query + 1
+
+    torch._dynamo.reset()
+    torch.compile(facts, backend="eager", fullgraph=True)(torch.zeros(5, 300, 2, 8))
+    assert seen == [(384, 384, 6)]
+
+
+def test_packed_sequences_count_as_equal_ones() -> None:
+    def classes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        return Lengths.facts(tokens, tokens, True, sequences, 0, longest)[:3]
+
+    assert classes(8 * 512, 8, 512) == (512, 512, 8)
+    assert classes(8 * 512, 8, 0) == (512, 512, 8)  # nothing is said of the longest
+    # of 0 to 1024 tokens: the mean of squares is that of 683
+    assert classes(8 * 512, 8, 1024) == (768, 768, 6)
+    assert classes(4 * 512, 4, 8192) == (2048, 2048, 1)  # a bound beyond all tokens
+    assert classes(0, 0, 0) == (0, 0, 0)
+
+
+def test_classes_are_few_and_above_the_size() -> None:
+    classes = {size_class(n) for n in range(1, 32769)}
+    assert len(classes) == 30
+    assert all(n <= size_class(n) <= 1.5 * n for n in range(1, 4000))
