@@ -1,6 +1,7 @@
 """Tensor maps as arguments: their types, how a launch and a replayed launch pack them, and what the compiler makes."""
 
 import ctypes
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -191,6 +192,9 @@ def test_the_compiler_agrees() -> None:
     entry, _ = entry_for(spec)
     text = zlib.decompress(entry.members["ptx"]).decode()
     assert ".param .align 64 .b8 _map_kernel_param_0[128]" in text and "tensormap.replace" not in text
+    # of each a pointer is passed, those to the map's sizes and strides too
+    declared = set(re.findall(r"_map_kernel_param_(\d+)", text))
+    assert len(declared) == len(_loaded(spec)._offsets)
     [known] = entry.manifest["launch"]["tensor_maps"]
     expected = shape_of(torch.bfloat16, (64, 64))
     assert (tuple(known["block_size"]), known["swizzle"]) == (expected.box, {128: 3}[expected.swizzle])
