@@ -54,13 +54,21 @@ def shape_of(dtype: torch.dtype, block: tuple[int, ...]) -> _Shape:
     return _Shape(f"tensordesc<{name}{list(block)},{layout!r}>", box, swizzle)
 
 
+def _encode(device: int, *given: Any) -> bytes:
+    # the driver wants a context, which a thread of autograd's or of a caller's may not have made current yet
+    with torch.cuda.device(device):
+        driver.make_context_current(device)
+        return driver.tensor_map(*given)
+
+
 @lru_cache(maxsize=4096)
 def _rest_of(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
-) -> bytes:
+    device: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+    swizzle: int,
+) -> bytes:  # fmt: skip
     # a dimension of one element is never stepped over, and its stride may be anything, 0 too
     steps = [16 if size == 1 else stride * dtype.itemsize for size, stride in zip(shape, strides[:-1], strict=False)]
-    first, second = (driver.tensor_map(dtype, address, shape, steps, box, swizzle) for address in _PROBES)
+    first, second = (_encode(device, dtype, address, shape, steps, box, swizzle) for address in _PROBES)
     if first[8:] != second[8:] or any(
         int.from_bytes(found[:8], "little") != address for found, address in zip((first, second), _PROBES, strict=True)
     ):
@@ -69,13 +77,11 @@ def _rest_of(
 
 
 @cache
-def takes_zero_strides() -> bool:
+def takes_zero_strides(device: int) -> bool:
     """Whether the driver encodes a map in which all indices of a dimension are the same elements. TMA reads by such a
     map; the driver's manual leaves open whether it makes one."""
-    if not torch.cuda.is_available():
-        return True
     try:
-        driver.tensor_map(torch.bfloat16, _PROBES[0], (2, 64, 64), (0, 128), (1, 64, 64), 128)
+        _encode(device, torch.bfloat16, _PROBES[0], (2, 64, 64), (0, 128), (1, 64, 64), 128)
     except LaunchError:
         return False
     return True
@@ -87,5 +93,7 @@ def tensor_map(
     """The tiles `block` of a tensor of `shape` and `strides`, in elements, that begins `offset` elements behind x's
     first. The last stride is 1, the others and the address are multiples of 16 bytes."""
     known = shape_of(x.dtype, block)
-    rest = _rest_of(x.dtype, shape, strides, known.box, known.swizzle) if x.is_cuda else b""
+    rest = b""
+    if x.is_cuda:
+        rest = _rest_of(x.get_device(), x.dtype, shape, strides, known.box, known.swizzle)
     return TensorMap(x, offset * x.element_size(), known.kind, rest)

@@ -143,7 +143,19 @@ def _of_indices() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("results", [_of_pairs, _of_numbers, _of_addresses, _of_casts, _of_indices])
+def _of_rounded_numbers() -> list[Any]:
+    """A tensor of 1/3 and a number that float32 does not have."""
+    types = ((tl.float32, np.float32), (tl.float64, np.float64))
+    thirds = [
+        tl.tensor(interpreter.TensorHandle(np.array([1 / 3, 1.0], n), t), tl.block_type(t, [2])) for t, n in types
+    ]
+    pairs = [pair for x in thirds for pair in ((x, 1 / 3), (1 / 3, x), (x, tl.constexpr(1 / 3)))]
+    return [_found(function, *pair) for pair in pairs for function in _OPERATORS]
+
+
+@pytest.mark.parametrize(
+    "results", [_of_pairs, _of_numbers, _of_rounded_numbers, _of_addresses, _of_casts, _of_indices]
+)
 def test_results_are_the_front_ends(results: Callable[[], list[Any]], install: Callable[[], None]) -> None:
     with _launch():
         expected = results()

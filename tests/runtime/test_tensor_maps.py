@@ -1,8 +1,11 @@
 """Tensor maps as arguments: their types, how a launch and a replayed launch pack them, and what the compiler makes."""
 
 import ctypes
+import re
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,12 +57,23 @@ def test_types(dtype: torch.dtype, block: tuple[int, ...], box: tuple[int, ...],
     assert found.kind.startswith(f"tensordesc<{name}{list(block)},NVMMASharedLayout(swizzle_byte_width={swizzle},")
 
 
+@pytest.fixture(autouse=True)
+def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The devices whose context was made current, without a GPU."""
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(driver, "make_context_current", devices.append)
+    return devices
+
+
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def encoded(monkeypatch: pytest.MonkeyPatch, current: list[int]) -> Iterator[list[tuple[Any, ...]]]:
     """What is asked of the driver, which answers with the address and known bytes."""
     asked: list[tuple[Any, ...]] = []
 
     def encode(dtype: torch.dtype, address: int, *rest: Any) -> bytes:
+        # a thread that never used CUDA has none
+        assert current == [3] * (len(asked) + 1)
         asked.append((dtype, *map(tuple, rest[:3]), rest[3]))
         return struct.pack("<Q", address) + REST
 
@@ -73,7 +87,7 @@ def test_what_is_asked_of_the_driver(encoded: list[tuple[Any, ...]]) -> None:
     """Bytes, one encoding for all addresses, and a stride of one element's dimension that may be anything."""
     shape, strides, box = (1, 3, 100, 72), (0, 8192, 80, 1), (1, 1, 64, 64)
     for _ in range(2):
-        assert tensor_maps._rest_of(torch.bfloat16, shape, strides, box, 128) == REST
+        assert tensor_maps._rest_of(3, torch.bfloat16, shape, strides, box, 128) == REST
     assert encoded == 2 * [(torch.bfloat16, shape, (16, 16384, 160), box, 128)]
 
 
@@ -81,17 +95,16 @@ def test_a_driver_with_another_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(driver, "tensor_map", lambda dtype, address, *rest: REST + struct.pack("<Q", address))
     tensor_maps._rest_of.cache_clear()
     with pytest.raises(LaunchError, match="do not begin with the address"):
-        tensor_maps._rest_of(torch.bfloat16, (64, 64), (64, 1), (64, 64), 128)
+        tensor_maps._rest_of(3, torch.bfloat16, (64, 64), (64, 1), (64, 64), 128)
 
 
 def test_drivers_without_zero_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any) -> bytes:
         raise LaunchError("invalid argument")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(driver, "tensor_map", refuse)
     tensor_maps.takes_zero_strides.cache_clear()
-    assert not tensor_maps.takes_zero_strides()
+    assert not tensor_maps.takes_zero_strides(3)
     tensor_maps.takes_zero_strides.cache_clear()
 
 
@@ -179,6 +192,9 @@ def test_the_compiler_agrees() -> None:
     entry, _ = entry_for(spec)
     text = zlib.decompress(entry.members["ptx"]).decode()
     assert ".param .align 64 .b8 _map_kernel_param_0[128]" in text and "tensormap.replace" not in text
+    # of each a pointer is passed, those to the map's sizes and strides too
+    declared = set(re.findall(r"_map_kernel_param_(\d+)", text))
+    assert len(declared) == len(_loaded(spec)._offsets)
     [known] = entry.manifest["launch"]["tensor_maps"]
     expected = shape_of(torch.bfloat16, (64, 64))
     assert (tuple(known["block_size"]), known["swizzle"]) == (expected.box, {128: 3}[expected.swizzle])

@@ -79,6 +79,7 @@ _OPERATORS: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, ...]]] = {
     "__eq__": (np.equal, _ARITHMETIC),
     "__ne__": (np.not_equal, _ARITHMETIC),
 }
+_COMPARISONS = frozenset(list(_OPERATORS)[9:])
 _REFLECTED = {f"__r{name[2:]}": name for name in list(_OPERATORS)[:9]}
 
 
@@ -101,8 +102,10 @@ def quick(name: str, way: Callable[..., Any]) -> Callable[..., Any]:
 
 def _operator(name: str, way: Callable[..., Any]) -> Callable[..., Any]:
     function, dtypes = _OPERATORS[_REFLECTED.get(name, name)]
+    # compared with float64, a Python float is rounded to float32 first
+    floats = (core.float32,) if name in _COMPARISONS else _FLOATS
     # by id: a dtype's own hash and equality are Python code that reads its name
-    facts_of = {id(dtype): (_NUMPY[dtype], *_NUMBERS.get(dtype, (1, 0)), dtype in _FLOATS) for dtype in dtypes}
+    facts_of = {id(dtype): (_NUMPY[dtype], *_NUMBERS.get(dtype, (1, 0)), dtype in floats) for dtype in dtypes}
     # of two, NumPy makes int64 as Triton does
     mixed = {id(core.int32): core.int64, id(core.int64): core.int32} if set(_SIGNED) <= set(dtypes) else {}
     reflected = name in _REFLECTED

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from powertrain.ops.attention.hopper import backward_plans
+from powertrain.ops.attention.hopper import backward_plans, maps
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward
 from powertrain.ops.attention.hopper.backward_plans import PLAN_OF_96_KEYS, Plan, plan_for, why_not_96_keys
 from powertrain.ops.attention.hopper.plans import pieces_of
@@ -295,3 +295,17 @@ def test_padding_and_plans() -> None:
         assert plan.stages <= 4
         assert plan.ds_stages <= 2
         assert 2 * plan.registers < 504
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_maps_of_shared_rows(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch entries, or heads, that share rows are copied for a driver that takes no strides of 0."""
+    monkeypatch.setattr(maps, "takes_zero_strides", lambda device: takes)
+    monkeypatch.setattr(maps, "_is_on_gpu", lambda x: True)
+    q, k = _empty(1, 64, 4, 128).expand(2, -1, -1, -1), _empty(2, 64, 1, 128).expand(-1, -1, 2, -1)
+    operands = Operands.of(q, k, _empty(2, 64, 2, 128), _args())
+    queries, keys = maps.queries_of(operands, operands.q, 128), maps.keys_of(operands, operands.k, 128)
+    assert (queries.tensor is q, keys.tensor is k) == (takes, takes)
+    assert (queries.b == 0, keys.h == 0) == (takes, takes)
+    values = maps.keys_of(operands, operands.v, 128)
+    assert values.tensor is operands.v.tensor

@@ -7,7 +7,7 @@ import subprocess
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,9 +19,10 @@ from powertrain.ops.attention.hopper import (
     backward_d512_scores,
     backward_d512_tiles,
     backward_plans,
+    backward_tiles,
 )
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_of
-from powertrain.ops.attention.hopper.backward_d512 import MEMORY, chunks_of, key_tiles_seen
+from powertrain.ops.attention.hopper.backward_d512 import MEMORY, chunks_of, key_tiles_seen, width_of_products
 from powertrain.ops.attention.hopper.backward_plans import plan_of
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 from powertrain.ops.attention.triton import sequences
@@ -57,19 +58,67 @@ def _load(pointer: _Pointer, mask: bool = True, other: int = 0) -> int:
 
 _GL = SimpleNamespace(
     maximum=max, minimum=min, cdiv=cdiv, to_tensor=lambda x: x, load=_load, where=lambda c, a, b: a if c else b,
-    constexpr=int, program_id=lambda axis: 0, num_programs=lambda axis: 1,
+    constexpr=int, program_id=lambda axis: 0, num_programs=lambda axis: 1, static_range=range,
+    NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: None),
 )  # fmt: skip
+
+
+class _Smem(SimpleNamespace):
+    """Pipeline stages: their shape alone."""
+
+    dtype = SimpleNamespace(primitive_bitwidth=16)
+
+    def index(self, stage: int) -> "_Smem":
+        return _Smem(shape=self.shape[1:])
+
+
+class _Desc(NamedTuple):
+    """A descriptor of a whole tensor in tiles; of those that may end anywhere (primitives.py's `rows_desc_of`)."""
+
+    dims: tuple[int, ...]
+    block: tuple[int, ...]
+    is_ragged: bool = False
+
+
+def _rows_desc_of(
+    ptr: Any, storage: int, heads: int, rows: int, columns: int, b: Any, h: Any, s: Any, smem: _Smem, is_ragged: bool
+) -> _Desc:
+    return _Desc((storage, heads, rows + 1 if is_ragged else 1, rows, columns), (1, 1, 1, *smem.shape[1:]), is_ragged)
+
+
+def _tma_load(desc: _Desc, place: list[int], bar: Any, smem: _Smem) -> None:
+    """TMA moves 64 columns at a time. What lies outside wholly makes it read where the descriptor's tensor begins: of a
+    ragged one that is ahead of the tensor."""
+    assert smem.shape == desc.block[-2:]
+    *front, column = place
+    assert all(0 <= at < size for at, size in zip(front, desc.dims, strict=False))
+    if len(desc.dims) == 2:
+        assert 0 <= column < desc.dims[1]
+    elif desc.is_ragged:
+        assert all(column + part < desc.dims[-1] for part in range(0, desc.block[-1], 64))
+        end, row = front[-2:]
+        assert end + row >= desc.dims[-2]  # no row ahead of the tensor
 
 
 def _as_python() -> dict[str, Any]:
     """The device functions that reckon tiles, on plain integers."""
     names: dict[str, Any] = {"gl": _GL, "tl": _GL, "TILE": TILE, "GROUP": 4, "Work": backward_d512_products.Work}
     names |= {"Tile": backward_d512_tiles.Tile, "Chunk": backward_d512_tiles.Chunk}
+    names |= {
+        "rows_desc_of": _rows_desc_of, "tma_load": _tma_load, "kept": int, "as_tile": lambda smem: smem,
+        "reinterpret": lambda smem, dtype, shape, layout: _Smem(shape=tuple(shape)),
+        "tma": SimpleNamespace(
+            make_tensor_descriptor=lambda ptr, dims, steps, block, layout: _Desc(tuple(dims), tuple(block))
+        ),
+        "mbarrier": SimpleNamespace(wait=lambda bar, phase: None, expect=lambda bar, size: None),
+    }  # fmt: skip
     for module, functions in (
         (sequences, ("find_sequence", "sequence_span")),
-        (backward_d512_tiles, ("tile_at", "first_seen", "keys_seen", "queries_that_see", "grouped")),
-        (backward_d512_scores, ("_item",)),
-        (backward_d512_products, ("_work_of_keys", "_work_of_queries")),
+        (backward_tiles, ("place_of",)),
+        (backward_d512_tiles, ("tile_at", "first_seen", "keys_seen", "queries_that_see", "grouped", "in_turn")),
+        (backward_d512_scores, ("_item", "_load_pair", "_load")),
+        (backward_d512_products, ("_work_of_keys", "_work_of_queries", "_take_stage", "_panels", "_load_rows")),
+        (backward_d512_products, ("_load_of_keys", "_load_of_queries")),
     ):
         for name in functions:
             source = inspect.getsource(getattr(module, name).fn)
@@ -210,6 +259,36 @@ def test_every_weight_is_written_before_it_is_read(seed: int) -> None:
         assert len(of_queries[b, head, i, n, 0]) == count
     _covers(problem, written_rows, sizes.queries, problem.q_starts, sizes.kv_heads * sizes.num_q_per_kv)
     _covers(problem, written_keys, sizes.keys, problem.k_starts, sizes.kv_heads)
+
+
+@pytest.mark.parametrize("head_dim", [200, 264, 320, 384, 448, 512])
+@pytest.mark.parametrize("seed", range(25))
+def test_no_load_lies_wholly_outside(seed: int, head_dim: int) -> None:
+    problem = _Problem.of(seed)
+    sizes, lengths, config = problem.sizes, problem.lengths, problem.config._replace(d=head_dim)
+    storage = 1 if problem.packed else sizes.batch
+    slots, key_slots = problem.slots(sizes.queries), problem.slots(sizes.keys)
+    columns = key_tiles_seen(sizes.keys, sizes.left, sizes.right) * TILE
+    width = width_of_products(head_dim)
+    tiles, count, nothing = _Smem(shape=(5, TILE, 64)), cdiv(head_dim, width), (0, 0, 0)
+    bars = _Smem(shape=(5,)), _Smem(shape=(5,))
+    inputs = SimpleNamespace(q=None, k=None, v=None, do=None)
+    strides = SimpleNamespace(**dict.fromkeys("qb qr qs dob dor dos kb kh ks vb vh vs".split()))
+    smem = _Smem(shape=(4, 64, TILE)), _Smem(shape=(4, 64, width))
+    for chunk in chunks_of(storage * sizes.kv_heads, sizes.num_q_per_kv, slots, 4 * TILE * columns, problem.memory):
+        at = backward_d512_tiles.Chunk(*chunk[:4])
+        items = chunk.units * chunk.slots
+        FUNCTIONS["_load"](
+            inputs, lengths, (tiles, tiles), bars, strides, sizes, at, items * problem.parts, problem.parts, config
+        )
+        FUNCTIONS["_load_of_keys"](
+            None, None, nothing, nothing, None, lengths, smem, bars, sizes, at,
+            cdiv(chunk.units, sizes.num_q_per_kv) * key_slots * 2 * count, 2, key_slots, columns, 0, count, config,
+        )  # fmt: skip
+        FUNCTIONS["_load_of_queries"](
+            None, nothing, None, lengths, (_Smem(shape=(4, TILE, 64)), smem[1]), bars, sizes, at, items * count,
+            columns, count, config,
+        )  # fmt: skip
 
 
 def _covers(problem: _Problem, written: set[Any], rows: int, starts: list[int] | None, heads: int) -> None:

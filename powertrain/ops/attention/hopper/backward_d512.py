@@ -72,6 +72,11 @@ def key_tiles_seen(keys: int, left: int, right: int) -> int:
     return tiles if left < 0 or right < 0 else min(tiles, cdiv(left + right + _TILE, _TILE) + 1)
 
 
+def width_of_products(head_dim: int) -> int:
+    """Columns of a tile of results."""
+    return 128 if 256 < head_dim <= 384 else 256
+
+
 def launch_products(
     operands: Operands, do: Operand, rows: Tensor, dq: Operand | None, dk: Operand | None, dv: Operand | None
 ) -> None:
@@ -82,7 +87,7 @@ def launch_products(
     chunks = list(chunks_of(groups, heads.q_per_kv, slots, 4 * _TILE * columns, MEMORY))
     size = max(chunk.units * chunk.slots for chunk in chunks) * _TILE * columns
     weights = operands.q.tensor.new_empty(2 * size)
-    width = 128 if 256 < operands.d_qk <= 384 else 256
+    width = width_of_products(operands.d_qk)
     sums = None
     if not all(chunk.is_first and chunk.is_last for chunk in chunks) and (dk or dv):
         results = operands.key_blocks(_TILE) * ((dk is not None) + (dv is not None)) * cdiv(operands.d_qk, width)

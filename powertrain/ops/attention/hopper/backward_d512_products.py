@@ -32,7 +32,7 @@ from powertrain.ops.attention.hopper.primitives import (
     rows_desc_of,
 )
 from powertrain.ops.attention.triton.sequences import sequence_span
-from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, tma, tma_load
+from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, reinterpret, tma, tma_load
 from powertrain.runtime.launch import gluon_kernel
 
 GROUP = gl.constexpr(4)  # heads at a time
@@ -114,6 +114,35 @@ def _take_stage(smem, bars, at):
 
 
 @gluon.jit
+def _panels(b_smem, D: gl.constexpr, RAGGED: gl.constexpr):
+    """The stages in tiles of a descriptor: [tiles of all stages, 64 rows, columns].
+
+    A tile has all columns of a stage, or 64 of them: where a descriptor begins ahead of the tensor (primitives.py's
+    `rows_desc_of`) and the last 64 columns of a stage may lie wholly behind the tensor's."""
+    STAGES: gl.constexpr = b_smem.shape[0]
+    ROWS: gl.constexpr = b_smem.shape[1]
+    COLS: gl.constexpr = b_smem.shape[2]
+    if RAGGED and -D % COLS >= 64:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], b_smem.dtype)
+        return reinterpret(b_smem, b_smem.dtype, [STAGES * COLS // 64, ROWS, 64], layout)
+    else:
+        return b_smem
+
+
+@gluon.jit
+def _load_rows(desc, place, bar, panels, stage, COLS: gl.constexpr, D: gl.constexpr):
+    """64 rows and COLS columns from `place` on. Behind the tensor's columns are zeros, or the last 64 once more:
+    results of these are not stored."""
+    WIDTH: gl.constexpr = panels.shape[2]
+    b, head, end, row, column = place
+    for i in gl.static_range(COLS // WIDTH):
+        at = column + i * WIDTH
+        if WIDTH != COLS:
+            at = gl.minimum(at, (D - 1) // WIDTH * WIDTH)
+        tma_load(desc, [b, head, end, row, at], bar, as_tile(panels.index(stage * (COLS // WIDTH) + i)))
+
+
+@gluon.jit
 def _load_of_keys(
     x_ptr, y_ptr, x_strides, y_strides, w_ptr, lengths, smem, bars, sizes, chunk, items, kinds, key_slots, columns,
     FIRST: gl.constexpr, COLUMNS: gl.constexpr, CONFIG: gl.constexpr,
@@ -121,6 +150,7 @@ def _load_of_keys(
     """x, y: do and q. FIRST: the first kind of result that is wanted, 0 for dv."""
     a_smem, b_smem = smem[0], smem[1]
     COLS: gl.constexpr = b_smem.shape[2]
+    panels = _panels(b_smem, CONFIG.d, CONFIG.ragged_q)
     storage = sizes.batch
     if CONFIG.packed:
         storage = gl.to_tensor(1)
@@ -129,11 +159,11 @@ def _load_of_keys(
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE], a_smem.dtype)
     w_desc = tma.make_tensor_descriptor(w_ptr, [2 * all_rows, columns], [columns, 1], [64, TILE], w_layout)
     x_desc = rows_desc_of(
-        x_ptr, storage, heads, sizes.queries, CONFIG.d, x_strides[0], x_strides[2], x_strides[1], b_smem,
+        x_ptr, storage, heads, sizes.queries, CONFIG.d, x_strides[0], x_strides[2], x_strides[1], panels,
         CONFIG.ragged_q,
     )  # fmt: skip
     y_desc = rows_desc_of(
-        y_ptr, storage, heads, sizes.queries, CONFIG.d, y_strides[0], y_strides[2], y_strides[1], b_smem,
+        y_ptr, storage, heads, sizes.queries, CONFIG.d, y_strides[0], y_strides[2], y_strides[1], panels,
         CONFIG.ragged_q,
     )  # fmt: skip
     at = gl.to_tensor(0)
@@ -158,9 +188,9 @@ def _load_of_keys(
                     tma_load(w_desc, [w_row + first, work.tile.first - left * TILE], bar, a_smem.index(stage))
                     place = [b, head, end, row, work.column * COLS]
                     if kind == 0:
-                        tma_load(x_desc, place, bar, as_tile(b_smem.index(stage)))  # [64, COLS]
+                        _load_rows(x_desc, place, bar, panels, stage, COLS, CONFIG.d)
                     else:
-                        tma_load(y_desc, place, bar, as_tile(b_smem.index(stage)))  # [64, COLS]
+                        _load_rows(y_desc, place, bar, panels, stage, COLS, CONFIG.d)
                     at += 1
 
 
@@ -171,6 +201,7 @@ def _load_of_queries(
 ):  # fmt: skip
     a_smem, b_smem = smem[0], smem[1]
     COLS: gl.constexpr = b_smem.shape[2]
+    panels = _panels(b_smem, CONFIG.d, CONFIG.ragged_k)
     storage = sizes.batch
     if CONFIG.packed:
         storage = gl.to_tensor(1)
@@ -178,7 +209,7 @@ def _load_of_queries(
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, 64], a_smem.dtype)
     w_desc = tma.make_tensor_descriptor(w_ptr, [2 * all_rows, columns], [columns, 1], [TILE, 64], w_layout)
     k_desc = rows_desc_of(
-        k_ptr, storage, sizes.kv_heads, sizes.keys, CONFIG.d, k_strides[0], k_strides[2], k_strides[1], b_smem,
+        k_ptr, storage, sizes.kv_heads, sizes.keys, CONFIG.d, k_strides[0], k_strides[2], k_strides[1], panels,
         CONFIG.ragged_k,
     )  # fmt: skip
     at = gl.to_tensor(0)
@@ -195,7 +226,7 @@ def _load_of_queries(
                 stage, bar = _take_stage(smem, bars, at)
                 tma_load(w_desc, [work.w_row + all_rows, step * 64], bar, a_smem.index(stage))  # [128, 64]
                 place = [b, kv, end, row, work.column * COLS]
-                tma_load(k_desc, place, bar, as_tile(b_smem.index(stage)))  # [64, COLS]
+                _load_rows(k_desc, place, bar, panels, stage, COLS, CONFIG.d)
                 at += 1
 
 

@@ -24,14 +24,25 @@ class Source(NamedTuple):
 def queries_of(operands: Operands, x: Operand, dim: int) -> Source:
     """Queries, or gradients of results."""
     heads = operands.heads.kv * operands.heads.q_per_kv
+    if _must_copy(x.tensor, operands.storage > 1 and x.b == 0, heads > 1 and x.r == 0):
+        x = operands.like_query(x.tensor.contiguous())
     return Source(x.tensor, (operands.storage, heads, operands.queries, dim), x.b, x.r, x.s)
 
 
 def keys_of(operands: Operands, x: Operand, dim: int) -> Source:
     """Keys or values."""
-    if x.b == 0 and operands.storage > 1 and not takes_zero_strides():  # all batch entries share them
+    if _must_copy(x.tensor, operands.storage > 1 and x.b == 0, operands.heads.kv > 1 and x.h == 0):
         x = operands.like_key(x.tensor.contiguous())
     return Source(x.tensor, (operands.storage, operands.heads.kv, operands.keys, dim), x.b, x.h, x.s)
+
+
+def _must_copy(x: Tensor, *shared: bool) -> bool:
+    """Whether batch entries or heads share their rows, which this driver takes no map of."""
+    return any(shared) and _is_on_gpu(x) and not takes_zero_strides(x.get_device())
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def rows_maps(x: Source, block: int, pieces: tuple[int, ...]) -> Maps:
@@ -50,7 +61,7 @@ def ending_maps(x: Source, block: int, pieces: tuple[int, ...], is_ragged: bool)
     """[storage, heads, end, rows, dim]. `is_ragged`: it ends where any sequence ends; row i of the n rows that end
     before row `end` is (end, rows - n + i). Else row i is (0, i).
 
-    A tile must not lie wholly outside: TMA then accesses the tensor's start."""
+    64 columns of a tile, which TMA moves at a time, must not lie wholly outside: it then accesses the map's start."""
     storage, heads, rows, dim = x.sizes
     shape = storage, heads, rows + 1 if is_ragged else 1, rows, dim
     offset = -rows * x.s if is_ragged else 0

@@ -298,7 +298,8 @@ def rows_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem,
     stages of `smem` hold. RAGGED: it ends where any sequence ends, for row i of n that end before row `end` is
     (end, rows - n + i); else row i is (0, i).
 
-    A tile must not lie wholly outside: TMA then accesses the tensor's start."""
+    64 columns of a tile, which TMA moves at a time, must not lie wholly outside: it then accesses the descriptor's
+    start, where nothing may be mapped."""
     ROWS: gl.constexpr = smem.shape[1]
     COLS: gl.constexpr = smem.shape[2]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)
