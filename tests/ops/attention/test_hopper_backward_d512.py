@@ -328,8 +328,10 @@ def test_chunks(shape: tuple[int, ...], expected: list[tuple[Any, ...]]) -> None
 
 def test_packed_sequences_and_lengths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_plans, "_TAKES_ENDS", False)
-    assert why_not_of(512, 512, False, False) is None
-    assert why_not_of(512, 512, False, True) == "above head dim 256 it takes no packed sequences and no lengths"
+    assert why_not_of(320, 320, False, False) is None and why_not_of(512, 512, False, True) is None
+    assert why_not_of(320, 320, False, True) == (
+        "of packed sequences and lengths it takes head dims of 456 to 512, not 320"
+    )
 
 
 def test_head_dims() -> None:
@@ -347,6 +349,7 @@ def test_head_dims() -> None:
         ((256, 256), (4, 1000, 16, 4), {}, True),  # sums over four heads
         ((256, 256), (4, 1000, 8, 8), {"deterministic": True}, True),
         ((256, 256), (2, 8192, 8, 8), {"left": 1024}, False),
+        ((256, 256), (2, 8192, 8, 8), {"left": 1024, "right": -1}, True),
         ((256, 248), (2, 8192, 8, 8), {}, False),
         ((192, 192), (2, 8192, 8, 8), {}, False),
         ((512, 512), (1, 64, 8, 8), {}, True),
