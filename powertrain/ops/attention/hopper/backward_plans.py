@@ -49,8 +49,9 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
 PLAN_OF_96_KEYS = Plan(block_n=96, stages=2, registers=160)
 PLAN_OF_WEIGHTS = Plan(block_m=128, block_n=128, stores_weights=True)
 
-# Packed sequences and lengths, but for weights in memory at head dims 456 to 512. Of the tests of those, one at head dim
-# 320 accessed memory that is not its own, which is mended and was not run again; those of 96 keys were not all reached
+# Packed sequences and lengths, but for weights in memory at head dims 456 to 512. Of the tests of those, one at head
+# dim 320 accessed memory that is not its own, which is mended and was not run again; those of 96 keys were not all
+# reached
 _TAKES_ENDS = False
 
 
