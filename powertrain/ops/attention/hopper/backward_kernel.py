@@ -18,7 +18,7 @@ that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.p
 from powertrain.ops.attention.hopper.backward_consumer import consume
 from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, place_of, queries_of
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
-from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, load_pieces
+from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, by_piece, load_pieces
 from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
     BAR_EMPTY,
@@ -394,17 +394,8 @@ def _hopper_attention_bwd_kernel(
     smem = BackwardBuffers(k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)
     out_smem = (dk_smem, dv_smem)
     bars = BackwardBarriers(k_full, v_full, full, ds_empty, tile_full, tile_empty)
-    # a head dim in two pieces has a map of each
-    q_descs = (q_desc,)
-    k_descs = (k_desc,)
-    if len(P_QK) > 1:
-        q_descs += (q_tail_desc,)  # type: ignore[assignment]
-        k_descs += (k_tail_desc,)  # type: ignore[assignment]
-    v_descs = (v_desc,)
-    do_descs = (do_desc,)
-    if len(P_V) > 1:
-        v_descs += (v_tail_desc,)  # type: ignore[assignment]
-        do_descs += (do_tail_desc,)  # type: ignore[assignment]
+    q_descs, k_descs = by_piece(q_desc, q_tail_desc, P_QK), by_piece(k_desc, k_tail_desc, P_QK)
+    v_descs, do_descs = by_piece(v_desc, v_tail_desc, P_V), by_piece(do_desc, do_tail_desc, P_V)
     descs = (k_descs, v_descs, q_descs, do_descs, rows_desc)
     scratch = (sum_ptr, order_ptr)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)

@@ -21,6 +21,7 @@ from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
 from powertrain.ops.attention.hopper.pieces import (
     add_piece_of_dq,
     alloc_pieces,
+    by_piece,
     half_of,
     leave_halves,
     load_pieces,
@@ -427,17 +428,8 @@ def _hopper_attention_bwd_d256_kernel(
     dk_full = _barrier(2)
     hopper.fence_async_shared()
 
-    # a head dim in two pieces has a map of each
-    q_descs = (q_desc,)
-    k_descs = (k_desc,)
-    if len(P_QK) > 1:
-        q_descs += (q_tail_desc,)  # type: ignore[assignment]
-        k_descs += (k_tail_desc,)  # type: ignore[assignment]
-    v_descs = (v_desc,)
-    do_descs = (do_desc,)
-    if len(P_V) > 1:
-        v_descs += (v_tail_desc,)  # type: ignore[assignment]
-        do_descs += (do_tail_desc,)  # type: ignore[assignment]
+    q_descs, k_descs = by_piece(q_desc, q_tail_desc, P_QK), by_piece(k_desc, k_tail_desc, P_QK)
+    v_descs, do_descs = by_piece(v_desc, v_tail_desc, P_V), by_piece(do_desc, do_tail_desc, P_V)
     b_load = b
     if PACKED:
         b_load = gl.to_tensor(0)

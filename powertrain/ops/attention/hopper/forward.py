@@ -37,6 +37,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     ResultStrides,
 )
 from powertrain.ops.attention.hopper.maps import keys_of, packed_maps, queries_of, rows_maps
+from powertrain.ops.attention.hopper.pieces import by_piece
 from powertrain.ops.attention.hopper.plans import Plan, group_for
 from powertrain.ops.attention.hopper.primitives import (
     Lengths,
@@ -118,16 +119,9 @@ def _hopper_attention_fwd_kernel(
     sizes = ConsumerSizes(batch, queries, heads, num_splits, members)
     strides = ResultStrides(stride_ob, stride_os, stride_oh, slopes_step)
     window = Window(left, right)
-    # a head dim in two pieces has a map of each
-    q_descs = (q_desc,)
-    k_descs = (k_desc,)
-    if len(P_QK) > 1:
-        q_descs += (q_tail_desc,)  # type: ignore[assignment]
-        k_descs += (k_tail_desc,)  # type: ignore[assignment]
-    v_descs = (v_desc,)
-    if len(P_V) > 1:
-        v_descs += (v_tail_desc,)  # type: ignore[assignment]
-    descs = (q_descs, k_descs, v_descs)
+    descs = (
+        by_piece(q_desc, q_tail_desc, P_QK), by_piece(k_desc, k_tail_desc, P_QK), by_piece(v_desc, v_tail_desc, P_V),
+    )  # fmt: skip
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128

@@ -36,6 +36,15 @@ def pieces_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, sme
 
 
 @gluon.jit
+def by_piece(first, tail, PIECES: gl.constexpr):
+    """The maps of a tensor, which has one of each piece of its columns; of one piece `tail` is None."""
+    maps = (first,)
+    if len(PIECES) > 1:
+        maps += (tail,)  # type: ignore[assignment]
+    return maps
+
+
+@gluon.jit
 def load_pieces(desc, place, bar, smem, stage):
     b, head, end, row = place
     for i in gl.static_range(len(smem)):
