@@ -45,6 +45,7 @@ def _cuda() -> Any:
     library.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
+    library.cuCtxGetCurrent.argtypes = [pointer]
     library.cuStreamBatchMemOp_v2.argtypes = [pointer, uint, pointer, uint]
     library.cuStreamWriteValue32_v2.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint32, uint]
     library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
@@ -80,6 +81,13 @@ def make_context_current(device: int) -> None:
     code = _cuda().cuCtxSetCurrent(_context(device))
     if code:
         raise LaunchError(f"cannot use the context of cuda:{device}: {describe(code)}")
+
+
+def has_context() -> bool:
+    """Whether any device's context is current in this thread."""
+    context = ctypes.c_void_p()
+    code = _cuda().cuCtxGetCurrent(ctypes.byref(context))
+    return not code and context.value is not None
 
 
 @dataclass(frozen=True)

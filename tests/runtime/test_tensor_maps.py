@@ -4,7 +4,6 @@ import ctypes
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -58,42 +57,45 @@ def test_types(dtype: torch.dtype, block: tuple[int, ...], box: tuple[int, ...],
 
 
 @pytest.fixture(autouse=True)
-def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def current(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
     """The devices whose context was made current, without a GPU."""
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(driver, "make_context_current", devices.append)
+    # a thread that never used CUDA has none
+    monkeypatch.setattr(driver, "has_context", lambda: bool(devices))
+    for kept in (tensor_maps._rest_of, tensor_maps._check_order, tensor_maps.takes_zero_strides):
+        kept.cache_clear()
+        request.addfinalizer(kept.cache_clear)
     return devices
 
 
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch, current: list[int]) -> Iterator[list[tuple[Any, ...]]]:
+def encoded(monkeypatch: pytest.MonkeyPatch, current: list[int]) -> list[tuple[Any, ...]]:
     """What is asked of the driver, which answers with the address and known bytes."""
     asked: list[tuple[Any, ...]] = []
 
     def encode(dtype: torch.dtype, address: int, *rest: Any) -> bytes:
-        # a thread that never used CUDA has none
-        assert current == [3] * (len(asked) + 1)
+        assert current == [3]
         asked.append((dtype, *map(tuple, rest[:3]), rest[3]))
         return struct.pack("<Q", address) + REST
 
     monkeypatch.setattr(driver, "tensor_map", encode)
-    tensor_maps._rest_of.cache_clear()
-    yield asked
-    tensor_maps._rest_of.cache_clear()
+    return asked
 
 
 def test_what_is_asked_of_the_driver(encoded: list[tuple[Any, ...]]) -> None:
-    """Bytes, one encoding for all addresses, and a stride of one element's dimension that may be anything."""
+    """Bytes, the order of a map once in a process, one encoding for all addresses, and a stride of one element's
+    dimension that may be anything."""
     shape, strides, box = (1, 3, 100, 72), (0, 8192, 80, 1), (1, 1, 64, 64)
     for _ in range(2):
         assert tensor_maps._rest_of(3, torch.bfloat16, shape, strides, box, 128) == REST
-    assert encoded == 2 * [(torch.bfloat16, shape, (16, 16384, 160), box, 128)]
+    order = (torch.bfloat16, (64, 64), (128,), (64, 64), 128)
+    assert encoded == [order, order, (torch.bfloat16, shape, (16, 16384, 160), box, 128)]
 
 
 def test_a_driver_with_another_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "tensor_map", lambda dtype, address, *rest: REST + struct.pack("<Q", address))
-    tensor_maps._rest_of.cache_clear()
     with pytest.raises(LaunchError, match="do not begin with the address"):
         tensor_maps._rest_of(3, torch.bfloat16, (64, 64), (64, 1), (64, 64), 128)
 
@@ -103,9 +105,7 @@ def test_drivers_without_zero_strides(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LaunchError("invalid argument")
 
     monkeypatch.setattr(driver, "tensor_map", refuse)
-    tensor_maps.takes_zero_strides.cache_clear()
     assert not tensor_maps.takes_zero_strides(3)
-    tensor_maps.takes_zero_strides.cache_clear()
 
 
 def _map(x: Tensor, offset: int = 0) -> TensorMap:
