@@ -302,8 +302,8 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, weight_bytes: in
     block_n, tail, sum_rows_last, reload = next_power_of_2(N), 0, False, False
     if block_n > 16384:
         block_n, tail = 16384, next_power_of_2(N - 16384)
-        # wider rows do not fit in registers
-        if tail > 4096:
+        # wider rows do not fit in registers, nor do a layer's in float32: 368 to 488 bytes of stack (128 in 16 bits)
+        if tail > 4096 or (is_layer and stage_bytes >= 8):
             return _Plan(True, 1, 4096, 8, min(M, 64))
         # 18432, 16384 rows: 0.602 ms (2 stages 0.754, 32 warps 0.669; three passes 0.960, torch.compile 0.838)
         # layer 20480, 8192 rows: 0.462 (three passes 0.567, torch.compile 0.575)

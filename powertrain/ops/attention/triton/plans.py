@@ -185,6 +185,9 @@ def plan_dbias(element: int, d_qk: int, d_v: int, regular: bool, fma: bool, targ
         return Plan(32, 32, 8, 1)
     if max(d_qk, d_v) * element <= 256 and not _is_narrow(d_qk, d_v, regular):
         return Plan(64, 64, 8, 1)
+    # as compiled for TF32, 192 KiB at head dim 512
+    if element == 4 and 192 * (d_qk + d_v) > target.shared_per_block - 1024:
+        return Plan(16, 16, 4, 1)
     return Plan(32, 32, 8, 1)
 
 
