@@ -134,8 +134,8 @@ def measure(archs: tuple[int, ...], specs_of: SpecsOf = specs_for) -> dict[str, 
 
 def _spills(found: dict[str, dict[str, list[int]]], most: int = 64) -> dict[tuple[str, str], list[int]]:
     """What spills more than `most` bytes. Attention's tiles and the FP8 product for sm_90 were timed, and spill where
-    that was fastest; those for sm_100 and sm_103 spill 152 bytes with documents, as the table says of bf16, and 168 in fp16; so were
-    layers of more than 16384 columns, which spill up to 176 in 16 bits."""
+    that was fastest; those for sm_100 and sm_103 spill 152 bytes with documents, as the table says of bf16, and 168 in
+    fp16; layers of more than 16384 columns were timed too, which spill up to 176 in 16 bits."""
     wide_layer = "[IS_LAYER=True", "BLOCK_N=16384,BLOCK_TAIL=4096"
     return {
         (name, arch): facts

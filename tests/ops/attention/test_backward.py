@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, attention_backward, merge_attentions, varlen_attention
+from powertrain.ops.attention.triton import plans
+from powertrain.runtime.target import Target
 from powertrain.testing import numerics
 from tests.ops.attention.problems import BY_NAME, _slack, make
 from tests.torch_setup import HAS_GPU, INTERPRET, SLOW_IN_INTERPRETER
@@ -254,3 +256,12 @@ def test_errors(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=f"attention_backward: {message}"):
             attention_backward(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "block"), [("sm_80", 512, 16), ("sm_80", 384, 32), ("sm_89", 264, 16), ("sm_89", 256, 32)]
+)
+def test_tiles_of_a_bias_gradient_in_tf32_fit(arch: str, head_dim: int, block: int) -> None:
+    """32 x 32 take 192 bytes of shared memory for each column of query and of value."""
+    plan = plans.plan_dbias(4, head_dim, head_dim, True, False, Target.parse(arch))
+    assert (plan.block_m, plan.block_n) == (block, block)
