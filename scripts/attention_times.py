@@ -4,9 +4,9 @@ the benchmark attention_choice measured.
     python -m benchmarks.ops.attention_choice --count 400 --seed 7 --raw times.jsonl      (on an H200)
     python scripts/attention_times.py times.jsonl --source random3 --file benchmarks/results/... --commit ...
 
-adds the problems of a file, one row each, or exchanges those of a source of that name. `--forget hopper:136-512` drops
-what a backend took in other sources at these head dims, where its kernels are others now. `--holdout 100` writes
-nothing: it leaves the last 100 problems out of the table, and says how many of their choices are too slow.
+adds the problems of a file, one row each, or replaces those of a source of that name. `--forget hopper:136-512` drops
+a backend's times of the other sources at these head dims, because its kernels there have changed. `--holdout 100`
+writes nothing: it leaves the last 100 problems out of the table, and counts which of their choices are too slow.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Tensor maps made on the host: the descriptors by which TMA finds the tiles of a tensor, as arguments of a launch.
 
 A kernel's parameter `q_desc` takes `tensor_map(q, shape, strides, block)`. Made on the device, a descriptor costs a
-kernel 0.8 us before its first load, one after the other (one H200): five of them are half of a short attention.
+kernel 0.8 us before its first load, one after the other (one H200), and attention's kernels have three to nine.
 
 A map is 128 bytes that begin with the tensor's address. The others depend on sizes alone and are computed once, so a
 launch, a replayed one too, packs an address and 120 known bytes. The driver says nothing of that order, so it is

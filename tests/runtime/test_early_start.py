@@ -27,7 +27,7 @@ FACTS = {"name": "k", "num_warps": 4, "shared": 512, "global_scratch": 0, "profi
 
 
 class Driver:
-    """In the place of cuLaunchKernelEx: what the configurations say that it is given."""
+    """Replaces cuLaunchKernelEx: the configurations of its launches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -102,7 +102,7 @@ def _kernels(card: str, **options: Any) -> dict[str, str]:
 @native
 @pytest.mark.parametrize("num_splits", [None, 2])
 def test_memory_is_touched_after_the_wait(num_splits: int | None) -> None:
-    """A load before the wait may see what was there before the kernel before wrote it."""
+    """A load ahead of the wait may read memory that the previous kernel has not written yet."""
     found = _kernels("H200", num_splits=num_splits)
     assert len(found) == (3 if num_splits is None else 2)
     for name, ptx in found.items():

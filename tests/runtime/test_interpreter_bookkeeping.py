@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason="compares with Triton's own: 3.6, where it is not installed already",
 )
 
-_REPLACED = (
+REPLACED = (
     (interpreter, "_get_np_dtype"),
     (interpreter, "_patch_builtin"),
     (interpreter.TritonSemantic, "broadcast_impl_value"),
@@ -31,7 +31,7 @@ _REPLACED = (
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Installs it until the test ends."""
-    for owner, name in _REPLACED:
+    for owner, name in REPLACED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(tl.tuple, "type", None, raising=False)
     monkeypatch.delattr(tl.tuple, "type")

@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 
 from powertrain.runtime.compile import interpreter_bookkeeping, interpreter_operators
 from powertrain.runtime.settings import settings
+from tests.runtime.test_interpreter_bookkeeping import REPLACED
 
 pytestmark = pytest.mark.skipif(
     settings().interpret or not triton.__version__.startswith("3.6."),
@@ -40,15 +41,7 @@ _OPERATORS = (
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Installs it until the test ends."""
-    for owner, name in (
-        (interpreter, "_get_np_dtype"),
-        (interpreter, "_patch_builtin"),
-        (interpreter.TritonSemantic, "broadcast_impl_value"),
-        (interpreter.TritonSemantic, "to_tensor"),
-        (tl.tuple, "__init__"),
-        (tl.block_type, "__init__"),
-        (tl.tensor, "__init__"),
-    ):
+    for owner, name in REPLACED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(tl.tuple, "type", None, raising=False)
     monkeypatch.delattr(tl.tuple, "type")

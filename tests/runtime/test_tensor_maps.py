@@ -72,7 +72,7 @@ def current(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch, current: list[int]) -> list[tuple[Any, ...]]:
-    """What is asked of the driver, which answers with the address and known bytes."""
+    """The arguments of each encoding; the driver is replaced by one that returns the address and known bytes."""
     asked: list[tuple[Any, ...]] = []
 
     def encode(dtype: torch.dtype, address: int, *rest: Any) -> bytes:

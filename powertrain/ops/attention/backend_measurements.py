@@ -140,7 +140,7 @@ def _coordinates(case: Case) -> tuple[float, ...]:
 
 def _nominal(case: Case) -> tuple[float, float]:
     """Milliseconds of forward and training step, by one rule for all backends. Its constants are those of usual
-    kernels; what is wrong with them, the measured cases put right."""
+    kernels; the measured cases correct their errors."""
     width = next(w for w in _WIDTHS if max(case.head_dim_qk, case.head_dim_v) <= w)
     tiles = math.ceil(case.queries / 128)
     seen = [_keys_seen(case, (n + 0.5) * tiles / 16) for n in range(16)] if tiles > 16 else None

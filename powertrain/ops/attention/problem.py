@@ -105,7 +105,7 @@ def _are_static(*sizes: int) -> bool:
 
 
 def _symbolic(queries: int, keys: int, batch: int, longest: int | None) -> tuple[int, int, int]:
-    # torch.compile guards what a symbol is asked, and compiles for every answer: so there are few
+    # torch.compile guards each comparison of a symbolic size and compiles once for each outcome: so there are few
     n = 16 if queries <= 16 else 512 if queries <= 1024 else 2048 if queries <= 4096 else 8192
     return n, 4 * n if 4 * queries <= keys else n, _TOKENS // n
 

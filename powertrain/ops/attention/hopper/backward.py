@@ -13,8 +13,8 @@ head; where heads are split, 4 bytes for each key, head of keys and head dim of 
 where the same bits are wanted.
 FLOPs: five products for each pair that a mask lets see; none twice.
 
-Above head dim 256, and above 192 where it is faster, backward_d512.py follows the first launch instead: what is said
-here of sums, order and memory is not of it.
+Above head dim 256, and above 192 where it is faster, backward_d512.py follows the first launch instead; it has no such
+sums and order, and other memory.
 """
 
 from typing import NamedTuple

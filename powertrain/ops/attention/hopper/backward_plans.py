@@ -50,8 +50,8 @@ PLAN_OF_96_KEYS = Plan(block_n=96, stages=2, registers=160)
 PLAN_OF_WEIGHTS = Plan(block_m=128, block_n=128, stores_weights=True)
 
 # Packed sequences and lengths, but for weights in memory at head dims 456 to 512. Of the tests of those, one at head
-# dim 320 accessed memory that is not its own, which is mended and was not run again; those of 96 keys were not all
-# reached
+# dim 320 ended with a CUDA error, whose likely cause is mended and was not run again (docs/log/attention_hopper.md);
+# those of 96 keys were not all reached
 _TAKES_ENDS = False
 
 
@@ -85,9 +85,9 @@ def why_not_weights(d_qk: int, d_v: int, has_ends: bool) -> str | None:
 def _prefers_weights(operands: Operands) -> bool:
     """At head dims of 200 to 256, where backward_kernel_d256.py is the other way.
 
-    ms, one H200, weights in memory and not: D256 causal B2 S8192 8/8 2.85, 3.05; full 5.46, 6.10; B2 S4096 16/4 1.54,
-    1.73; B4 S1000 16/4 0.353, 0.380; B8 S2048 8/8 1.14, 0.95; D224 B2 S8192 8/8 2.93, 3.20. In turn the other takes
-    4.18 for the first. So it pays where the sums of dk and dv are long, or a fixed order is wanted."""
+    ms, one H200, weights in memory and not, in two runs: D256 causal B2 S8192 8/8 2.85, 3.05; full 5.46, 6.10; B2 S4096
+    16/4 1.54, 1.73; B4 S1000 16/4 0.353, 0.380; B8 S2048 8/8 1.14, 0.95; D224 B2 S8192 8/8 2.93, 3.20. In turn the
+    other took 4.18 for the first. So it pays where the sums of dk and dv are long, or a fixed order is wanted."""
     args = operands.args
     if why_not_weights(operands.d_qk, operands.d_v, is_ragged(operands)):
         return False
