@@ -1,8 +1,12 @@
 """Of every process that runs tests: seeds, poisoned memory, and the device the kernels run on."""
 
+import fcntl
 import importlib
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 INTERPRET = os.environ.get("POWERTRAIN_INTERPRET") == "1"
 if INTERPRET:
@@ -26,6 +30,9 @@ if not HAS_GPU:
 SLOW_IN_INTERPRETER = pytest.mark.slow if INTERPRET else ()
 
 
+# what a test leaves in torch's cache, which the other processes on the GPU cannot use
+_KEPT = 1 << 30
+
 # at tests' sizes lora_linear would leave its op on a GPU
 importlib.import_module("powertrain.ops.lora_linear")._FEW = 0  # type: ignore[attr-defined]
 
@@ -47,6 +54,21 @@ def no_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def device() -> torch.device:
     """The GPU where there is one, else the CPU (where kernels run only under POWERTRAIN_INTERPRET=1)."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def memory_of_others() -> Iterator[None]:
+    yield
+    if HAS_GPU and torch.cuda.memory_reserved() > _KEPT:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def most_gpu_memory() -> Iterator[None]:
+    """One such test at a time, in whichever process."""
+    with (Path(tempfile.gettempdir()) / "powertrain_most_gpu_memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,14 +28,24 @@ NAME = "powertrain"
 _OP = "attention"
 _MARK = "_powertrain_mask"
 _STARTS = "starts"  # of a mark: where the sequences of packed rows begin
+_imported: dict[str, Any] = {}  # by `_masking_utils`
+
+
+def _masking_utils() -> Any:
+    """transformers.masking_utils. Called before a model is compiled: torch 2.11 does not trace the import."""
+    if "masking_utils" not in _imported:
+        from transformers import masking_utils
+
+        _imported["masking_utils"] = masking_utils
+    return _imported["masking_utils"]
 
 
 def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` a choice of transformers (5; tested with 5.23)."""
-    from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
+    from transformers import AttentionInterface, AttentionMaskInterface, __version__
 
     # transformers 5 names the length; before it, sdpa_mask took a tensor of cache positions
-    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    if "q_length" not in inspect.signature(_masking_utils().sdpa_mask).parameters:
         raise ImportError(f"transformers {__version__} is too old for {name!r}: pip install 'transformers>=5.23'")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -192,8 +202,7 @@ def attention_mask(
 
     attention_mask [b, keys so far] is True for tokens; mask_function(batch, head, query, key) is True for visible keys.
     """
-    from transformers import masking_utils
-
+    masking_utils = _masking_utils()
     # transformers' own default
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
     # a cache or an offset makes queries and keys differ, where the module's words would be ambiguous

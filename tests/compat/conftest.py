@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._triton import has_triton
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +13,5 @@ def on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield
+    # torch.compile asks once in a process, and would find no Triton for the GPU in later tests
+    has_triton.cache_clear()

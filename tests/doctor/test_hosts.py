@@ -27,6 +27,8 @@ exec sh -c "$*"
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Finding]]:
+    # this machine stands for both hosts, whose GPUs are compared with the slots of the file
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]

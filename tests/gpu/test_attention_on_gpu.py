@@ -196,6 +196,7 @@ def _free_gib() -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available() and _free_gib() < 60, reason="needs 60 GiB of GPU memory")
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "sequence"])
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_elements_than_an_int32_counts(packed: bool) -> None:
     """Many batch entries, or one long row of tokens: slices at the beginning, across 2^31 and at the end equal the
     same computed alone."""

@@ -270,6 +270,7 @@ def test_the_host_never_waits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "sequence"])
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_elements_than_an_int32_counts(packed: bool) -> None:
     """At the beginning, across 2^31 and at the end: the bits of the same computed alone."""
     shape = (131136, 128, 128) if packed else (65, 2048, 128, 128)

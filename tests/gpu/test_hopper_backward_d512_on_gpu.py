@@ -19,9 +19,8 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def _takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed sequences and lengths, which do not serve yet, and head dim 256 at every length."""
-    monkeypatch.setattr(backward_plans, "_TAKES_ENDS", True)
+def _at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of head dim 256."""
     monkeypatch.setattr(backward_plans, "_prefers_weights", lambda operands: True)
 
 

@@ -35,7 +35,7 @@ TAKEN = [
     for config in CONFIGS
     if not any(feature.startswith(REFUSED) for feature in config.features)
     and config.layout != "bmghk"
-    and why_not_of(*config.head_dims, False, False) is None
+    and why_not_of(*config.head_dims, False) is None
 ]
 # one of each width beside 64 and 128: of one piece of columns, and of two
 OTHERS = [
@@ -51,8 +51,7 @@ ROW_PADDING = 128  # tiles of queries are 64 or 128 rows
 def taken(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str | None]:
     """The universal backend differentiates by this backward, in turn if the parameter says so; why it did not, call by
     call."""
-    # what does not serve yet is tested all the same; weights in memory are test_hopper_backward_d512_on_gpu.py's
-    monkeypatch.setattr(backward_plans, "_TAKES_ENDS", True)
+    # weights in memory are test_hopper_backward_d512_on_gpu.py's
     monkeypatch.setattr(backward_plans, "_prefers_weights", lambda operands: False)
     in_turn = getattr(request, "param", False)
     reasons: list[str | None] = []
@@ -417,6 +416,7 @@ def test_nothing_leaks(packed: bool, taken: list[str | None]) -> None:
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 80 << 30, reason="needs 80 GiB of GPU memory"
 )
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_elements_than_an_int32_counts(taken: list[str | None]) -> None:
     """Slices at the beginning, across 2^31 and at the end equal the same computed alone."""
     shape = (65, 2048, 128, 128)

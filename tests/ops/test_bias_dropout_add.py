@@ -178,6 +178,7 @@ def test_graph_replays_draw_anew(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_than_2_31_elements(device: torch.device) -> None:
     x = torch.ones(131073, 16384, device=device, dtype=torch.bfloat16)
     y = bias_dropout_add(x, None, x, 0.5, seed=_seed(device))

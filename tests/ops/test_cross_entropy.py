@@ -218,6 +218,7 @@ def test_errors(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_than_2_31_elements(device: torch.device) -> None:
     T, V = 45000, 50257
     logits = torch.randn(T, V, device=device, dtype=torch.bfloat16).requires_grad_()

@@ -111,6 +111,7 @@ def test_pytorchs_kernel_and_ours_agree(device: torch.device, monkeypatch: pytes
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_than_2_31_elements(device: torch.device) -> None:
     T, K = 2**17 + 64, 2**14 + 64
     x = torch.randn(T, K, device=device, dtype=torch.bfloat16)

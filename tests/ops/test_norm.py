@@ -122,6 +122,7 @@ def test_errors(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_than_2_31_elements(device: torch.device) -> None:
     x = torch.randn(131073, 16384, device=device, dtype=torch.bfloat16).requires_grad_()
     y = rms_norm(x)

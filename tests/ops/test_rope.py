@@ -266,6 +266,7 @@ def test_schemes(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_than_2_31_elements(device: torch.device) -> None:
     q = torch.randn(1 << 17, 129, 128, device=device, dtype=torch.bfloat16)
     table = rope_table(128, 1 << 17, device=device)

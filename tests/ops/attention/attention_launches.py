@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.ops.attention.hopper import backward_plans
 
 META = torch.device("meta")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
@@ -66,9 +64,8 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
                 launch(feature, head_dims, dtype, "hopper")
         for head_dims in ((80, 80), (160, 160), (192, 192)):  # in two pieces of columns
             launch("causal", head_dims, dtype, "hopper")
-        with patch.object(backward_plans, "_TAKES_ENDS", True):
-            for feature, head_dims in (("causal", (512, 512)), ("packed", (384, 384)), ("softcap", (320, 448))):
-                launch(feature, head_dims, dtype, "hopper")
+        for feature, head_dims in (("causal", (512, 512)), ("packed", (384, 384)), ("softcap", (320, 448))):
+            launch(feature, head_dims, dtype, "hopper")
         for head_dim in (128, 256, 192):  # heads that are not split: tiles of 128, 64, 96 keys
             x = torch.empty(B, S, H, head_dim, dtype=dtype, device=META, requires_grad=True)
             attention(x, x, x, is_causal=True, backend="hopper").backward(torch.empty_like(x))

@@ -377,6 +377,7 @@ def test_wide_strides_take_int64(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_gpu_memory")
 def test_more_than_2_31_elements(device: torch.device) -> None:
     cache = torch.empty(70, 2**15, 8, 128, device=device, dtype=torch.bfloat16).normal_()
     query = torch.randn(70, 1, 16, 128, device=device, dtype=torch.bfloat16)

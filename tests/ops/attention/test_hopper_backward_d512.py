@@ -18,7 +18,6 @@ from powertrain.ops.attention.hopper import (
     backward_d512_products,
     backward_d512_scores,
     backward_d512_tiles,
-    backward_plans,
     backward_tiles,
 )
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_of
@@ -32,12 +31,6 @@ from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 
 META = torch.device("meta")
-
-
-@pytest.fixture(autouse=True)
-def _takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed sequences and lengths, which do not serve yet."""
-    monkeypatch.setattr(backward_plans, "_TAKES_ENDS", True)
 
 
 NDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -326,19 +319,11 @@ def test_chunks(shape: tuple[int, ...], expected: list[tuple[Any, ...]]) -> None
     assert found == expected
 
 
-def test_packed_sequences_and_lengths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_plans, "_TAKES_ENDS", False)
-    assert why_not_of(320, 320, False, False) is None and why_not_of(512, 512, False, True) is None
-    assert why_not_of(320, 320, False, True) == (
-        "of packed sequences and lengths it takes head dims of 456 to 512, not 320"
-    )
-
-
 def test_head_dims() -> None:
-    assert all(why_not_of(dim, dim, False, False) is None for dim in (264, 320, 512))
+    assert all(why_not_of(dim, dim, False) is None for dim in (264, 320, 512))
     reason = "head dims must be equal multiples of 8, 200 to 512, are "
     for dims in ((512, 264), (260, 260), (520, 520)):
-        assert why_not_of(*dims, False, False) == f"{reason}{dims[0]} and {dims[1]}"
+        assert why_not_of(*dims, False) == f"{reason}{dims[0]} and {dims[1]}"
 
 
 @pytest.mark.parametrize(

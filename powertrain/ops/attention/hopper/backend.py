@@ -164,8 +164,7 @@ _forward_op = autograd.forward_op("attention_hopper", _forward, _backward_ops)
 def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """Every need of this backward that the problem does not meet."""
     yield from why_not(problem)
-    has_ends = problem.layout == "thd" or problem.has_key_lengths
-    if reason := why_not_of(problem.head_dim_qk, problem.head_dim_v, problem.has_unordered_keys, has_ends):
+    if reason := why_not_of(problem.head_dim_qk, problem.head_dim_v, problem.has_unordered_keys):
         yield Reason(reason, "use triton")
 
 

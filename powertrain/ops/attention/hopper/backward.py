@@ -32,7 +32,6 @@ from powertrain.ops.attention.hopper.backward_plans import (
     Plan,
     Schedule,
     dq_width,
-    is_ragged,
     plan_of,
     schedule_of,
     why_not_weights,
@@ -162,11 +161,11 @@ def _hopper_attention_sums_kernel(
         tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D))  # [64, W]
 
 
-def why_not_of(d_qk: int, d_v: int, unordered: bool, has_ends: bool) -> str | None:
+def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
     """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
     dims = d_qk, d_v
     if max(dims) > 256:
-        if reason := why_not_weights(d_qk, d_v, has_ends):
+        if reason := why_not_weights(d_qk, d_v):
             return reason
     elif any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 128 < min(dims) <= max(dims) <= 256):
         return f"head dims must be multiples of 8, both up to 128 or both of 136 to 256, are {d_qk} and {d_v}"
@@ -195,7 +194,7 @@ def why_not_backward(operands: Operands) -> str | None:
     for name, operand in named.items():
         if not operand.tensor.numel():
             return f"{name} is empty"
-    if reason := why_not_of(operands.d_qk, operands.d_v, args.unordered, is_ragged(operands)):
+    if reason := why_not_of(operands.d_qk, operands.d_v, args.unordered):
         return reason
     for name, (x, b, s, h, r) in named.items():
         is_aligned = x.is_meta or x.data_ptr() % 16 == 0

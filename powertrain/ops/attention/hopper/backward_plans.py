@@ -49,17 +49,6 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
 PLAN_OF_96_KEYS = Plan(block_n=96, stages=2, registers=160)
 PLAN_OF_WEIGHTS = Plan(block_m=128, block_n=128, stores_weights=True)
 
-# Packed sequences and lengths, but for weights in memory at head dims 456 to 512. Of the tests of those, one at head
-# dim 320 ended with a CUDA error, whose likely cause is mended and was not run again (docs/log/attention_hopper.md);
-# those of 96 keys were not all reached
-_TAKES_ENDS = False
-
-
-def is_ragged(operands: Operands) -> bool:
-    """Sequences end before their storage does."""
-    args = operands.args
-    return operands.is_packed or args.query_used is not None or args.key_used is not None
-
 
 def why_not_96_keys(operands: Operands) -> str | None:
     """Why backward_kernel_d192.py does not take this call, or None."""
@@ -68,17 +57,13 @@ def why_not_96_keys(operands: Operands) -> str | None:
         return f"head dims must be 136 to 192, are {dims[0]} and {dims[1]}"
     if args.deterministic or args.softcap > 0 or args.slopes is not None:
         return "it has no fixed order of sums, no softcap and no ALiBi"
-    if is_ragged(operands) and not _TAKES_ENDS:
-        return "packed sequences and lengths were not checked"
     return None
 
 
-def why_not_weights(d_qk: int, d_v: int, has_ends: bool) -> str | None:
-    """Why backward_d512.py does not take these head dims, or None. `has_ends`: packed sequences or lengths."""
+def why_not_weights(d_qk: int, d_v: int) -> str | None:
+    """Why backward_d512.py does not take these head dims, or None."""
     if d_qk != d_v or not 192 < d_qk <= 512 or d_qk % 8:
         return f"head dims must be equal multiples of 8, 200 to 512, are {d_qk} and {d_v}"
-    if has_ends and d_qk <= 448 and not _TAKES_ENDS:
-        return f"of packed sequences and lengths it takes head dims of 456 to 512, not {d_qk}"
     return None
 
 
@@ -89,7 +74,7 @@ def _prefers_weights(operands: Operands) -> bool:
     16/4 1.54, 1.73; B4 S1000 16/4 0.353, 0.380; B8 S2048 8/8 1.14, 0.95; D224 B2 S8192 8/8 2.93, 3.20. In turn the
     other took 4.18 for the first. So it pays where the sums of dk and dv are long, or a fixed order is wanted."""
     args = operands.args
-    if why_not_weights(operands.d_qk, operands.d_v, is_ragged(operands)):
+    if why_not_weights(operands.d_qk, operands.d_v):
         return False
     seen = operands.queries // 2 if args.right >= 0 else operands.queries
     if args.left >= 0 and args.right >= 0:
