@@ -12,7 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import peers
+from powertrain.ops.attention import varlen_attention
 from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.conversion import gather_pages
 from powertrain.testing.bench import measure, table
 
 H, K, D = 32, 8, 128
@@ -50,6 +52,24 @@ LENGTHS = [
     ("1 of 131072 and 63 of 1000, pages of 16", [131072] + [1000] * 63, 32, 8, 128, 16, 1),
     ("32 of 500 to 32k, head dim 64", _spread(32), 16, 16, 64, 0, 1),
     ("32 of 500 to 32k, 8 queries, pages of 64", _spread(32), 32, 8, 128, 64, 8),
+]
+
+
+def _mixed(chunks: dict[int, int]) -> list[tuple[int, int]]:
+    """(queries, keys): single tokens of 32 sequences, but of some a chunk of a prompt."""
+    return [(chunks.get(n, 1), max(keys, chunks.get(n, 1))) for n, keys in enumerate(_spread(32))]
+
+
+# label, (queries, keys) of each sequence, query and kv heads, page size; head dim 128
+MIXED = [
+    ("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 32, 8, 64),
+    ("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 28, 4, 16),
+    ("4 chunks of 512 beside 28 tokens", _mixed({3: 512, 9: 512, 20: 512, 30: 512}), 32, 8, 64),
+    ("a chunk of 2048 beside 31 tokens", _mixed({7: 2048}), 32, 8, 64),
+    ("32 chunks of 1 to 16", [(n % 16 + 1, keys) for n, keys in enumerate(_spread(32))], 32, 8, 64),
+    ("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 32, 8, 64),
+    ("32 single tokens", [(1, keys) for keys in _spread(32)], 32, 8, 64),
+    ("1 chunk of 1024 beside 32768 keys", [(1024, 32768)], 32, 8, 64),
 ]
 
 
@@ -105,8 +125,56 @@ def _of_lengths() -> Iterator[str]:
         yield table(heading, measure(variants, seconds=0.1), num_bytes=num_bytes)
 
 
+def _of_packed_queries() -> Iterator[str]:
+    """Chunks of prompts beside single tokens in one call, over pages."""
+    for label, sizes, heads, kv_heads, page_size in MIXED:
+        variants = _packed_variants(sizes, heads, kv_heads, page_size)
+        expected = variants["powertrain"]()
+        for run in variants.values():
+            torch.testing.assert_close(run(), expected, rtol=2e-2, atol=2e-2)
+        num_bytes = 2 * 2 * sum(keys for _, keys in sizes) * kv_heads * D
+        flops = sum(4 * heads * D * (n * (keys - n) + n * (n + 1) // 2) for n, keys in sizes)
+        heading = f"{label}, pages of {page_size}, H{heads}/{kv_heads} D{D} bf16"
+        yield table(heading, measure(variants, seconds=0.1), num_bytes=num_bytes, flops=flops)
+        del variants, expected
+        torch.cuda.empty_cache()
+
+
+def _packed_variants(
+    sizes: list[tuple[int, int]], heads: int, kv_heads: int, page_size: int
+) -> dict[str, Callable[[], Any]]:
+    queries, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*sizes, strict=True))
+    pages = [-(-keys // page_size) for _, keys in sizes]
+    caches = [_randn(sum(pages), page_size, kv_heads, D) for _ in range(2)]
+    order = torch.randperm(sum(pages), device="cuda").int().split(pages)
+    of_sequences = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
+    starts, ends = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (queries, lengths))
+    used, most, longest = lengths.cuda(), int(queries.max()), int(lengths.max())
+    room = torch.arange(len(sizes) + 1, dtype=torch.int32, device="cuda") * longest
+    q = _randn(int(queries.sum()), heads, D)
+
+    def copied() -> Any:
+        k, v = (gather_pages(x, of_sequences, longest).flatten(0, 1) for x in caches)
+        return varlen_attention(q, k, v, starts, ends, most, longest, cu_seqlens_k_padded=room, is_causal=True)
+
+    variants: dict[str, Callable[[], Any]] = {
+        "powertrain": lambda: decode_attention(
+            q, *caches, used, page_table=of_sequences, cu_seqlens_q=starts, max_seqlen_q=most
+        ),
+        "a copy of the pages": copied,
+    }
+    flash = peers.flash_3()
+    if flash is not None:
+        options = {"cu_seqlens_q": starts, "max_seqlen_q": most, "max_seqlen_k": longest, "page_table": of_sequences}
+        variants["flash-attn-3"] = lambda: flash.fwd(
+            q, *caches, seqused_k=used, is_causal=True, num_splits=0, **options
+        )[0]
+    return variants
+
+
 @torch.no_grad()
 def run() -> Iterator[str]:
+    yield from _of_packed_queries()
     yield from _of_lengths()
     for b, n, page_sizes in CASES:
         q, keys, values = _randn(b, 1, H, D), _randn(b, n, K, D), _randn(b, n, K, D)

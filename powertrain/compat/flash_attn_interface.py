@@ -161,8 +161,8 @@ def flash_attn_with_kvcache(
     """`powertrain.compat.flash_attn.flash_attn_with_kvcache`; its block_table is page_table here."""
     op = "flash_attn_with_kvcache"
     _refuse(
-        op, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
+        op, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
     if attention_chunk:
         # decode_attention has no chunks
@@ -170,6 +170,7 @@ def flash_attn_with_kvcache(
     return flash2.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q if cu_seqlens_q is not None else None,
     )  # fmt: skip
 
 
@@ -194,7 +195,6 @@ def get_scheduler_metadata(*args: object, **kwargs: object) -> None:
 def _refuse(op: str, **given: Tensor | None) -> None:
     nearest = {
         "qv": "q and qv concatenated, as k and v are in the cache (head dims to 576, a value dim of its own)",
-        "cu_seqlens_q": "flash_attn_varlen_func with seqused_k, or queries of one length",
         "cu_seqlens_k_new": "new keys of one length",
         "rotary_seqlens": "powertrain.rope with offset= before the call",
     }

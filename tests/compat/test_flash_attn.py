@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from powertrain.compat import flash_attn as fa
+from powertrain.compat import flash_attn_interface as fa3
+from powertrain.compat.flash_attn import flash_attn_interface as fa_interface
 from tests.compat.plain import attend, band, same, tensors
 
 CU_Q, CU_K = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 4, 6, 9])  # a sequence without queries, one with fewer keys
@@ -205,6 +207,25 @@ def test_windows_of_numpy_and_tensors() -> None:
     for wrong in ((2.0, 1), (2,), torch.tensor([2.0, 1.0]), (-2, 0), 3):
         with pytest.raises(ValueError, match="window_size must be two integers of at least -1"):
             fa.flash_attn_func(q, k, v, window_size=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_chunk_of_a_prompt_beside_single_tokens(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of different lengths over pages: read where they are, and copied together first."""
+    q, k, v = tensors((9, 4, 8), (8, 4, 2, 8), (8, 4, 2, 8), grad=False)
+    table, starts = torch.tensor([[0, 5], [2, 3], [7, 1]]).int(), torch.tensor([0, 1, 8, 9]).int()
+    ends = torch.tensor([0, 6, 14, 18]).int()
+    options = {"causal": causal, "block_table": table, "window_size": (5, -1), "return_attn_probs": True}
+    found = [fa.flash_attn_varlen_func(q, k, v, starts, ends, 7, 8, **options)[:2]]
+    cached = fa3.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=ends.diff(), page_table=table, cu_seqlens_q=starts, max_seqlen_q=7, causal=causal,
+        window_size=(5, -1), return_softmax_lse=True,
+    )  # fmt: skip
+    monkeypatch.setattr(fa_interface, "reads_pages", lambda *sizes: False)
+    copied = fa.flash_attn_varlen_func(q, k, v, starts, ends, 7, 8, **options)[:2]
+    for out, lse in (*found, cached):
+        torch.testing.assert_close(out, copied[0])
+        torch.testing.assert_close(lse, copied[1])
 
 
 def test_more_than_there_are_pages_for() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from powertrain.compat.missing import unknown
 from powertrain.ops.attention import attention, decode_attention, varlen_attention
+from powertrain.ops.attention.decode import reads_pages
 from powertrain.ops.conversion import gather_pages, known, unit_stride, unsupported
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
@@ -125,17 +126,33 @@ def flash_attn_varlen_func(
     max_seqlen_q and max_seqlen_k are upper bounds; a tensor is not read, so nothing waits for the GPU (but for pages).
 
     Shapes: q [total_q, h, d], k [total_k, hk, d], v [total_k, hk, dv]; with block_table [b, pages] k and v are pages
-    [num_pages, page_size, hk, d] of any size (their first max_seqlen_k positions are copied together, O(b *
-    max_seqlen_k) memory), and cu_seqlens_k says how long each sequence is.
+    [num_pages, page_size, hk, d] of any size, and cu_seqlens_k says how long each sequence is. With a few hundred
+    queries a sequence on average, and without gradients, pages are read where they are; otherwise their first
+    max_seqlen_k positions are copied together, O(b * max_seqlen_k) memory.
     Returns out [total_q, h, dv]; with return_attn_probs (out, lse [h, total_q] float32, None).
     """
     _no_mask_of_dropout("flash_attn_varlen_func", return_attn_probs, dropout_p)
     used: dict[str, Any] = {}
     if block_table is not None:
-        checks.require(k.dim() == 4, "flash_attn_varlen_func", "k", "be [pages, page_size, heads, d]", list(k.shape))
-        # int(): the pages are gathered to this size, so here a tensor is read
-        op, room, most = "flash_attn_varlen_func", int(max_seqlen_k), block_table.shape[1] * k.shape[1]
-        checks.require(room <= most, op, "max_seqlen_k", f"be at most {most}, the pages of block_table", room)
+        op = "flash_attn_varlen_func"
+        checks.require(k.dim() == 4, op, "k", "be [pages, page_size, heads, d]", list(k.shape))
+        most = block_table.shape[1] * k.shape[1]
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        reads = not wanted and dropout_p == 0
+        reads = reads and reads_pages(q.shape[0], block_table.shape[0], q.shape[1], k.shape[2])
+        # int(): the pages are gathered to this size, so there a tensor is read
+        room = known(max_seqlen_k) if reads else int(max_seqlen_k)
+        checks.require(
+            room is None or room <= most, op, "max_seqlen_k", f"be at most {most}, the pages of block_table", room
+        )
+        if reads:
+            found = decode_attention(
+                *unit_stride(q, k, v), cu_seqlens_k.diff(), page_table=block_table, cu_seqlens_q=cu_seqlens_q,
+                max_seqlen_q=known(max_seqlen_q), scale=softmax_scale, is_causal=causal, window_size=window_size,
+                softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
+            )  # fmt: skip
+            return (*found, None) if return_attn_probs else found
+        assert room is not None
         # gathered together, for packed sequences have no page table here; O(b * max_seqlen_k) memory
         k, v = (gather_pages(x, block_table, room).flatten(0, 1) for x in (k, v))
         # each sequence begins at a multiple of the room, and cu_seqlens_k still says its length
@@ -215,13 +232,16 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a KV cache, which takes k and v in place first. No backward.
 
     Shapes: q [b, sq, h, d]; k_cache [b_cache, s_cache, hk, d], or pages [num_pages, page_size, hk, d] of any size with
     block_table [b, pages]; k, v [b, s_new, hk, d] are written from position cache_seqlens on. cache_seqlens is an int
-    or [b] (None: the whole cache).
-    Returns out [b, sq, h, dv]; with return_softmax_lse (out, lse [b, h, sq] float32).
+    or [b] (None: the whole cache). cu_seqlens_q [b + 1], of FlashAttention-3: q is [total_q, h, d], without k.
+    Returns out [b, sq, h, dv], or [total_q, h, dv]; with return_softmax_lse (out, lse [b, h, sq] float32).
     """
     op = "flash_attn_with_kvcache"
     checks.require((k is None) == (v is None), op, "v", "be given with k, and only then", "one of the two")
@@ -240,7 +260,8 @@ def flash_attn_with_kvcache(
             cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, the size of the cache", cache_seqlens
         )
         # int lengths become a tensor: the kernel reads lengths on the device
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     # as there: inputs may require gradients, and get none
     with torch.no_grad():
         return decode_attention(
@@ -248,7 +269,8 @@ def flash_attn_with_kvcache(
             window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
             cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, return_lse=return_softmax_lse,
             # 0 means "choose" there, None here
-            num_splits=num_splits or None, rotary=rotary, rotary_interleaved=rotary_interleaved,
+            num_splits=(num_splits or None) if cu_seqlens_q is None else None, rotary=rotary,
+            rotary_interleaved=rotary_interleaved, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
 
 

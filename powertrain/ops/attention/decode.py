@@ -62,11 +62,14 @@ def decode_attention_ref(
     sinks: Tensor | None = None,
     scale: float | None = None,
     head_dim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
     upcast: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The specification of `decode_attention` on a cache that holds everything, layout "bshd", in plain PyTorch: each
-    sequence's keys gathered, then `attention_ref`. Reads the lengths on the host. Returns (out, lse)."""
+    """The specification of `decode_attention` on a cache that holds everything, layout "bshd", or packed queries, in
+    plain PyTorch: each sequence's keys gathered, then `attention_ref`. Reads the lengths on the host. Returns (out,
+    lse)."""
     value_cache = key_cache[..., :head_dim_v] if value_cache is None else value_cache
+    starts = None if cu_seqlens_q is None else cu_seqlens_q.tolist()
     left, right = window_size
     mask = MaskSpec(
         max(left, -1), 0 if is_causal else max(right, -1), True, alibi=alibi_slopes is not None, softcap=softcap,
@@ -77,16 +80,36 @@ def decode_attention_ref(
     for n, length in enumerate(cache_seqlens.tolist()):
         first = 0 if cache_leftpad is None else int(cache_leftpad[n])
         k, v = (_rows(x, n, page_table, cache_batch_idx)[None, first:length] for x in (key_cache, value_cache))
-        out, lse = attention_ref(
-            query[n : n + 1], k, v, mask=mask, tensors=tensors.of_batch(n), scale=scale, upcast=upcast
-        )
+        of_sequence = query[n : n + 1] if starts is None else query[None, starts[n] : starts[n + 1]]
+        out, lse = attention_ref(of_sequence, k, v, mask=mask, tensors=tensors.of_batch(n), scale=scale, upcast=upcast)
         outs.append(out)
         lses.append(lse)
+    if starts is not None:
+        return _packed_rows(query, outs, lses, starts, value_cache.shape[-1])
     if not outs:
         b, sq, h, _ = query.shape
         empty = query.new_empty((b, h, sq), dtype=acc_dtype(query.dtype))
         return query.new_empty(b, sq, h, value_cache.shape[-1]), empty
     return torch.cat(outs), torch.cat(lses)
+
+
+def reads_pages(queries: int, sequences: int, heads: int, kv_heads: int) -> bool:
+    """Whether so many packed queries beside a paged cache take less time here than `varlen_attention` takes with a copy
+    of all pages: the copy costs as much for one query as for hundreds, products cost twice as much here."""
+    return queries * heads <= 256 * sequences * kv_heads
+
+
+def _packed_rows(
+    query: Tensor, outs: list[Tensor], lses: list[Tensor], starts: list[int], head_dim_v: int
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, E] and lse [H, T] of each sequence's; rows of no sequence are 0 and -inf."""
+    total, heads, _ = query.shape
+    out = query.new_zeros(total, heads, head_dim_v, dtype=outs[0].dtype if outs else query.dtype)
+    lse = query.new_full((heads, total), -torch.inf, dtype=acc_dtype(query.dtype))
+    for n, (of_sequence, its_lse) in enumerate(zip(outs, lses, strict=True)):
+        out[starts[n] : starts[n + 1]] = of_sequence[0]
+        lse[:, starts[n] : starts[n + 1]] = its_lse[0]
+    return out, lse
 
 
 def _rows(cache: Tensor, n: int, page_table: Tensor | None, cache_batch_idx: Tensor | None) -> Tensor:
@@ -132,6 +155,8 @@ def decode_attention(
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     rotary: RopeTable | None = None,
     rotary_interleaved: bool = False,
     is_causal: bool = True,
@@ -158,6 +183,10 @@ def decode_attention(
         page_table     [B, max pages] int32: page p of a sequence is its rows [p * page size, (p + 1) * page size)
         cache_batch_idx  [B] int32   the entry of the cache that serves each sequence (not with pages)
         cache_leftpad    [B] int32   a sequence's first row; its length still counts from row 0
+        cu_seqlens_q   [B + 1] int32  query is [T, H, D]: sequence n's are rows cu_seqlens_q[n] to cu_seqlens_q[n + 1],
+                       any number of each, such as chunks of prompts beside single new tokens. Its keys are in the cache
+                       already: not with key_new, rotary and num_splits
+        max_seqlen_q   most queries of a sequence, with cu_seqlens_q; None: T. Tiles are chosen by it
         rotary         table from `rope_table`; key_new and query are turned before use, the first of each by the
                        position cache_seqlens, the next by the following ones (without causal and window: all queries
                        by the first's). Not with a table of axes (M-RoPE): turn those with `rope` before
@@ -168,20 +197,27 @@ def decode_attention(
         num_splits     parts that each sequence's keys are cut into; None: as many as fill the GPU, by all lengths
         backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: triton but on a CPU
     All strides are allowed but for the last dim's, which is 1.
-    Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S], in nats.
-        A query that sees no key gives 0 and -inf (the sink's score with a sink).
+    Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S] or [H, T],
+        in nats. A query that sees no key gives 0 and -inf (the sink's score with a sink).
     Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products follow
         torch.backends.cuda.matmul.allow_tf32. Rows beyond a sequence's length are never read. Deterministic;
         where a sequence's keys are cut, and so rounding, follows from shapes and the lengths of the whole batch, with
         num_splits from shapes alone.
     Memory: out, and where keys are split parts * S * H * (E + 1) * 4 bytes: B * num_splits parts, or B and as many more
-        as fill the GPU eight times.
+        as fill the GPU eight times. Of packed queries (E + 1) * 4 bytes for each row of a tile and part of a tile that
+        is cut, with at most that many parts.
     Raises ValueError with the argument's name, requirement and value; NotImplementedError where a gradient is
         wanted: this is for inference.
     Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.
     """
     checks.one_of(_OP, "layout", layout, ("bshd", "bhsd"))
     checks.one_of(_OP, "backend", backend, (None, "triton", "reference"))
+    is_packed = cu_seqlens_q is not None
+    if is_packed:
+        _check_packed(query, cu_seqlens_q, cache_seqlens, max_seqlen_q, layout, key_new, rotary, num_splits)
+        query = query[None]
+    else:
+        checks.require(max_seqlen_q is None, _OP, "max_seqlen_q", "be given with cu_seqlens_q", max_seqlen_q)
     dense = (query, key_cache, value_cache, key_new, value_new)
     for name, x in zip(("query", "key_cache", "value_cache", "key_new", "value_new"), dense, strict=True):
         checks.require(x is None or x.dim() == 4, _OP, name, f"have 4 dims ({layout})", x if x is None else [*x.shape])
@@ -190,7 +226,9 @@ def decode_attention(
         value_cache, key_new, value_new = (x if x is None else x.transpose(1, 2) for x in dense[2:])
     dv = _check_cache(query, key_cache, value_cache, head_dim_v)
     _check_new(key_cache, value_cache, key_new, value_new)
-    _check_vectors(query, key_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks)
+    batch = cache_seqlens.numel() if is_packed else query.shape[0]
+    vectors = cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks
+    _check_vectors(query, batch, key_cache, *vectors)
     softcap = 0.0 if softcap is None else softcap
     checks.require(softcap >= 0, _OP, "softcap", "be at least 0, or None", softcap)
     checks.require(num_splits is None or num_splits >= 1, _OP, "num_splits", "be at least 1 or None", num_splits)
@@ -223,15 +261,17 @@ def decode_attention(
         out, lse = decode_op(
             query, key_cache, value_cache, dv, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, slopes,
             None if sinks is None else sinks.contiguous(), num_new, left, right, float(softcap), scale,
-            num_splits or 0, torch.backends.cuda.matmul.allow_tf32,
+            num_splits or 0, torch.backends.cuda.matmul.allow_tf32, cu_seqlens_q,
+            query.shape[1] if max_seqlen_q is None else max_seqlen_q,
         )  # fmt: skip
+        out, lse = (out[0], lse[0]) if is_packed else (out, lse)
     else:
         with without_autocast(query.device):
             out, lse = decode_attention_ref(
-                query, key_cache, value_cache, (cache_seqlens + num_new).clamp(max=capacity), page_table=page_table,
-                cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, is_causal=is_causal,
-                window_size=(left, right), softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, scale=scale,
-                head_dim_v=dv,
+                query[0] if is_packed else query, key_cache, value_cache,
+                (cache_seqlens + num_new).clamp(max=capacity), page_table=page_table, cache_batch_idx=cache_batch_idx,
+                cache_leftpad=cache_leftpad, is_causal=is_causal, window_size=(left, right), softcap=softcap,
+                alibi_slopes=alibi_slopes, sinks=sinks, scale=scale, head_dim_v=dv, cu_seqlens_q=cu_seqlens_q,
             )  # fmt: skip
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
@@ -301,8 +341,32 @@ def _check_new(key_cache: Tensor, value_cache: Tensor | None, key_new: Tensor | 
             checks.fail(_OP, name, "have a last dim of stride 1 (use .contiguous())", f"stride {new.stride(-1)}")
 
 
+def _check_packed(
+    query: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int | None,
+    layout: Layout,
+    key_new: Tensor | None,
+    rotary: RopeTable | None,
+    num_splits: int | None,
+) -> None:
+    assert cu_seqlens_q is not None
+    checks.require(query.dim() == 3, _OP, "query", "have 3 dims [T, H, D] with cu_seqlens_q", list(query.shape))
+    checks.same_device(_OP, "query", query, cu_seqlens_q=cu_seqlens_q)
+    checks.one_of(_OP, "cu_seqlens_q.dtype", cu_seqlens_q.dtype, (torch.int32, torch.int64))
+    checks.shape(_OP, "cu_seqlens_q", cu_seqlens_q, (cache_seqlens.numel() + 1,), "one more than cache_seqlens")
+    checks.require(cu_seqlens_q.is_contiguous(), _OP, "cu_seqlens_q", "be contiguous", "strided")
+    checks.require(max_seqlen_q is None or max_seqlen_q >= 0, _OP, "max_seqlen_q", "be at least 0", max_seqlen_q)
+    checks.require(layout == "bshd", _OP, "layout", "be 'bshd' with cu_seqlens_q", layout)
+    checks.require(key_new is None, _OP, "key_new", "be None with cu_seqlens_q (write the cache before)", "a tensor")
+    checks.require(rotary is None, _OP, "rotary", "be None with cu_seqlens_q (apply rope before)", "a table")
+    checks.require(num_splits is None, _OP, "num_splits", "be None with cu_seqlens_q", num_splits)
+
+
 def _check_vectors(
     query: Tensor,
+    batch: int,
     key_cache: Tensor,
     cache_seqlens: Tensor,
     page_table: Tensor | None,
@@ -311,7 +375,7 @@ def _check_vectors(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    batch, heads = query.shape[0], query.shape[2]
+    heads = query.shape[2]
     vectors = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     checks.same_device(_OP, "query", query, **vectors, page_table=page_table, alibi_slopes=alibi_slopes, sinks=sinks)
     for name, x in {**vectors, "page_table": page_table}.items():

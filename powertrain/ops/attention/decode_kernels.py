@@ -13,7 +13,15 @@ from powertrain.ops.attention.cache_append import (
     row_of_entry,
 )
 from powertrain.ops.attention.combine import combine
-from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, key_range, lengths_of, schedule
+from powertrain.ops.attention.decode_schedule import (
+    LEAST_KEYS,
+    TILE_FIELDS,
+    KeysSeen,
+    key_range,
+    lengths_of,
+    schedule,
+)
+from powertrain.ops.attention.decode_tiles import QueryTiles
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
@@ -125,6 +133,7 @@ def _decode_kernel(
     partial_ptr,
     partial_lse_ptr,
     parts_ptr,
+    tiles_ptr,
     batches,
     num_queries,
     kv_heads,
@@ -164,12 +173,26 @@ def _decode_kernel(
     STARTS_EARLY: tl.constexpr,
 ):
     """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
-    UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each."""
+    UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each. With
+    `tiles` (decode_tiles.py) queries are packed, `num_queries` in all, and `batches` counts tiles."""
     wait_for_kernel_before(STARTS_EARLY)
-    tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-    if parts_ptr is not None:
+    if tiles_ptr is not None:
+        kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
+        part = tl.program_id(0) // kv_heads
+        of_part = parts_ptr + part * 3
+        number, split, parts = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
+        if number >= batches:
+            return
+        of_tile = tiles_ptr + number * TILE_FIELDS
+        sequence, tile = tl.load(of_tile), tl.load(of_tile + 1)  # scalars
+        first_query, count = tl.load(of_tile + 3).to(tl.int64), tl.load(of_tile + 4)  # scalars
+        # rows of no sequence have no keys; addresses by the first one's are safe
+        is_sequence, batch, row_batch = sequence >= 0, tl.maximum(sequence, 0).to(tl.int64), kv_head * 0
+        slot = part.to(tl.int64)
+    elif parts_ptr is not None:
+        tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
+        tile = tl.program_id(0) % tiles
+        kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
         part = tl.program_id(1)
         of_part = parts_ptr + (tile * num_parts + part) * 3
         number, split, parts = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
@@ -177,24 +200,29 @@ def _decode_kernel(
             return
         # results of first parts lie behind those of all others, where the combination finds them
         batch, slot = number.to(tl.int64), tl.where(split == 0, num_parts - batches + number, part).to(tl.int64)
+        is_sequence, row_batch, first_query, count = True, batch, 0, num_queries
     else:
+        tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
+        tile = tl.program_id(0) % tiles
+        kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
         batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
         split, parts = tl.program_id(1), num_parts
         slot = split.to(tl.int64) * batches + batch
+        is_sequence, row_batch, first_query, count = True, batch, 0, num_queries
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_mask = rows < num_queries * ratio
+    row_mask = rows < count * ratio
     query = rows // ratio
     head = kv_head * ratio + rows % ratio
-    length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, True, num_new, capacity)
-    position = query + (length - num_queries)
-    first, last = key_range(length, pad, tile, num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
+    length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, is_sequence, num_new, capacity)
+    position = query + (length - count)
+    first, last = key_range(length, pad, tile, count, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
     blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
     share = tl.cdiv(blocks, parts)
     begin = first // BLOCK_N + split * share
     end = tl.minimum(begin + share, first // BLOCK_N + blocks)
 
-    q_rows = (batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh) * UNIT
+    q_rows = (row_batch * stride_qb + (first_query + query).to(tl.int64) * stride_qs + head * stride_qh) * UNIT
     q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
     acc = zeros_tile(BLOCK_M, PIECES_V)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -251,7 +279,7 @@ def _decode_kernel(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
         # else the combination adds it
-        sink = tl.where(parts == 1, sink, float("-inf"))
+        sink = tl.where(is_sequence & (parts == 1), sink, float("-inf"))
         new_top = tl.maximum(top, sink)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         alpha = tl.exp2(top - safe)
@@ -265,12 +293,19 @@ def _decode_kernel(
     tile_out = scale_tile(acc, factor[:, None])
     lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
     if parts == 1:
-        row = (batch * num_queries + query) * heads + head
-        tl.store(lse_ptr + (batch * heads + head) * num_queries + query, lse, mask=row_mask)  # [BLOCK_M]
+        row = (row_batch * num_queries + first_query + query) * heads + head
+        of_lse = (row_batch * heads + head) * num_queries + first_query + query
+        tl.store(lse_ptr + of_lse, lse, mask=row_mask)  # [BLOCK_M]
         _store_rows(out_ptr, tile_out, row * HEAD_DIM_V, row_mask, HEAD_DIM_V, PIECES_V)
     elif partial_ptr is not None:
-        row = (slot * num_queries + query) * heads + head
-        tl.store(partial_lse_ptr + (slot * heads + head) * num_queries + query, lse, mask=row_mask)  # [BLOCK_M]
+        if tiles_ptr is not None:
+            # by tile: results of `num_queries` rows a slot would be many times those of its own
+            row = (slot * kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+            of_lse = row
+        else:
+            row = (slot * num_queries + query) * heads + head
+            of_lse = (slot * heads + head) * num_queries + query
+        tl.store(partial_lse_ptr + of_lse, lse, mask=row_mask)  # [BLOCK_M]
         # a part without keys leaves nothing: the combination does not read it
         _store_rows(partial_ptr, tile_out, row * HEAD_DIM_V, row_mask & (begin < end), HEAD_DIM_V, PIECES_V)
 
@@ -282,6 +317,11 @@ class _Plan(NamedTuple):
     num_stages: int
     per_sm: int  # programs that run on one SM at a time
     registers: int = 0  # of a thread at most, for 4 warps, where ptxas would take more than let `per_sm` programs run
+
+    @property
+    def of_tile(self) -> tuple[int, int, int]:
+        """What `schedule` needs of it."""
+        return self.block_m, self.block_n, self.per_sm
 
 
 @tunable("NVIDIA H200, 2026-11-24")
@@ -407,9 +447,12 @@ def _decode(
     scale: float,
     num_splits: int,
     allow_tf32: bool,
+    query_starts: Tensor | None,
+    max_queries: int,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
     b, sq, h, dqk = query.shape
+    most = sq if query_starts is None else max_queries  # of a sequence
     kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
     capacity = page_size if page_table is None else page_size * page_table.shape[1]
     target = Target.of(query.device)
@@ -422,19 +465,25 @@ def _decode(
     strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
     unit = 8 if all(s % 8 == 0 for s in strides) else 1
     # the queries stand at the end: a window of keys before them is all that is ever read
-    seen = min(capacity, left + sq) if left >= 0 else capacity
-    is_short = b * kv_heads * cdiv(seen, LEAST_KEYS) <= target.num_sms
+    seen = min(capacity, left + most) if left >= 0 else capacity
+    is_short = cache_seqlens.shape[0] * kv_heads * cdiv(seen, LEAST_KEYS) <= target.num_sms
     plan = _plan(
-        sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, is_short, unit == 8, fma, target
+        most * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, is_short, unit == 8, fma, target
     )
-    tiles = cdiv(sq * ratio, plan.block_m)
-    programs = kv_heads * tiles
-    partial = partial_lse = table = parts = None
+    programs = kv_heads * cdiv(sq * ratio, plan.block_m)
+    sees_right = right if most > 1 else -1
+    keys, tile_plan = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, sees_right), plan.of_tile
+    partial = partial_lse = table = parts = tiles = None
     slots: tuple[int, ...]
+    if query_starts is not None:
+        tiles = QueryTiles.of(query_starts, keys, sq, ratio, kv_heads, seen, tile_plan, target)
+        parts, slots, b = tiles.parts, (tiles.parts.shape[1],), tiles.tiles.shape[0]
+        grid = kv_heads * slots[0], 1
+        partial = query.new_empty((tiles.slots, kv_heads, plan.block_m, head_dim_v), dtype=torch.float32)
+        partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
     # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
-    if num_splits == 0 and 1 < b <= 1 << 15:
-        keys = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, right if sq > 1 else -1)
-        parts, table = schedule(keys, b, sq, ratio, programs, seen, (plan.block_m, plan.block_n, plan.per_sm), target)
+    elif num_splits == 0 and 1 < b <= 1 << 15:
+        parts, table = schedule(keys, b, sq, ratio, programs, seen, tile_plan, target)
         slots = (parts.shape[1],)
         grid = programs, parts.shape[1]
     else:
@@ -445,17 +494,20 @@ def _decode(
         partial_lse = query.new_empty((*slots, *lse.shape[1:]), dtype=torch.float32)
     _decode_kernel[grid](
         query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, out,
-        lse, partial, partial_lse, parts, b, sq, kv_heads, ratio, num_new, capacity, slots[0], left, right,
-        0 if page_table is None else page_table.stride(0),
+        lse, partial, partial_lse, parts, tiles and tiles.tiles, b, sq, kv_heads, ratio, num_new, capacity, slots[0],
+        left, right, 0 if page_table is None else page_table.stride(0),
         h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
         *(s // unit for s in strides),
         HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
-        HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
+        HAS_LEFT=left >= 0, HAS_RIGHT=sees_right >= 0, HAS_SOFTCAP=softcap > 0,
         PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
-        num_stages=plan.num_stages, maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target),
+        num_warps=plan.num_warps, num_stages=plan.num_stages,
+        maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
     )  # fmt: skip
-    if partial is not None and partial_lse is not None:
+    if tiles is not None and partial is not None and partial_lse is not None:
+        tiles.combine(partial, partial_lse, sinks, out, lse, kv_heads)
+    elif partial is not None and partial_lse is not None:
         combine(partial, partial_lse, sinks, out, lse, out.stride()[:3], table)
     return out, lse
 
@@ -463,7 +515,8 @@ def _decode(
 decode_op = Op(
     "decode_attention(Tensor query, Tensor key_cache, Tensor? value_cache, int head_dim_v, Tensor cache_seqlens, "
     "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, Tensor? sinks, "
-    "SymInt num_new, SymInt left, SymInt right, float softcap, float scale, int num_splits, bool allow_tf32) "
+    "SymInt num_new, SymInt left, SymInt right, float softcap, float scale, int num_splits, bool allow_tf32, "
+    "Tensor? query_starts, SymInt max_queries) "
     "-> (Tensor, Tensor)",
     _decode,
     _decode_outputs,

@@ -59,9 +59,13 @@ def lengths_of(seqlens_ptr, leftpad_ptr, batch, inside, num_new, capacity):
     return tl.minimum(length, capacity), leftpad
 
 
+TILE_FIELDS = tl.constexpr(5)  # of a tile of packed queries: decode_tiles.py
+
+
 @triton.jit
 def _blocks_of(
     batch,
+    tiles_ptr,
     seqlens_ptr,
     leftpad_ptr,
     batches,
@@ -78,9 +82,13 @@ def _blocks_of(
     BLOCK_N: tl.constexpr,
 ):
     """Blocks of keys that a tile of queries sees, of these sequences; 0 behind the last."""
-    length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, batch < batches, num_new, capacity)
-    first, last = key_range(length, pad, tile, num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
-    return tl.where(batch < batches, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)  # the shape of batch
+    if tiles_ptr is not None:
+        blocks = tl.load(tiles_ptr + batch * TILE_FIELDS + 2, mask=batch < batches, other=0)  # the shape of batch
+    else:
+        length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, batch < batches, num_new, capacity)
+        first, last = key_range(length, pad, tile, num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
+        blocks = tl.where(batch < batches, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)  # the shape of batch
+    return blocks
 
 
 @triton.jit
@@ -119,6 +127,7 @@ def _share_of(total, longest, batches, at_once, least):
 def _write_parts(
     parts_ptr,
     of_sequences_ptr,
+    firsts_ptr,
     batch,
     blocks,
     batches,
@@ -142,7 +151,10 @@ def _write_parts(
     tl.store(of_sequence, begin, mask=batch < batches)  # [BLOCK_B]
     tl.store(of_sequence + 1, more + 1, mask=batch < batches)  # [BLOCK_B]
     # the first parts of those that are cut are as long as the extra ones: they come before whole sequences
-    first = parts_ptr + (used + tl.where(is_cut > 0, rank, cut + batch - rank)) * 3
+    number = used + tl.where(is_cut > 0, rank, cut + batch - rank)
+    if firsts_ptr is not None:
+        tl.store(firsts_ptr + batch, number, mask=batch < batches)  # [BLOCK_B]
+    first = parts_ptr + number * 3
     tl.store(first, batch, mask=batch < batches)  # [BLOCK_B]
     tl.store(first + 1, tl.zeros_like(batch), mask=batch < batches)  # [BLOCK_B]
     tl.store(first + 2, more + 1, mask=batch < batches)  # [BLOCK_B]
@@ -158,6 +170,8 @@ def _write_parts(
 
 @kernel()
 def _schedule_kernel(
+    tiles_ptr,
+    firsts_ptr,
     seqlens_ptr,
     leftpad_ptr,
     parts_ptr,
@@ -189,6 +203,8 @@ def _schedule_kernel(
     them: first the parts that are extra, then the first of each sequence that is cut, then whole sequences, then
     sequence `batches`, no part.
     of_sequences [batches, tiles, 2]: (the first of its extra parts, how many parts it has).
+    With `tiles` (decode_tiles.py) a tile of packed queries is what a sequence is without: `batches` of them, and where
+    the first part of each is in the table is written to `firsts`.
     """
     wait_for_kernel_before(STARTS_EARLY)
     tile = tl.program_id(0)
@@ -203,8 +219,8 @@ def _schedule_kernel(
         batch = tl.arange(0, BLOCK_B)
         # read once
         blocks = _blocks_of(
-            batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
-            HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+            batch, tiles_ptr, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
+            right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total = tl.sum(blocks)
         safe = _safe_share(total, extra, least)
@@ -222,15 +238,15 @@ def _schedule_kernel(
         used = tl.sum(more)
         cut = tl.sum((more > 0).to(tl.int32))
         before, cut_before = _write_parts(
-            parts_ptr, of_sequences_ptr, batch, blocks, batches, share, used, cut, before, cut_before, tile, tiles,
-            FILLS_ONCE, BLOCK_E,
+            parts_ptr, of_sequences_ptr, firsts_ptr, batch, blocks, batches, share, used, cut, before, cut_before, tile,
+            tiles, FILLS_ONCE, BLOCK_E,
         )  # fmt: skip
     else:
         longest = 0
         for start in range(0, batches, BLOCK_B):
             blocks = _blocks_of(
-                start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
-                ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+                start + tl.arange(0, BLOCK_B), tiles_ptr, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile,
+                num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             total += tl.sum(blocks)
             longest = tl.maximum(longest, tl.max(blocks))
@@ -238,8 +254,8 @@ def _schedule_kernel(
         share = tl.maximum(share, _safe_share(total, extra, least))
         for start in range(0, batches, BLOCK_B):
             blocks = _blocks_of(
-                start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
-                ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+                start + tl.arange(0, BLOCK_B), tiles_ptr, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile,
+                num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             more = _extra_parts(blocks, share, False)
             used += tl.sum(more)
@@ -247,12 +263,12 @@ def _schedule_kernel(
         for start in range(0, batches, BLOCK_B):
             batch = start + tl.arange(0, BLOCK_B)
             blocks = _blocks_of(
-                batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
-                HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+                batch, tiles_ptr, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
+                right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             before, cut_before = _write_parts(
-                parts_ptr, of_sequences_ptr, batch, blocks, batches, share, used, cut, before, cut_before, tile, tiles,
-                False, BLOCK_E,
+                parts_ptr, of_sequences_ptr, firsts_ptr, batch, blocks, batches, share, used, cut, before, cut_before,
+                tile, tiles, False, BLOCK_E,
             )  # fmt: skip
     for start in range(used + batches, extra + batches, 128):
         part = start + tl.arange(0, 128)
@@ -297,6 +313,7 @@ def schedule(
     seen: int,
     plan: tuple[int, int, int],
     target: Target,
+    packed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, PartTable]:
     """(parts [tiles, number of parts, 3] as `_schedule_kernel` writes them, the table for `combine`).
 
@@ -304,6 +321,7 @@ def schedule(
     programs  of a part: kv heads times tiles of queries
     seen      the most keys that the queries of a sequence see
     plan      rows of a tile of queries, keys of a block, programs that run on one SM at a time
+    packed    tiles of packed queries and where each one's first part is, which is written; `batch` tiles of one query
     """
     block_m, block_n, per_sm = plan
     tiles = cdiv(queries * ratio, block_m)
@@ -314,9 +332,10 @@ def schedule(
     block_b = min(_BLOCK_B, next_power_of_2(batch))
     # one warp adds without waiting for others
     _schedule_kernel[(tiles,)](
-        keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio, keys.num_new, keys.capacity, extra,
-        at_once, cdiv(LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
-        ONE_BLOCK=batch <= _BLOCK_B, FILLS_ONCE=fills_once, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b,
-        BLOCK_E=8, STARTS_EARLY=starts_early(target), num_warps=1 if block_b <= 64 else 4,
+        *(packed or (None, None)), keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio,
+        keys.num_new, keys.capacity, extra, at_once, cdiv(LEAST_KEYS, block_n), keys.left, keys.right,
+        HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0, ONE_BLOCK=batch <= _BLOCK_B, FILLS_ONCE=fills_once,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b, BLOCK_E=8,
+        STARTS_EARLY=starts_early(target), num_warps=1 if block_b <= 64 else 4,
     )  # fmt: skip
     return parts, table

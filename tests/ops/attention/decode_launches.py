@@ -37,6 +37,10 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
     _decode(dtype, 64, 32, 8, 128, 128, page_size=16)
     _decode(dtype, 64, 32, 8, 128, 128, page_size=64)
     _decode(dtype, 64, 16, 1, 576, 512)
+    cache = torch.empty(8192, 64, 8, 128, dtype=dtype, device=META)
+    starts, pages = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((33,), (32, 512)))
+    query = torch.empty(543, 32, 128, dtype=dtype, device=META)  # a chunk of a prompt beside 31 new tokens
+    decode_attention(query, cache, cache, starts[1:], page_table=pages, cu_seqlens_q=starts, max_seqlen_q=512)
 
 
 def launch_merge_kernels(dtype: torch.dtype) -> None:

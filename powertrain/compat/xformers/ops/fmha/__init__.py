@@ -46,6 +46,7 @@ from powertrain.ops.attention import (
     varlen_attention,
 )
 from powertrain.ops.attention import merge_attentions as merge
+from powertrain.ops.attention.decode import reads_pages
 from powertrain.ops.conversion import gather_pages, unit_stride
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import use_kernel
@@ -404,10 +405,14 @@ def _ungroup(q: Tensor, k: Tensor, v: Tensor) -> tuple[_Groups, tuple[Tensor, Te
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options) -> bool:
-    """A few new queries for each sequence of a cache, and nothing that decoding does not do."""
+    """A few new queries for each sequence of a cache, or any in pages that a copy would cost more than they do, and
+    nothing that decoding does not do."""
     info = bias.q_seqinfo
     in_cache = isinstance(bias, PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)
     few = 0 < info.min_seqlen == info.max_seqlen <= _DECODE
+    few = few or (
+        isinstance(bias, PagedBias) and reads_pages(q.shape[0], len(info.seqstart) - 1, q.shape[1], k.shape[1])
+    )
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ours = options.backend in (None, triton_splitk.FwOp.BACKENDS)
     return in_cache and few and ours and not wanted and options.dropout_p == 0
@@ -420,12 +425,19 @@ def _cached(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options)
         table, first, size = bias.block_tables, bias.first_rows(), bias.page_size
     else:
         size = info.padding
+    queries = bias.q_seqinfo
+    rest: dict[str, Any] = {}
+    is_even = queries.min_seqlen == queries.max_seqlen > 0
+    if not is_even:
+        rest = {"cu_seqlens_q": queries.seqstart, "max_seqlen_q": max(queries.max_seqlen, 0)}
     result = decode_attention(
-        q.unflatten(0, (-1, bias.q_seqinfo.max_seqlen)), k.unflatten(0, (-1, size)), v.unflatten(0, (-1, size)),
-        info.seqlen, page_table=table, cache_leftpad=first, is_causal=False,
-        window_size=(bias.band.left, bias.band.right), scale=options.scale, return_lse=options.return_lse,
+        q.unflatten(0, (-1, queries.max_seqlen)) if is_even else q, k.unflatten(0, (-1, size)),
+        v.unflatten(0, (-1, size)), info.seqlen, page_table=table, cache_leftpad=first, is_causal=False,
+        window_size=(bias.band.left, bias.band.right), scale=options.scale, return_lse=options.return_lse, **rest,
     )  # fmt: skip
     out, lse = _pair(result)
+    if not is_even:
+        return out, lse
     return out.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1, 2)
 
 
