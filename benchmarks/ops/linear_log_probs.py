@@ -24,6 +24,7 @@ def _variants() -> dict[str, Callable[..., Tensor]]:
     liger = peer("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
     found: dict[str, Any] = {
         "powertrain": lambda x, w, y: linear_log_probs(x, w, y).log_probs,
+        "kept logits": lambda x, w, y: linear_log_probs(x, w, y, keep_logits=True).log_probs,
         "entropy": lambda x, w, y: linear_log_probs(x, w, y, entropy=True).log_probs,
         "invariant": lambda x, w, y: linear_log_probs(x, w, y, batch_invariant=True).log_probs,
         "teacher": lambda x, w, y: linear_log_probs(x, w, y, teacher=Teacher(x, w)).divergence,

@@ -282,6 +282,7 @@ def grads_by_vocab_blocks(
     needs: tuple[bool, bool, bool],
     *,
     other_logits: int = 0,  # that make_dlogits keeps beside a block of logits
+    kept: Tensor | None = None,  # the logits [T, V], which are copied; None: they are made once more
 ) -> None:
     """Gradients of `x weightᵀ + bias` from its dlogits, one block of the vocabulary at a time."""
     (dx, dw, db), (need_dx, need_dw, need_db) = grads, needs
@@ -291,8 +292,11 @@ def grads_by_vocab_blocks(
     dx_sum = dx if len(blocks) == 1 else torch.empty_like(dx, dtype=acc_dtype(dx.dtype))
     scratch = new_scratch(x, T, blocks[0].stop)
     for cols in blocks:
-        part = None if bias is None else bias[cols]
-        logits = logits_into(x, weight[cols], part, scratch[:, : cols.stop - cols.start])
+        logits = scratch[:, : cols.stop - cols.start]
+        if kept is not None:
+            logits.copy_(kept[:, cols])
+        else:
+            logits_into(x, weight[cols], None if bias is None else bias[cols], logits)
         make_dlogits(logits, cols)
         if need_dx:
             matmul_into(logits, weight[cols], dx_sum, add=cols.start > 0)

@@ -11,7 +11,8 @@
 
 Forward makes the logits in blocks of rows, and the teacher's beside them. Backward makes them once more, in blocks of
 the vocabulary, by the loop of linear_cross_entropy's reduction "none", and shares its scratch, its GEMMs and main_grad.
-Four GEMMs of 2*T*D*V operations, and two of the teacher's. Saved: the inputs and four floats a token.
+Four GEMMs of 2*T*D*V operations, and two of the teacher's. Saved: the inputs and four floats a token. With keep_logits
+the logits are saved too, and backward copies its blocks from them: three GEMMs.
 
 The kernels (log_prob_kernels.py) work on shards of a vocabulary too: nn/tensor_parallel/vocab_log_probs.py.
 
@@ -118,8 +119,9 @@ def _divergence_ref(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 def _outputs(
     x: Tensor, weight: Tensor, bias: Any, target: Tensor, teacher_x: Tensor | None, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    *_, entropy, top_k, _ = rest
-    return new_results(x, target.shape[0], teacher_x is not None, entropy, top_k)
+    *_, entropy, top_k, _, keep_logits = rest
+    kept = new_scratch(x, target.shape[0], weight.shape[0]) if keep_logits else empty(x)
+    return *new_results(x, target.shape[0], teacher_x is not None, entropy, top_k), kept
 
 
 def new_results(x: Tensor, T: int, divergence: bool, entropy: bool, top_k: int) -> tuple[Tensor | None, ...]:
@@ -152,20 +154,21 @@ def _forward(
     entropy: bool,
     top_k: int,
     batch_invariant: bool,
+    keep_logits: bool,
 ) -> tuple[Tensor | None, ...]:
     options = Options(ignore_index, temperature, softcap, teacher_softcap, beta)
-    outputs = _outputs(x, weight, bias, target, teacher_x, entropy, top_k, batch_invariant)
-    log_probs, _, divergence, top, top_indices, stats = outputs
-    assert log_probs is not None and stats is not None
+    outputs = _outputs(x, weight, bias, target, teacher_x, entropy, top_k, batch_invariant, keep_logits)
+    log_probs, _, divergence, top, top_indices, stats, kept = outputs
+    assert log_probs is not None and stats is not None and kept is not None
     linear = row_invariant_linear_ if batch_invariant else logits_into
     target, V = to_aligned(target), weight.shape[0]
     num_logits = 1 if teacher_x is None else 2
     blocks = blocks_within_scratch(x.shape[0], num_logits * V, x.element_size())
     height = max((b.stop - b.start for b in blocks), default=0)
-    scratch, teacher_scratch = new_scratch(x, height, V), new_scratch(x, height if num_logits == 2 else 0, V)
+    scratch, teacher_scratch = (new_scratch(x, n, V) for n in (0 if keep_logits else height, height * (num_logits - 1)))
     for rows in blocks:
         count = rows.stop - rows.start
-        logits = linear(x[rows], weight, bias, scratch[:count])
+        logits = linear(x[rows], weight, bias, kept[rows] if keep_logits else scratch[:count])
         own = stats[:, rows]
         launch_stats(logits, target[rows], options, own[:2], log_probs[rows], own[2] if entropy else None, 0, V)
         if top is not None and top_indices is not None:
@@ -176,7 +179,7 @@ def _forward(
             teacher_options = options._replace(softcap=teacher_softcap)
             launch_stats(taught, target[rows], teacher_options, own[3:5], None, None, 0, V)
             launch_divergence(logits, taught, own[:2], own[3:5], options, divergence[rows], own[5])
-    finish(outputs, target, ignore_index)
+    finish(outputs[:6], target, ignore_index)
     return outputs
 
 
@@ -209,6 +212,7 @@ def _bwd_outputs(
     bias: Tensor | None,
     target: Tensor,
     stats: Tensor,
+    kept: Any,
     teacher_x: Any,
     teacher_weight: Any,
     teacher_bias: Any,
@@ -230,6 +234,7 @@ def _bwd(
     bias: Tensor | None,
     target: Tensor,
     stats: Tensor,
+    kept: Tensor | None,
     teacher_x: Tensor | None,
     teacher_weight: Tensor | None,
     teacher_bias: Tensor | None,
@@ -246,7 +251,7 @@ def _bwd(
     options = Options(ignore_index, temperature, softcap, teacher_softcap, beta)
     needs = (need_dx, need_dw, need_db)
     grads = _bwd_outputs(
-        dlog_probs, dentropy, ddivergence, x, weight, bias, target, stats, None, None, None, main_grad, *needs
+        dlog_probs, dentropy, ddivergence, x, weight, bias, target, stats, None, None, None, None, main_grad, *needs
     )
     target = to_aligned(target)
     taught = teacher_x if ddivergence is not None else None
@@ -260,14 +265,16 @@ def _bwd(
             logits, teacher, target, stats, (dlog_probs, dentropy, ddivergence), options, cols.start, weight.shape[0]
         )
 
-    grads_by_vocab_blocks(make_dlogits, x, weight, bias, grads, main_grad, needs, other_logits=int(taught is not None))
+    others = int(taught is not None)
+    grads_by_vocab_blocks(make_dlogits, x, weight, bias, grads, main_grad, needs, other_logits=others, kept=kept)
     return grads
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, target, *teacher, ctx.main_grad = inputs[:8]
     ctx.options = inputs[8:13]
-    ctx.save_for_backward(x, weight, bias, target, output[5], *teacher)
+    kept = output[6] if inputs[16] else None
+    ctx.save_for_backward(x, weight, bias, target, output[5], kept, *teacher)
     ctx.mark_non_differentiable(*(t for t in output[3:] if t is not None))
     ctx.set_materialize_grads(False)
 
@@ -277,28 +284,32 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     grads = [dlog_probs, dentropy, ddivergence]
     if not any(g is not None for g in grads):
-        return (None,) * 16
+        return (None,) * 17
     op = _bwd_op if ctx.main_grad is None else _bwd_into_op
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     found = op(*grads, *ctx.saved_tensors, ctx.main_grad, *ctx.options, need_dx, need_dw, need_db)
     dx, dw, db = found if ctx.main_grad is None else (found[0], None, found[1])
     dw = None if ctx.main_grad is not None else wanted(dw, need_dw)
-    return (wanted(dx, need_dx), dw, wanted(db, need_db), *(None,) * 13)
+    return (wanted(dx, need_dx), dw, wanted(db, need_db), *(None,) * 14)
 
 
 def _fwd_flops(x: Shape, weight: Shape, teacher_weight: Shape | None, **_: Any) -> int:
     return 2 * x[0] * (prod(weight) + (0 if teacher_weight is None else prod(teacher_weight)))
 
 
-def _bwd_flops(x: Shape, weight: Shape, teacher_weight: Shape | None, need_dx: bool, need_dw: bool, **_: Any) -> int:
-    return 2 * x[0] * (prod(weight) * (1 + need_dx + need_dw) + (0 if teacher_weight is None else prod(teacher_weight)))
+def _bwd_flops(
+    x: Shape, weight: Shape, kept: Shape | None, teacher_weight: Shape | None, need_dx: bool, need_dw: bool, **_: Any
+) -> int:
+    products = (kept is None) + need_dx + need_dw
+    return 2 * x[0] * (prod(weight) * products + (0 if teacher_weight is None else prod(teacher_weight)))
 
 
 _TEACHER = "Tensor? teacher_x, Tensor? teacher_weight, Tensor? teacher_bias"
 _OPTIONS = "int ignore_index, float temperature, float softcap, float teacher_softcap, float beta"
 _fwd_op = Op(
     f"linear_log_probs_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_TEACHER}, Tensor? main_grad, "
-    f"{_OPTIONS}, bool entropy, int top_k, bool batch_invariant) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}, bool entropy, int top_k, bool batch_invariant, bool keep_logits) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _outputs,
     backward=_backward,
@@ -307,7 +318,7 @@ _fwd_op = Op(
 )
 _BWD = (
     "Tensor? dlog_probs, Tensor? dentropy, Tensor? ddivergence, Tensor x, Tensor weight, Tensor? bias, Tensor target, "
-    f"Tensor stats, {_TEACHER}"
+    f"Tensor stats, Tensor? kept, {_TEACHER}"
 )
 _NEEDS = "bool need_dx, bool need_dw, bool need_db"
 _bwd_op = Op(
@@ -339,6 +350,7 @@ def linear_log_probs(
     teacher: Teacher | None = None,
     main_grad: Tensor | None = None,
     batch_invariant: bool = False,
+    keep_logits: bool = False,
 ) -> LogProbs:
     """Log-probability of each target under softmax(x @ weight.T + bias), without storing the logits.
 
@@ -356,13 +368,15 @@ def linear_log_probs(
         batch_invariant      on a GPU a token's results have the same bits whatever the number and values of the
                              other tokens; the logits are then computed by our kernel with one fixed tile, not by
                              cuBLAS, which takes longer. So it is inside `powertrain.batch_invariant()`
+        keep_logits          save the logits for backward, [T, V] in x's dtype, which then takes two products instead of
+                             three
     Returns `LogProbs`, in nats, float32. log_probs, entropy and divergence are differentiable, and 0 for tokens left
         out; top_log_probs are not. A target out of range gives nan from the kernels and an error
         from plain PyTorch (CPU).
     Numerics: logits and their gradients are rounded to x's dtype, as in plain PyTorch; everything else is float32.
         Deterministic. No host synchronisation. batch_invariant holds for results, not for gradients: dweight is a sum
         over the tokens.
-    Memory: about 300 MiB of logits at a time; saves the inputs and 24 bytes a token.
+    Memory: about 300 MiB of logits at a time; saves the inputs and 24 bytes a token, with keep_logits all logits.
     Raises ValueError naming argument, expected and given value. Double backward and vmap are not implemented and say
         so.
     Source: Agarwal et al., arXiv:2306.13649 for the divergence between 0 and 1.
@@ -382,6 +396,8 @@ def linear_log_probs(
             x, weight, target, main_grad, batch_invariant, bias=bias, temperature=temperature, softcap=softcap,
             ignore_index=ignore_index, entropy=entropy, top_k=top_k, teacher=teacher,
         )  # fmt: skip
+    leaves = (x, weight) if bias is None else (x, weight, bias)
+    keep_logits = keep_logits and torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
     taught: list[Tensor | None] = [None, None, None]
     shape = (0.0, 0.0)
     if teacher is not None:
@@ -389,7 +405,7 @@ def linear_log_probs(
         shape = (float(teacher.softcap or 0.0), float(teacher.beta))
     results = _fwd_op(
         as_rows(x), weight, bias, target.reshape(-1), *taught, main_grad,
-        ignore_index, float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant,
+        ignore_index, float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant, keep_logits,
     )[:5]  # fmt: skip
     absent = (False, not entropy, teacher is None, not top_k, not top_k)
     shaped = (None if no else t.view(*target.shape, *t.shape[1:]) for t, no in zip(results, absent, strict=True))

@@ -41,7 +41,9 @@ def _tensors(
 
 
 def _check(tensors: dict[str, Any], **options: Any) -> None:
-    functions = (as_tuple(f, **options) for f in (linear_log_probs, plain, linear_log_probs_ref))
+    ours = as_tuple(linear_log_probs, **options)
+    options = {name: value for name, value in options.items() if name != "keep_logits"}
+    functions = (ours, *(as_tuple(f, **options) for f in (plain, linear_log_probs_ref)))
     # log-probabilities near -6 are rounded at that size; a divergence below 1 is their difference
     check(*functions, tensors, slack=16)
 
@@ -61,6 +63,38 @@ def test_many_blocks(beta: float | None, dtype: torch.dtype, device: torch.devic
     if beta is None:
         tensors |= {"teacher_x": None, "teacher_weight": None}
     _check(tensors, beta=beta, entropy=True, temperature=1.3, softcap=8.0, top_k=3)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("V", [150, 64, 301])
+@pytest.mark.parametrize("beta", [None, 0.4], ids=["alone", "js"])
+def test_kept_logits(beta: float | None, V: int, device: torch.device) -> None:
+    """The same values as without; a second backward too, for nothing saved is overwritten."""
+    tensors = _tensors(device, torch.bfloat16, T=19, V=V)
+    if beta is None:
+        tensors |= {"teacher_x": None, "teacher_weight": None}
+    _check(tensors, beta=beta, entropy=True, temperature=1.3, softcap=8.0, top_k=3, keep_logits=True)
+    x, weight, target = (tensors[name] for name in ("x", "weight", "target"))
+    result = linear_log_probs(x, weight, target, keep_logits=True).log_probs.sum()
+    first, second = (torch.autograd.grad(result, (x, weight), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.kernels
+def test_what_kept_logits_save(device: torch.device) -> None:
+    """T * V elements more."""
+    tensors = _tensors(device, T=12, V=301)
+    given = tensors["x"], tensors["weight"], tensors["target"]
+    saved = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x.numel())
+        return x
+
+    for keep in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            linear_log_probs(*given, keep_logits=keep)
+    assert saved.count(12 * 301) == 1  # of the second call
 
 
 def _sweep(count: int, seed: int) -> list[dict[str, Any]]:

@@ -69,8 +69,8 @@ def as_tuple(function: Any, beta: float | None = None, **options: Any) -> Any:
 
 
 def _case(label: str, inputs: Any, slack: int = 0, T: int = 7, **options: Any) -> Case:
-    invariant = options.pop("batch_invariant", False)
-    run = as_tuple(linear_log_probs, batch_invariant=invariant, **options)
+    ours = {name: options.pop(name, False) for name in ("batch_invariant", "keep_logits")}
+    run = as_tuple(linear_log_probs, **ours, **options)
     reference, usual = (as_tuple(f, **options) for f in (linear_log_probs_ref, plain))
     return Case("linear_log_probs", label, run, reference, usual, inputs, (T, 40, 301), (8192, 4096, 128256), slack)
 
@@ -78,6 +78,7 @@ def _case(label: str, inputs: Any, slack: int = 0, T: int = 7, **options: Any) -
 CASES = [
     _case("", linear_inputs),
     _case("invariant", linear_inputs_bias, batch_invariant=True),
+    _case("kept", linear_inputs_bias, keep_logits=True),
     # of few tokens one library's rounding of 16-bit logits can be twice as lucky as the other's
     _case("entropy-bias", linear_inputs_bias, T=19, entropy=True, temperature=0.7, softcap=3.0),
     # the lse of both, near 6, are rounded at that size, and a divergence below 1 is their difference
