@@ -23,8 +23,23 @@ def starts_early(target: Target) -> bool:
 
 
 @triton.jit
-def wait_for_kernel_before(STARTS_EARLY: tl.constexpr):
-    """The first statement of a kernel that is launched with STARTS_EARLY: nothing before it may touch memory."""
+def let_next_kernel_start(STARTS_EARLY: tl.constexpr):
+    """The kernel behind this one may start, when all programs have come here. At the beginning: it starts when the last
+    of our programs has, and then only where they leave room."""
     if STARTS_EARLY:
         gdc_launch_dependents()
+
+
+@triton.jit
+def await_kernel_before(STARTS_EARLY: tl.constexpr):
+    """In a kernel that is launched with STARTS_EARLY: nothing before it may touch memory, in any warp. In kernels whose
+    warps have different jobs every job begins with it, so that what comes before the jobs is hidden."""
+    if STARTS_EARLY:
         gdc_wait()
+
+
+@triton.jit
+def wait_for_kernel_before(STARTS_EARLY: tl.constexpr):
+    """Both, as the first statement of a kernel."""
+    let_next_kernel_start(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
