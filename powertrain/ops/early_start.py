@@ -1,11 +1,11 @@
 """Kernels that start before the one before them on the stream has ended: programmatic dependent launch, from sm_90 on.
 
 A kernel with the constant STARTS_EARLY is launched as soon as every program of the kernel before has called
-`let_next_kernel_start` or ended; its own threads call `await_kernel_before` ahead of their first access to memory, which
-waits until all of that kernel is done and visible. As each kernel of a row waits, so are all those before it. What it
-costs to launch a kernel and to read its code is then hidden by the one before: 1.4 to 3 us of a decoding call of three
-kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md). Into a graph they are launched as others are; early
-starts were not tried there.
+`let_next_kernel_start` or ended; its own threads call `await_kernel_before` ahead of their first access to memory, and
+wait there until all of that kernel is done and visible. As each kernel of a row waits, so are all those before it. What
+it costs to launch a kernel and to read its code is then hidden by the one before: 1.4 to 3 us of a decoding call of
+three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md). Into a graph they are launched as others are;
+early starts were not tried there.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

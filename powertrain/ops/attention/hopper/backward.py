@@ -128,17 +128,16 @@ def _sums_of(from_ptr, place, SIZE: tl.constexpr, PADDED: tl.constexpr):
     return x
 
 
-@kernel()
-def _hopper_attention_sums_kernel(
-    sum_ptr, x_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, num_splits, scale,
+@triton.jit
+def _bring_into_rows(
+    number, sum_ptr, x_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, num_splits, scale,
     stride_xb, stride_xs, stride_xh, stride_xr, D: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr,
-    SPLIT_HEADS: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    SPLIT_HEADS: tl.constexpr,
 ):  # fmt: skip
     """64 rows of dq from the sums in float32, which lie as the threads of a warpgroup hold them. Of dk or dv, where
     `num_splits` tiles have a part of the heads that share keys each: for queries read keys."""
-    wait_for_kernel_before(STARTS_EARLY)
     PARTS: tl.constexpr = BLOCK_M // 64
-    t, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    t, part = number // PARTS, number % PARTS
     b, index, start, first, length, capacity = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     first += part * 64
     if first < capacity:
@@ -165,6 +164,41 @@ def _hopper_attention_sums_kernel(
         ptrs = base + to_int64(start + rows)[:, None] * stride_xs + cols
         x = tl.where((rows < length)[:, None], x * scale, 0.0).to(x_ptr.dtype.element_ty)
         tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D))  # [64, W]
+
+
+@kernel()
+def _hopper_attention_sums_kernel(
+    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, dq_ptr, dk_ptr, dv_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    batch, queries, keys, q_slots, k_slots, kv_heads, num_q_per_kv, num_splits, k_programs, scale,
+    stride_dqb, stride_dqs, stride_dqh, stride_dqr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs,
+    stride_dvh,
+    D_QK: tl.constexpr, D_V: tl.constexpr, W_DQ: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_HEADS: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """64 rows of a result a program: `k_programs` of dk, as many of dv, then those of dq. One launch, as each boundary
+    between launches leaves the SMs without work for a microsecond or two."""
+    wait_for_kernel_before(STARTS_EARLY)
+    number = tl.program_id(0)
+    if dk_ptr is not None:
+        if number < k_programs:
+            _bring_into_rows(
+                number, dk_sum_ptr, dk_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1, num_splits,
+                scale, stride_dkb, stride_dks, stride_dkh, 0, D_QK, W_QK, BLOCK_N, SPLIT_HEADS,
+            )  # fmt: skip
+        number -= k_programs
+    if dv_ptr is not None:
+        if (number >= 0) & (number < k_programs):
+            _bring_into_rows(
+                number, dv_sum_ptr, dv_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1, num_splits,
+                1.0, stride_dvb, stride_dvs, stride_dvh, 0, D_V, W_V, BLOCK_N, SPLIT_HEADS,
+            )  # fmt: skip
+        number -= k_programs
+    if dq_ptr is not None:
+        if number >= 0:
+            _bring_into_rows(
+                number, dq_sum_ptr, dq_ptr, q_starts_ptr, q_used_ptr, batch, queries, q_slots, kv_heads * num_q_per_kv,
+                num_q_per_kv, 1, scale, stride_dqb, stride_dqs, stride_dqh, stride_dqr, D_QK, W_DQ, BLOCK_M, False,
+            )  # fmt: skip
 
 
 def why_not_of(d_qk: int, d_v: int, unordered: bool, has_ends: bool) -> str | None:
@@ -322,20 +356,32 @@ def _launch(
     )  # fmt: skip
     into = (dk, dv) if sums is None else (sums.dk, sums.dv)
     _launch_main(operands, do, into[0], into[1], scratch, plan, schedule, blocks)
-    if sums is not None:
-        for x, of_parts, dim, scale in ((dk, sums.dk, operands.d_qk, args.scale), (dv, sums.dv, operands.d_v, 1.0)):
-            if x is not None and of_parts is not None:
-                _hopper_attention_sums_kernel[(rows // 64,)](
-                    of_parts.tensor, x.tensor, args.key_starts, args.key_used, operands.batch, operands.keys, blocks,
-                    heads.kv, 1, sums.parts, scale, x.b, x.s, x.h, 0,
-                    D=dim, W=width_of(dim), BLOCK_M=plan.block_n, SPLIT_HEADS=sums.parts > 1, STARTS_EARLY=early,
-                )  # fmt: skip
-    if dq is not None:
-        _hopper_attention_sums_kernel[(scratch.tiles * plan.block_m // 64,)](
-            scratch.sums, dq.tensor, args.query_starts, args.query_used, operands.batch, operands.queries,
-            scratch.slots, num_heads, heads.q_per_kv, 1, args.scale, dq.b, dq.s, dq.h, dq.r,
-            D=operands.d_qk, W=w_qk, BLOCK_M=plan.block_m, SPLIT_HEADS=False, STARTS_EARLY=early,
-        )  # fmt: skip
+    _launch_sums(operands, scratch, sums, dq, *((None, None) if sums is None else (dk, dv)), plan)
+
+
+def _launch_sums(
+    operands: Operands, scratch: _Scratch, sums: _KeySums | None, dq: Operand | None, dk: Operand | None,
+    dv: Operand | None, plan: Plan,
+) -> None:  # fmt: skip
+    """Those that are given, from their sums."""
+    args, heads, blocks = operands.args, operands.heads, operands.key_blocks(plan.block_n)
+    k_programs = operands.storage * heads.kv * blocks * plan.block_n // 64
+    programs = scratch.tiles * plan.block_m // 64 if dq else 0
+    programs += k_programs * ((dk is not None) + (dv is not None))
+    absent = Operand(operands.k.tensor, 0, 0, 0, 0)
+    to_q, to_k, to_v = dq or absent, dk or absent, dv or absent
+    parts = sums.parts if sums else 1
+    _hopper_attention_sums_kernel[(programs,)](
+        scratch.sums if dq else None, sums.dk.tensor if sums and sums.dk and dk else None,
+        sums.dv.tensor if sums and sums.dv and dv else None, dq and dq.tensor, dk and dk.tensor, dv and dv.tensor,
+        args.query_starts, args.key_starts, args.query_used, args.key_used,
+        operands.batch, operands.queries, operands.keys, scratch.slots, blocks, heads.kv, heads.q_per_kv, parts,
+        k_programs, args.scale,
+        to_q.b, to_q.s, to_q.h, to_q.r, to_k.b, to_k.s, to_k.h, to_v.b, to_v.s, to_v.h,
+        D_QK=operands.d_qk, D_V=operands.d_v, W_DQ=dq_width(operands, plan), W_QK=width_of(operands.d_qk),
+        W_V=width_of(operands.d_v), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SPLIT_HEADS=parts > 1,
+        STARTS_EARLY=starts_early(operands.target),
+    )  # fmt: skip
 
 
 def _launch_main(
