@@ -1,10 +1,11 @@
 """Kernels that start before the one before them on the stream has ended: programmatic dependent launch, from sm_90 on.
 
 A kernel with the constant STARTS_EARLY is launched as soon as every program of the kernel before has called
-`wait_for_kernel_before` or ended; its own programs wait there, before they touch memory, until all of that kernel is
-done and visible. What it costs to launch a kernel and to read its code is then hidden by the one before: 1.4 to 3 us of
-a decoding call of three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md). Into a graph they are
-launched as others are; early starts were not tried there.
+`let_next_kernel_start` or ended; its own threads call `await_kernel_before` ahead of their first access to memory, and
+wait there until all of that kernel is done and visible. As each kernel of a row waits, so are all those before it. What
+it costs to launch a kernel and to read its code is then hidden by the one before: 1.4 to 3 us of a decoding call of
+three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md). Into a graph they are launched as others are;
+early starts were not tried there.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -23,8 +24,23 @@ def starts_early(target: Target) -> bool:
 
 
 @triton.jit
-def wait_for_kernel_before(STARTS_EARLY: tl.constexpr):
-    """The first statement of a kernel that is launched with STARTS_EARLY: nothing before it may touch memory."""
+def let_next_kernel_start(STARTS_EARLY: tl.constexpr):
+    """The kernel behind this one may start, when all programs have come here. At the beginning: it starts when the last
+    of our programs has, and then only where they leave room."""
     if STARTS_EARLY:
         gdc_launch_dependents()
+
+
+@triton.jit
+def await_kernel_before(STARTS_EARLY: tl.constexpr):
+    """In a kernel that is launched with STARTS_EARLY: nothing before it may touch memory, in any warp. In kernels whose
+    warps have different jobs every job begins with it, so that what comes before the jobs is hidden."""
+    if STARTS_EARLY:
         gdc_wait()
+
+
+@triton.jit
+def wait_for_kernel_before(STARTS_EARLY: tl.constexpr):
+    """Both, as the first statement of a kernel."""
+    let_next_kernel_start(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)

@@ -8,7 +8,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -177,6 +177,14 @@ class LaunchConfig:
         self.address = ctypes.addressof(self._buffer)
 
 
+# one costs as much as a launch's other arguments
+@lru_cache(maxsize=4096)
+def _config_of(
+    gx: int, gy: int, gz: int, threads: int, shared: int, stream: int, starts_early: bool
+) -> LaunchConfig:  # fmt: skip
+    return LaunchConfig((gx, gy, gz), threads, shared, stream, starts_early)
+
+
 @cache
 def configured_launcher() -> Any:
     """cuLaunchKernelEx: (address of a config, function, params, extra) -> CUresult."""
@@ -201,7 +209,7 @@ def launch_early(
 ) -> int:
     """`launcher()`'s function, for a kernel that starts before the one before it has ended; `by` and `bz` are 1."""
     # graphs may hold early starts too, but only some drivers capture them
-    config = LaunchConfig((gx, gy, gz), bx, shared, stream, not torch.cuda.is_current_stream_capturing())
+    config = _config_of(gx, gy, gz, bx, shared, stream, not torch.cuda.is_current_stream_capturing())
     code: int = configured_launcher()(config.address, handle, params, extra)
     return code
 

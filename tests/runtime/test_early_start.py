@@ -4,6 +4,7 @@ import ctypes
 import re
 import struct
 import zlib
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,10 @@ from powertrain.runtime.launch import Loaded, kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
+from tests.ops.attention.attention_launches import launch_hopper_attention
 
 native = pytest.mark.skipif(settings().interpret, reason="the warm path and machine code are those of compiled kernels")
+_WAIT_TWICE = "_hopper_attention_bwd_d192_kernel", "_hopper_attention_bwd_d256_kernel"
 FACTS = {"name": "k", "num_warps": 4, "shared": 512, "global_scratch": 0, "profile_scratch": 0}
 
 
@@ -99,6 +102,40 @@ def _kernels(card: str, **options: Any) -> dict[str, str]:
     return {spec.kernel.name: zlib.decompress(entry_for(spec)[0].members["ptx"]).decode() for spec in wanted.specs}
 
 
+_TOUCH = re.compile(r"\b(ld|st|atom|red)\.([a-z]+\.)*global|cp\.async")
+
+
+def _touched_early(ptx: str) -> list[str]:
+    """Accesses of global memory that are reached from the entry without a wait, by any warp."""
+    # only the compiler's labels are jumped to from afar; those inside inline assembly are loops of their own
+    name, blocks = "", {"": list[str]()}
+    for line in ptx[ptx.index(".entry") :].splitlines():
+        label = re.match(r"\s*(\$L\w+):(.*)", line)
+        if label:
+            name = label[1]
+            blocks[name] = []
+        blocks[name].append(label[2].strip() if label else line.strip())
+    following = dict(pairwise(blocks))
+    early, seen, todo = [], set(), [""]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for line in blocks[name]:
+            if "griddepcontrol.wait" in line:
+                break
+            if _TOUCH.search(line):
+                early.append(line)
+            # a jump, or by a table of labels, which is a block of its own
+            todo += re.findall(r"\$L\w+", line)
+            if re.match(r"(bra|brx|ret|exit)\b", line):
+                break
+        else:
+            todo += [following[name]] if name in following else []
+    return early
+
+
 @native
 @pytest.mark.parametrize("num_splits", [None, 2])
 def test_memory_is_touched_after_the_wait(num_splits: int | None) -> None:
@@ -106,10 +143,41 @@ def test_memory_is_touched_after_the_wait(num_splits: int | None) -> None:
     found = _kernels("H200", num_splits=num_splits)
     assert len(found) == (3 if num_splits is None else 2)
     for name, ptx in found.items():
-        wait = ptx.index("griddepcontrol.wait")
-        assert ptx.index("griddepcontrol.launch_dependents") < wait, name
-        touched = re.search(r"\b(ld|st|atom|red)\.global|cp\.async", ptx)
-        assert touched is not None and touched.start() > wait, name
+        assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait"), name
+        assert _TOUCH.search(ptx), name
+        assert not _touched_early(ptx), name
+
+
+@native
+def test_every_warp_waits() -> None:
+    """Of the Hopper attention: with a wait left out, some job's first access is found."""
+    with record("H200") as wanted:
+        launch_hopper_attention(torch.bfloat16)
+    specs = [spec for spec in wanted.specs if "_hopper_attention" in spec.kernel.name]
+    assert all(spec.constants["STARTS_EARLY"] for spec in specs)
+    jobs = {}
+    for spec in specs:
+        ptx = zlib.decompress(entry_for(spec)[0].members["ptx"]).decode()
+        assert ptx.count("griddepcontrol.launch_dependents") == 1, spec.describe()
+        assert not _touched_early(ptx), spec.describe()
+        waits = [found.start() for found in re.finditer("griddepcontrol.wait", ptx)]
+        jobs[spec.kernel.name] = len(waits)
+        # the kernels of 64 and of 96 keys a tile load keys ahead of their jobs, which wait anew
+        if len(waits) > 1 and spec.kernel.name not in _WAIT_TWICE:
+            assert all(_touched_early(ptx[:at] + "nothing" + ptx[at + 19 :]) for at in waits), spec.describe()
+    assert jobs["_hopper_attention_bwd_d192_kernel"] == 5
+    assert jobs["_hopper_attention_bwd_kernel"] == 3
+
+
+@native
+def test_no_scratch() -> None:
+    """Maps are made by the host: nothing is allocated for a launch of the Hopper attention."""
+    with record("H200") as wanted:
+        launch_hopper_attention(torch.bfloat16)
+    for spec in wanted.specs:
+        if spec.kernel.archs:
+            facts = entry_for(spec)[0].manifest["launch"]
+            assert not facts["global_scratch"] and not facts["profile_scratch"], spec.describe()
 
 
 @native

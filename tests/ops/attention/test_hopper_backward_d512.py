@@ -21,7 +21,13 @@ from powertrain.ops.attention.hopper import (
     backward_tiles,
 )
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_of
-from powertrain.ops.attention.hopper.backward_d512 import MEMORY, chunks_of, key_tiles_seen, width_of_products
+from powertrain.ops.attention.hopper.backward_d512 import (
+    MEMORY,
+    chunks_of,
+    key_tiles_seen,
+    panel_width,
+    width_of_products,
+)
 from powertrain.ops.attention.hopper.backward_plans import plan_of
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 from powertrain.ops.attention.triton import sequences
@@ -66,17 +72,15 @@ class _Smem(SimpleNamespace):
 
 
 class _Desc(NamedTuple):
-    """A descriptor of a whole tensor in tiles; of those that may end anywhere (primitives.py's `rows_desc_of`)."""
+    """A map of a whole tensor in tiles; of those that may end anywhere (maps.py's `ending_maps`)."""
 
     dims: tuple[int, ...]
     block: tuple[int, ...]
     is_ragged: bool = False
 
 
-def _rows_desc_of(
-    ptr: Any, storage: int, heads: int, rows: int, columns: int, b: Any, h: Any, s: Any, smem: _Smem, is_ragged: bool
-) -> _Desc:
-    return _Desc((storage, heads, rows + 1 if is_ragged else 1, rows, columns), (1, 1, 1, *smem.shape[1:]), is_ragged)
+def _rows_desc(storage: int, heads: int, rows: int, columns: int, block: tuple[int, int], is_ragged: bool) -> _Desc:
+    return _Desc((storage, heads, rows + 1 if is_ragged else 1, rows, columns), (1, 1, 1, *block), is_ragged)
 
 
 def _tma_load(desc: _Desc, place: list[int], bar: Any, smem: _Smem) -> None:
@@ -98,11 +102,8 @@ def _as_python() -> dict[str, Any]:
     names: dict[str, Any] = {"gl": _GL, "tl": _GL, "TILE": TILE, "GROUP": 4, "Work": backward_d512_products.Work}
     names |= {"Tile": backward_d512_tiles.Tile, "Chunk": backward_d512_tiles.Chunk}
     names |= {
-        "rows_desc_of": _rows_desc_of, "tma_load": _tma_load, "kept": int, "as_tile": lambda smem: smem,
+        "await_kernel_before": lambda early: None, "tma_load": _tma_load, "kept": int, "as_tile": lambda smem: smem,
         "reinterpret": lambda smem, dtype, shape, layout: _Smem(shape=tuple(shape)),
-        "tma": SimpleNamespace(
-            make_tensor_descriptor=lambda ptr, dims, steps, block, layout: _Desc(tuple(dims), tuple(block))
-        ),
         "mbarrier": SimpleNamespace(wait=lambda bar, phase: None, expect=lambda bar, size: None),
     }  # fmt: skip
     for module, functions in (
@@ -153,7 +154,7 @@ class _Problem(SimpleNamespace):
             if not packed:
                 q_lens, k_lens = [queries] * batch, [keys] * batch
         config = backward_d512_tiles.Config(
-            left >= 0, right >= 0, draw.random() < 0.7, False, packed, packed or used, packed or used, 512
+            left >= 0, right >= 0, draw.random() < 0.7, False, packed, packed or used, packed or used, 512, False
         )
         sizes = backward_d512_tiles.Sizes(batch, queries, keys, kv, repeats, left, right)
         lengths = SimpleNamespace(
@@ -263,24 +264,33 @@ def test_no_load_lies_wholly_outside(seed: int, head_dim: int) -> None:
     slots, key_slots = problem.slots(sizes.queries), problem.slots(sizes.keys)
     columns = key_tiles_seen(sizes.keys, sizes.left, sizes.right) * TILE
     width = width_of_products(head_dim)
-    tiles, count, nothing = _Smem(shape=(5, TILE, 64)), cdiv(head_dim, width), (0, 0, 0)
+    tiles, count = _Smem(shape=(5, TILE, 64)), cdiv(head_dim, width)
     bars = _Smem(shape=(5,)), _Smem(shape=(5,))
-    inputs = SimpleNamespace(q=None, k=None, v=None, do=None)
-    strides = SimpleNamespace(**dict.fromkeys("qb qr qs dob dor dos kb kh ks vb vh vs".split()))
     smem = _Smem(shape=(4, 64, TILE)), _Smem(shape=(4, 64, width))
+    of_queries = storage, sizes.kv_heads * sizes.num_q_per_kv, sizes.queries, head_dim
+    of_keys = storage, sizes.kv_heads, sizes.keys, head_dim
+    q, k = (
+        [
+            _rows_desc(*dims, block, ragged)
+            for block in ((TILE, 64), (64, panel_width(head_dim, width, ragged)))
+        ]
+        for dims, ragged in ((of_queries, config.ragged_q), (of_keys, config.ragged_k))
+    )  # fmt: skip
     for chunk in chunks_of(storage * sizes.kv_heads, sizes.num_q_per_kv, slots, 4 * TILE * columns, problem.memory):
         at = backward_d512_tiles.Chunk(*chunk[:4])
         items = chunk.units * chunk.slots
+        weights = 2 * items * TILE, columns
         FUNCTIONS["_load"](
-            inputs, lengths, (tiles, tiles), bars, strides, sizes, at, items * problem.parts, problem.parts, config
-        )
+            (q[0], k[0], k[0], q[0]), lengths, (tiles, tiles), bars, sizes, at, items * problem.parts, problem.parts,
+            config,
+        )  # fmt: skip
         FUNCTIONS["_load_of_keys"](
-            None, None, nothing, nothing, None, lengths, smem, bars, sizes, at,
-            cdiv(chunk.units, sizes.num_q_per_kv) * key_slots * 2 * count, 2, key_slots, columns, 0, count, config,
+            q[1], q[1], _Desc(weights, (64, TILE)), lengths, smem, bars, sizes, at,
+            cdiv(chunk.units, sizes.num_q_per_kv) * key_slots * 2 * count, 2, key_slots, 0, count, config,
         )  # fmt: skip
         FUNCTIONS["_load_of_queries"](
-            None, nothing, None, lengths, (_Smem(shape=(4, TILE, 64)), smem[1]), bars, sizes, at, items * count,
-            columns, count, config,
+            k[1], _Desc(weights, (TILE, 64)), lengths, (_Smem(shape=(4, TILE, 64)), smem[1]), bars, sizes, at,
+            items * count, count, config,
         )  # fmt: skip
 
 

@@ -48,20 +48,36 @@ def _order_of_threads(x: torch.Tensor) -> torch.Tensor:
     "width, head_dim, splits, tile", [(64, 64, 2, 128), (96, 72, 3, 128), (128, 128, 1, 128), (192, 168, 2, 64)]
 )
 def test_sums_of_parts_of_the_heads(width: int, head_dim: int, splits: int, tile: int, device: torch.device) -> None:
-    """Two batch entries, two heads, 150 keys: the last tile is cut off, and an entry has 100 of its keys in use."""
+    """Two batch entries, two heads, 150 keys: the last tile is cut off, and an entry has 100 of its keys in use. dq of
+    two query heads for each, 70 queries; each result that is not wanted leaves the others as they are."""
     torch.manual_seed(0)
     used = torch.tensor([150, 100], dtype=torch.int32, device=device)
-    blocks = cdiv(150, tile)
-    parts = torch.randn(2, 2, splits, blocks, tile // 64, 64, width, device=device)  # entry, head, part, tile, half
-    sums = torch.stack([_order_of_threads(x) for x in parts.flatten(0, 4)])
-    dk = torch.full((2, 150, 2, head_dim), float("nan"), device=device)
-    backward._hopper_attention_sums_kernel[(2 * 2 * blocks * tile // 64,)](
-        sums, dk, None, used, 2, 150, blocks, 2, 1, splits, 0.5, dk.stride(0), dk.stride(1), dk.stride(2), 0,
-        D=head_dim, W=width, BLOCK_M=tile, SPLIT_HEADS=splits > 1,
-    )  # fmt: skip
-    expected = 0.5 * parts.sum(2).flatten(2, 4)[:, :, :150, :head_dim].transpose(1, 2)
-    expected[1, 100:] = 0
-    torch.testing.assert_close(dk, expected)
+    blocks, slots, narrow = cdiv(150, tile), 2, 80  # of dv's sums
+    of_dk, of_dv = (torch.randn(2, 2, splits, blocks, tile // 64, 64, w, device=device) for w in (width, narrow))
+    of_dq = torch.randn(2, 4, slots, 64, width, device=device)  # entry, head, tile
+    sums = [torch.stack([_order_of_threads(x) for x in y.flatten(0, -3)]) for y in (of_dq, of_dk, of_dv)]
+    for wanted in ((True, True, True), (False, True, False), (True, False, True), (True, False, False)):
+        shapes = (2, 70, 4, head_dim), (2, 150, 2, head_dim), (2, 150, 2, 72)
+        results = [torch.full(shape, float("nan"), device=device) for shape in shapes]
+        dq, dk, dv = (x if is_wanted else None for x, is_wanted in zip(results, wanted, strict=True))
+        k_programs = 2 * 2 * blocks * tile // 64
+        strides = [x.stride() for x in results]
+        backward._hopper_attention_sums_kernel[(2 * 4 * slots * wanted[0] + k_programs * sum(wanted[1:]),)](
+            *(x if is_wanted else None for x, is_wanted in zip(sums, wanted, strict=True)), dq, dk, dv,
+            None, None, None, used, 2, 70, 150, slots, blocks, 2, 2, splits, k_programs, 0.5,
+            strides[0][0], strides[0][1], 2 * head_dim, head_dim, *strides[1][:3], *strides[2][:3],
+            D_QK=head_dim, D_V=72, W_DQ=width, W_QK=width, W_V=narrow, BLOCK_M=64, BLOCK_N=tile,
+            SPLIT_HEADS=splits > 1, STARTS_EARLY=False,
+        )  # fmt: skip
+        if dq is not None:
+            expected = 0.5 * of_dq.flatten(2, 3)[:, :, :70, :head_dim].transpose(1, 2)
+            torch.testing.assert_close(dq, expected)
+        for x, parts, scale in ((dk, of_dk, 0.5), (dv, of_dv, 1.0)):
+            if x is not None:
+                expected = scale * parts.sum(2).flatten(2, 4)[:, :, :150, : x.shape[-1]].transpose(1, 2)
+                expected[1, 100:] = 0
+                torch.testing.assert_close(x, expected)
+        assert all(x.isnan().all() for x, is_wanted in zip(results, wanted, strict=True) if not is_wanted)
 
 
 @pytest.mark.kernels
@@ -75,7 +91,7 @@ def test_the_first_launch_clears_the_sums(key_sums: int, device: torch.device) -
     of_keys, counter = torch.ones(key_sums + 1, device=device), torch.ones(1, dtype=torch.int32, device=device)
     backward._hopper_attention_bwd_preprocess_kernel[(3,)](
         out, dout, lse, None, rows, sums, None, counter, of_keys, None, None, 1, 130, 3, 1, 1, 1, 1, key_sums,
-        *out.stride()[:3], 0, *dout.stride()[:3], 0, D_V=80, W_QK=80, W_V=80, BLOCK_M=64,
+        *out.stride()[:3], 0, *dout.stride()[:3], 0, D_V=80, W_QK=80, W_V=80, BLOCK_M=64, STARTS_EARLY=False,
     )  # fmt: skip
     assert not of_keys[:-1].any() and of_keys[-1] == 1 and counter.item() == 0
     assert not sums.any()
@@ -146,7 +162,8 @@ def test_sms_are_busy(sizes: tuple[int, int, int, int], splits: int) -> None:
 def test_heads_are_split_only_where_that_saves_more_than_it_costs() -> None:
     assert _parts((3, 3000, 28, 4), False) == 7  # 288 tiles are three waves
     assert _parts((1, 2048, 32, 8), False) == 1  # 128 tiles are one
-    assert _parts((1, 128, 32, 8), True) == _parts((1, 128, 32, 8), False) == 1  # launches cost more
+    assert _parts((1, 128, 32, 8), True) == _parts((1, 128, 32, 8), False) == 4  # 8 tiles for 132 SMs
+    assert _parts((1, 128, 32, 8), True, True) == 1  # sums of each part cost more
     few = [backward_plans.head_splits_for(16, 16, 8, False, size, False, SMS) for size in (2**20, 2**34)]
     assert few == [8, 1]  # 16 tiles for 132 SMs; sums of 17 GB
     assert _parts((8, 4096, 32, 32), True) == 1
@@ -165,5 +182,5 @@ def test_in_turn_heads_are_split_where_a_tile_is_longer_than_an_sms_share() -> N
 def test_tiles_of_64_keys_are_reckoned_in_longer_blocks() -> None:
     """One kv head and 635 tokens are ten tiles: a part for each query head. Launches beside are fewer blocks."""
     assert backward_plans.head_splits_for(12, 10, 12, True, 2**20, False, SMS, 3.1) == 12
-    few = [backward_plans.head_splits_for(2, 8, 2, True, 0, False, SMS, block_us) for block_us in (2.1, 3.1)]
+    few = [backward_plans.head_splits_for(2, 8, 2, True, 2**24, False, SMS, block_us) for block_us in (2.1, 3.1)]
     assert few == [1, 2]

@@ -17,7 +17,7 @@ Above head dim 256, and above 192 where it is faster, backward_d512.py follows t
 sums and order, and other memory.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,15 +37,18 @@ from powertrain.ops.attention.hopper.backward_plans import (
     why_not_weights,
     width_of,
 )
-from powertrain.ops.attention.hopper.maps import ending_maps, keys_of, queries_of
+from powertrain.ops.attention.hopper.maps import ending_maps, gradient_maps, keys_of, queries_of
 from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, Operand, Operands
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.tensor_maps import TensorMap, tensor_map
+
+_ROWS = 64  # keys whose dk and dv leave together
 
 
 @triton.jit
@@ -66,11 +69,12 @@ def _hopper_attention_bwd_preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, key_sum_ptr, starts_ptr, used_ptr,
     batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat, key_sums,
     stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
-    D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """For a tile of queries: LSE in base 2 and delta, inf and 0 where a row sees nothing and behind the rows (whose
     weights are then 0, whatever ALiBi makes of their places), and zeros for the sums of dq and for whose turn it is to
     add. Then a zero to draw tiles from, and `key_sums` zeros for the sums of dk and dv."""
+    wait_for_kernel_before(STARTS_EARLY)
     t = tl.program_id(0)
     if t == 0:
         tl.store(counter_ptr, 0)
@@ -123,16 +127,16 @@ def _sums_of(from_ptr, place, SIZE: tl.constexpr, PADDED: tl.constexpr):
     return x
 
 
-@kernel()
-def _hopper_attention_sums_kernel(
-    sum_ptr, x_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, num_splits, scale,
+@triton.jit
+def _bring_into_rows(
+    number, sum_ptr, x_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, num_splits, scale,
     stride_xb, stride_xs, stride_xh, stride_xr, D: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr,
     SPLIT_HEADS: tl.constexpr,
 ):  # fmt: skip
     """64 rows of dq from the sums in float32, which lie as the threads of a warpgroup hold them. Of dk or dv, where
     `num_splits` tiles have a part of the heads that share keys each: for queries read keys."""
     PARTS: tl.constexpr = BLOCK_M // 64
-    t, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    t, part = number // PARTS, number % PARTS
     b, index, start, first, length, capacity = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     first += part * 64
     if first < capacity:
@@ -159,6 +163,41 @@ def _hopper_attention_sums_kernel(
         ptrs = base + to_int64(start + rows)[:, None] * stride_xs + cols
         x = tl.where((rows < length)[:, None], x * scale, 0.0).to(x_ptr.dtype.element_ty)
         tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D))  # [64, W]
+
+
+@kernel()
+def _hopper_attention_sums_kernel(
+    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, dq_ptr, dk_ptr, dv_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    batch, queries, keys, q_slots, k_slots, kv_heads, num_q_per_kv, num_splits, k_programs, scale,
+    stride_dqb, stride_dqs, stride_dqh, stride_dqr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs,
+    stride_dvh,
+    D_QK: tl.constexpr, D_V: tl.constexpr, W_DQ: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_HEADS: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """64 rows of a result a program: `k_programs` of dk, as many of dv, then those of dq. One launch, as each boundary
+    between launches leaves the SMs without work for a microsecond or two."""
+    wait_for_kernel_before(STARTS_EARLY)
+    number = tl.program_id(0)
+    if dk_ptr is not None:
+        if number < k_programs:
+            _bring_into_rows(
+                number, dk_sum_ptr, dk_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1, num_splits,
+                scale, stride_dkb, stride_dks, stride_dkh, 0, D_QK, W_QK, BLOCK_N, SPLIT_HEADS,
+            )  # fmt: skip
+        number -= k_programs
+    if dv_ptr is not None:
+        if (number >= 0) & (number < k_programs):
+            _bring_into_rows(
+                number, dv_sum_ptr, dv_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1, num_splits,
+                1.0, stride_dvb, stride_dvs, stride_dvh, 0, D_V, W_V, BLOCK_N, SPLIT_HEADS,
+            )  # fmt: skip
+        number -= k_programs
+    if dq_ptr is not None:
+        if number >= 0:
+            _bring_into_rows(
+                number, dq_sum_ptr, dq_ptr, q_starts_ptr, q_used_ptr, batch, queries, q_slots, kv_heads * num_q_per_kv,
+                num_q_per_kv, 1, scale, stride_dqb, stride_dqs, stride_dqh, stride_dqr, D_QK, W_DQ, BLOCK_M, False,
+            )  # fmt: skip
 
 
 def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
@@ -240,7 +279,7 @@ def _launch_weights(
         args.query_starts, args.query_used,
         operands.batch, operands.queries, slots, heads.kv * heads.q_per_kv, heads.q_per_kv, heads.kv_step, heads.q_step,
         0, *o_strides, do.b, do.s, do.h, do.r, D_V=operands.d_v, W_QK=0,
-        W_V=next_power_of_2(operands.d_v), BLOCK_M=ROWS,
+        W_V=next_power_of_2(operands.d_v), BLOCK_M=ROWS, STARTS_EARLY=starts_early(operands.target),
     )  # fmt: skip
     launch_products(operands, do, rows, dq, dk, dv)
 
@@ -297,6 +336,7 @@ def _launch(
     blocks = operands.key_blocks(plan.block_n)
     rows = operands.storage * heads.kv * blocks * plan.block_n
     schedule = schedule_of(operands, plan)
+    early = starts_early(operands.target)
     scratch = _Scratch.of(operands, plan, dq is not None, schedule.num_splits > 1)
     sums = None
     if schedule.num_splits > 1:
@@ -311,23 +351,36 @@ def _launch(
         operands.batch, operands.queries, scratch.slots, num_heads, heads.q_per_kv, heads.kv_step, heads.q_step,
         0 if zeros is None else zeros.numel(), *o_strides, do.b, do.s, do.h, do.r,
         D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
+        STARTS_EARLY=early,
     )  # fmt: skip
     into = (dk, dv) if sums is None else (sums.dk, sums.dv)
     _launch_main(operands, do, into[0], into[1], scratch, plan, schedule, blocks)
-    if sums is not None:
-        for x, of_parts, dim, scale in ((dk, sums.dk, operands.d_qk, args.scale), (dv, sums.dv, operands.d_v, 1.0)):
-            if x is not None and of_parts is not None:
-                _hopper_attention_sums_kernel[(rows // 64,)](
-                    of_parts.tensor, x.tensor, args.key_starts, args.key_used, operands.batch, operands.keys, blocks,
-                    heads.kv, 1, sums.parts, scale, x.b, x.s, x.h, 0,
-                    D=dim, W=width_of(dim), BLOCK_M=plan.block_n, SPLIT_HEADS=sums.parts > 1,
-                )  # fmt: skip
-    if dq is not None:
-        _hopper_attention_sums_kernel[(scratch.tiles * plan.block_m // 64,)](
-            scratch.sums, dq.tensor, args.query_starts, args.query_used, operands.batch, operands.queries,
-            scratch.slots, num_heads, heads.q_per_kv, 1, args.scale, dq.b, dq.s, dq.h, dq.r,
-            D=operands.d_qk, W=w_qk, BLOCK_M=plan.block_m, SPLIT_HEADS=False,
-        )  # fmt: skip
+    _launch_sums(operands, scratch, sums, dq, *((None, None) if sums is None else (dk, dv)), plan)
+
+
+def _launch_sums(
+    operands: Operands, scratch: _Scratch, sums: _KeySums | None, dq: Operand | None, dk: Operand | None,
+    dv: Operand | None, plan: Plan,
+) -> None:  # fmt: skip
+    """Those that are given, from their sums."""
+    args, heads, blocks = operands.args, operands.heads, operands.key_blocks(plan.block_n)
+    k_programs = operands.storage * heads.kv * blocks * plan.block_n // 64
+    programs = scratch.tiles * plan.block_m // 64 if dq else 0
+    programs += k_programs * ((dk is not None) + (dv is not None))
+    absent = Operand(operands.k.tensor, 0, 0, 0, 0)
+    to_q, to_k, to_v = dq or absent, dk or absent, dv or absent
+    parts = sums.parts if sums else 1
+    _hopper_attention_sums_kernel[(programs,)](
+        scratch.sums if dq else None, sums.dk.tensor if sums and sums.dk and dk else None,
+        sums.dv.tensor if sums and sums.dv and dv else None, dq and dq.tensor, dk and dk.tensor, dv and dv.tensor,
+        args.query_starts, args.key_starts, args.query_used, args.key_used,
+        operands.batch, operands.queries, operands.keys, scratch.slots, blocks, heads.kv, heads.q_per_kv, parts,
+        k_programs, args.scale,
+        to_q.b, to_q.s, to_q.h, to_q.r, to_k.b, to_k.s, to_k.h, to_v.b, to_v.s, to_v.h,
+        D_QK=operands.d_qk, D_V=operands.d_v, W_DQ=dq_width(operands, plan), W_QK=width_of(operands.d_qk),
+        W_V=width_of(operands.d_v), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SPLIT_HEADS=parts > 1,
+        STARTS_EARLY=starts_early(operands.target),
+    )  # fmt: skip
 
 
 def _launch_main(
@@ -343,19 +396,21 @@ def _launch_main(
         scratch.sums, scratch.order, dk and dk.tensor, dv and dv.tensor, scratch.counter, args.slopes,
         args.query_starts, args.key_starts, args.query_used, args.key_used,
     )  # fmt: skip
+    pieces = pieces_of(operands.d_qk), pieces_of(operands.d_v)
     order = blocks, schedule.late_blocks, schedule.group, scratch.slots
-    dk, dv = dk or absent, dv or absent
-    strides = dk.b, dk.s, dk.h, dv.b, dv.s, dv.h
-    rest = (*strides, args.slopes_stride, args.scale, args.softcap, args.left, args.right)
+    to_k, to_v = dk or absent, dv or absent
+    strides = to_k.b, to_k.s, to_k.h, to_v.b, to_v.s, to_v.h
+    rest = args.slopes_stride, args.scale, args.softcap, args.left, args.right
     options = {
         "LEFT": args.left >= 0, "RIGHT": args.right >= 0, "BOTTOM_RIGHT": args.bottom_right, "CAP": args.softcap > 0,
-        "D_QK": operands.d_qk, "D_V": operands.d_v, "P_QK": pieces_of(operands.d_qk), "P_V": pieces_of(operands.d_v),
-        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part, "REGISTERS": plan.registers, "num_warps": 4,
+        "D_QK": operands.d_qk, "D_V": operands.d_v, "P_QK": pieces[0], "P_V": pieces[1],
+        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part, "REGISTERS": plan.registers,
+        "STARTS_EARLY": starts_early(operands.target), "num_warps": 4,
     }  # fmt: skip
     sizes = operands.batch, operands.queries, operands.keys
     members = heads.q_per_kv // num_splits
     if plan.block_n == 96:
-        names = "LEFT", "RIGHT", "BOTTOM_RIGHT", "D_QK", "D_V", "REGISTERS", "num_warps"
+        names = "LEFT", "RIGHT", "BOTTOM_RIGHT", "D_QK", "D_V", "REGISTERS", "STARTS_EARLY", "num_warps"
         _hopper_attention_bwd_d192_kernel[(count,)](
             *maps, scratch.sums, *tensors[2:4], *tensors[6:], *sizes, heads.kv, members, *order, *strides,
             args.scale, args.left, args.right, **{name: options[name] for name in names},
@@ -363,12 +418,17 @@ def _launch_main(
     elif plan.block_n == 64:
         # it finds the number of parts by the number of programs
         _hopper_attention_bwd_d256_kernel[(count,)](
-            *maps, *tensors, *sizes, heads.kv, members, *order, *rest,
+            *maps, *tensors, *sizes, heads.kv, members, *order, *strides, *rest,
             BLOCK_N=64, SPLIT_HEADS=num_splits > 1, **options,
         )  # fmt: skip
     else:
+        into: tuple[Any, ...] = (None,) * 4
+        if num_splits == 1:
+            dk_maps = gradient_maps(operands, dk, operands.d_qk, _ROWS, pieces[0])
+            into = *dk_maps, *gradient_maps(operands, dv, operands.d_v, _ROWS, pieces[1])
+            tensors = *tensors[:2], None, None, *tensors[4:]
         _hopper_attention_bwd_kernel[(min(operands.target.num_sms, count),)](
-            *maps, *tensors, *sizes, heads.kv * num_splits, members, num_splits, *order, count, *rest,
+            *maps, *into, *tensors, *sizes, heads.kv * num_splits, members, num_splits, *order, count, *rest,
             DS_STAGES=plan.ds_stages, AHEAD=plan.ahead, EARLY=plan.early, SPLIT_HEADS=num_splits > 1, **options,
         )  # fmt: skip
 

@@ -10,7 +10,6 @@ from powertrain.ops.attention.hopper.pieces import (
     multiply,
     no_sums,
     own_keys,
-    pieces_desc_of,
     scaled,
     wait_for_sums,
 )
@@ -32,13 +31,13 @@ from powertrain.ops.attention.hopper.primitives import (
     TILE_OUT,
     add_in_order,
     as_tile,
-    here,
     keep_order,
     read_tile_field,
     store_in_order,
     tanh,
 )
 from powertrain.ops.attention.hopper.softmax import zero_outside
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,
@@ -299,12 +298,13 @@ def _products_ahead(
 
 @gluon.jit
 def consume(
-    grads, smem, out_smem, tile_smem, bars, sizes, strides, mods, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
+    grads, smem, out_smem, tile_smem, bars, sizes, slopes_stride, mods, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
 ):  # fmt: skip
     """A warpgroup that owns 64 keys of a tile: their dk and dv, from all blocks of queries that see them."""
+    await_kernel_before(CONFIG.starts_early)
     k_smem, v_smem, q_smem, ds_smem = smem.k, smem.v, smem.q, smem.ds
     dk_smem, dv_smem = out_smem
-    batch, keys, kv_heads, num_q_per_kv = sizes
+    batch, num_q_per_kv = sizes
     right = mods.window.right
     LEFT: gl.constexpr = CONFIG.has_left
     RIGHT: gl.constexpr = CONFIG.has_right
@@ -324,20 +324,6 @@ def consume(
     EARLY: gl.constexpr = CONFIG.early and PLAIN
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     k, v = own_keys(k_smem, CONSUMER), own_keys(v_smem, CONSUMER)
-    storage = batch
-    if PACKED:
-        storage = gl.to_tensor(1)
-    if grads.dk is not None and not CONFIG.splits_heads:
-        # made here, by the warps that store with it
-        dk_desc = pieces_desc_of(
-            grads.dk, storage, kv_heads, keys, CONFIG.d_qk, here(strides.dkb), here(strides.dkh), here(strides.dks),
-            dk_smem, PACKED,
-        )  # fmt: skip
-    if grads.dv is not None and not CONFIG.splits_heads:
-        dv_desc = pieces_desc_of(
-            grads.dv, storage, kv_heads, keys, CONFIG.d_v, here(strides.dvb), here(strides.dvh), here(strides.dvs),
-            dv_smem, PACKED,
-        )  # fmt: skip
     # the type of accumulators; use_acc=False never reads them
     zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
     taken = gl.to_tensor(0)
@@ -356,7 +342,7 @@ def consume(
         is_sequence = None
         if grads.slopes is not None:
             b = read_tile_field(tile_smem, slot, TILE_B)
-            slopes = grads.slopes + b * strides.slopes + kv * num_q_per_kv
+            slopes = grads.slopes + b * slopes_stride + kv * num_q_per_kv
             is_sequence = b < batch
         dk, dv = no_sums(k_smem), no_sums(v_smem)
         # one barrier for each of two tiles in turn: of a barrier that only some tiles use the phase could be two
@@ -453,9 +439,9 @@ def consume(
             if grads.dk is not None:
                 _leave_sums(grads.dk, out_tile, dk, not DETERMINISTIC, CONSUMER)
         if grads.dv is not None and not CONFIG.splits_heads:
-            _store(dv_desc, place, rows_left, dv_smem, dv, PACKED, CONSUMER)
+            _store(grads.dv, place, rows_left, dv_smem, dv, PACKED, CONSUMER)
         if grads.dk is not None and not CONFIG.splits_heads:
-            _store(dk_desc, place, rows_left, dk_smem, scaled(dk, mods.scale), PACKED, CONSUMER)
+            _store(grads.dk, place, rows_left, dk_smem, scaled(dk, mods.scale), PACKED, CONSUMER)
         taken += 1
         mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)
         kv = read_tile_field(tile_smem, taken & 1, TILE_KV)

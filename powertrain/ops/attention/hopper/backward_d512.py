@@ -25,8 +25,11 @@ from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward_d512_products import _hopper_attention_bwd_d512_products_kernel
 from powertrain.ops.attention.hopper.backward_d512_scores import _hopper_attention_bwd_d512_scores_kernel
+from powertrain.ops.attention.hopper.maps import ending_maps, keys_of, queries_of
 from powertrain.ops.attention.operands import Operand, Operands
+from powertrain.ops.early_start import starts_early
 from powertrain.ops.shapes import cdiv
+from powertrain.runtime.tensor_maps import TensorMap, tensor_map
 
 MEMORY = 512 * 2**20  # bytes of weights at a time
 _TILE = 128
@@ -92,12 +95,45 @@ def launch_products(
     if not all(chunk.is_first and chunk.is_last for chunk in chunks) and (dk or dv):
         results = operands.key_blocks(_TILE) * ((dk is not None) + (dv is not None)) * cdiv(operands.d_qk, width)
         sums = torch.empty(results * _TILE * width, dtype=torch.float32, device=weights.device)
+    inputs = _Inputs.of(operands, do, width)
     for chunk in chunks:
-        _launch_scores(operands, do, rows, weights, columns, chunk)
+        _launch_scores(operands, inputs, rows, weights, columns, chunk)
         if dk or dv:
-            _launch_products_of_keys(operands, do, weights, columns, chunk, dk, dv, sums, width)
+            _launch_products_of_keys(operands, inputs, weights, columns, chunk, dk, dv, sums, width)
         if dq:
-            _launch_products_of_queries(operands, weights, columns, chunk, dq, width)
+            _launch_products_of_queries(operands, inputs, weights, columns, chunk, dq, width)
+
+
+class _Inputs(NamedTuple):
+    """Maps of the tensors that are read: of all four in the first kernel, of do, q and k by the products."""
+
+    scores: tuple[TensorMap, ...]  # q, k, v, do in tiles of 128 rows and 64 columns
+    rows: tuple[TensorMap, ...]  # do, q, k in 64 rows and `width` columns, or 64
+
+    @staticmethod
+    def of(operands: Operands, do: Operand, width: int) -> "_Inputs":
+        args, dim = operands.args, operands.d_qk
+        ragged_q = operands.is_packed or args.query_used is not None
+        ragged_k = operands.is_packed or args.key_used is not None
+        q, grads = queries_of(operands, operands.q, dim), queries_of(operands, do, dim)
+        k, v = keys_of(operands, operands.k, dim), keys_of(operands, operands.v, dim)
+        each = (q, ragged_q), (k, ragged_k), (v, ragged_k), (grads, ragged_q)
+        scores = tuple(ending_maps(x, _TILE, (64,), ragged)[0] for x, ragged in each)
+        rows = tuple(
+            ending_maps(x, 64, (panel_width(dim, width, ragged),), ragged)[0]
+            for x, ragged in (each[3], each[0], each[1])
+        )
+        return _Inputs(scores, rows)
+
+
+def panel_width(head_dim: int, width: int, ragged: bool) -> int:
+    """Columns that a TMA instruction of the products' loader is given: as the kernel's `_panels` has them."""
+    return 64 if ragged and -head_dim % width >= 64 else width
+
+
+def _weights_map(weights: Tensor, columns: int, chunk: Chunk, tile: tuple[int, int]) -> TensorMap:
+    """Of p, and ds below it."""
+    return tensor_map(weights, (2 * chunk.units * chunk.slots * _TILE, columns), (columns, 1), tile)
 
 
 def _mask(operands: Operands) -> dict[str, bool]:
@@ -117,47 +153,49 @@ def _sizes(operands: Operands, chunk: Chunk) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _launch_scores(operands: Operands, do: Operand, rows: Tensor, weights: Tensor, columns: int, chunk: Chunk) -> None:
+def _launch_scores(
+    operands: Operands, inputs: _Inputs, rows: Tensor, weights: Tensor, columns: int, chunk: Chunk
+) -> None:
     args, num_sms = operands.args, operands.target.num_sms
-    q, k, v = operands.q, operands.k, operands.v
     # parts of the keys of a tile of queries, so that all SMs have some items
     parts = min(max(1, columns // _TILE), cdiv(8 * num_sms, chunk.units * chunk.slots))
     items = chunk.units * chunk.slots * parts
     _hopper_attention_bwd_d512_scores_kernel[(min(num_sms, items),)](
-        q.tensor, k.tensor, v.tensor, do.tensor, rows, args.slopes, weights, *_lengths(operands),
-        *_sizes(operands, chunk), items, parts, operands.query_blocks(ROWS), columns,
-        q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, do.b, do.s, do.r, args.slopes_stride, args.scale, args.softcap,
-        **_mask(operands), CAP=args.softcap > 0, D=operands.d_qk, STAGES=5, num_warps=4,
+        *inputs.scores, _weights_map(weights, columns, chunk, (64, _TILE)), rows, args.slopes, *_lengths(operands),
+        *_sizes(operands, chunk), items, parts, operands.query_blocks(ROWS), args.slopes_stride, args.scale,
+        args.softcap,
+        **_mask(operands), CAP=args.softcap > 0, D=operands.d_qk, STAGES=5,
+        STARTS_EARLY=starts_early(operands.target), num_warps=4,
     )  # fmt: skip
 
 
 def _launch_products_of_keys(
-    operands: Operands, do: Operand, weights: Tensor, columns: int, chunk: Chunk, dk: Operand | None,
+    operands: Operands, inputs: _Inputs, weights: Tensor, columns: int, chunk: Chunk, dk: Operand | None,
     dv: Operand | None, sums: Tensor | None, width: int,
 ) -> None:  # fmt: skip
-    args, repeats, q = operands.args, operands.heads.q_per_kv, operands.q
-    absent = Operand(q.tensor, 0, 0, 0, 0)
+    args, repeats = operands.args, operands.heads.q_per_kv
+    absent = Operand(operands.q.tensor, 0, 0, 0, 0)
     groups = cdiv(chunk.units, repeats)
     kinds = (dk is not None) + (dv is not None)
     items = groups * operands.key_blocks(_TILE) * kinds * cdiv(operands.d_qk, width)
     into = dv or absent, dk or absent
     _hopper_attention_bwd_d512_products_kernel[(min(operands.target.num_sms, items),)](
-        do.tensor, q.tensor, dv and dv.tensor, dk and dk.tensor, weights, sums, *_lengths(operands),
-        *_sizes(operands, chunk), items, operands.key_blocks(_TILE), columns, int(chunk.is_first),
-        int(chunk.is_last),
-        do.b, do.s, do.r, q.b, q.s, q.r, into[0].b, into[0].s, into[0].h, into[1].b, into[1].s, into[1].h, args.scale,
-        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=True, STAGES=4, num_warps=4,
+        *inputs.rows[:2], _weights_map(weights, columns, chunk, (64, _TILE)), dv and dv.tensor, dk and dk.tensor, sums,
+        *_lengths(operands), *_sizes(operands, chunk), items, operands.key_blocks(_TILE), int(chunk.is_first),
+        int(chunk.is_last), into[0].b, into[0].s, into[0].h, into[1].b, into[1].s, into[1].h, args.scale,
+        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=True, STAGES=4,
+        STARTS_EARLY=starts_early(operands.target), num_warps=4,
     )  # fmt: skip
 
 
 def _launch_products_of_queries(
-    operands: Operands, weights: Tensor, columns: int, chunk: Chunk, dq: Operand, width: int
+    operands: Operands, inputs: _Inputs, weights: Tensor, columns: int, chunk: Chunk, dq: Operand, width: int
 ) -> None:
-    k = operands.k
     items = chunk.units * chunk.slots * cdiv(operands.d_qk, width)
     _hopper_attention_bwd_d512_products_kernel[(min(operands.target.num_sms, items),)](
-        k.tensor, None, dq.tensor, None, weights, None, *_lengths(operands),
-        *_sizes(operands, chunk), items, 0, columns, 1, 1,
-        k.b, k.s, k.h, 0, 0, 0, dq.b, dq.s, dq.r, 0, 0, 0, operands.args.scale,
-        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=False, STAGES=4, num_warps=4,
+        inputs.rows[2], None, _weights_map(weights, columns, chunk, (_TILE, 64)), dq.tensor, None, None,
+        *_lengths(operands), *_sizes(operands, chunk), items, 0, 1, 1,
+        dq.b, dq.s, dq.r, 0, 0, 0, operands.args.scale,
+        **_mask(operands), D=operands.d_qk, COLS=width, OF_KEYS=False, STAGES=4,
+        STARTS_EARLY=starts_early(operands.target), num_warps=4,
     )  # fmt: skip

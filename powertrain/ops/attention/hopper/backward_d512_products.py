@@ -29,10 +29,10 @@ from powertrain.ops.attention.hopper.primitives import (
     alloc_pipeline_stages,
     as_tile,
     int32,
-    rows_desc_of,
 )
 from powertrain.ops.attention.triton.sequences import sequence_span
-from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, reinterpret, tma, tma_load
+from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
+from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, reinterpret, tma_load
 from powertrain.runtime.launch import gluon_kernel
 
 GROUP = gl.constexpr(4)  # heads at a time
@@ -117,8 +117,8 @@ def _take_stage(smem, bars, at):
 def _panels(b_smem, D: gl.constexpr, RAGGED: gl.constexpr):
     """The stages in tiles of a descriptor: [tiles of all stages, 64 rows, columns].
 
-    A tile has all columns of a stage, or 64 of them: where a descriptor begins ahead of the tensor (primitives.py's
-    `rows_desc_of`) and the last 64 columns of a stage may lie wholly behind the tensor's."""
+    A tile has all columns of a stage, or 64 of them: where a map begins ahead of the tensor (maps.py's `ending_maps`)
+    and the last 64 columns of a stage may lie wholly behind the tensor's."""
     STAGES: gl.constexpr = b_smem.shape[0]
     ROWS: gl.constexpr = b_smem.shape[1]
     COLS: gl.constexpr = b_smem.shape[2]
@@ -144,28 +144,15 @@ def _load_rows(desc, place, bar, panels, stage, COLS: gl.constexpr, D: gl.conste
 
 @gluon.jit
 def _load_of_keys(
-    x_ptr, y_ptr, x_strides, y_strides, w_ptr, lengths, smem, bars, sizes, chunk, items, kinds, key_slots, columns,
+    x_desc, y_desc, w_desc, lengths, smem, bars, sizes, chunk, items, kinds, key_slots,
     FIRST: gl.constexpr, COLUMNS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """x, y: do and q. FIRST: the first kind of result that is wanted, 0 for dv."""
+    await_kernel_before(CONFIG.starts_early)
     a_smem, b_smem = smem[0], smem[1]
     COLS: gl.constexpr = b_smem.shape[2]
     panels = _panels(b_smem, CONFIG.d, CONFIG.ragged_q)
-    storage = sizes.batch
-    if CONFIG.packed:
-        storage = gl.to_tensor(1)
-    heads = sizes.kv_heads * sizes.num_q_per_kv
     all_rows = chunk.units * chunk.slots * TILE
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE], a_smem.dtype)
-    w_desc = tma.make_tensor_descriptor(w_ptr, [2 * all_rows, columns], [columns, 1], [64, TILE], w_layout)
-    x_desc = rows_desc_of(
-        x_ptr, storage, heads, sizes.queries, CONFIG.d, x_strides[0], x_strides[2], x_strides[1], panels,
-        CONFIG.ragged_q,
-    )  # fmt: skip
-    y_desc = rows_desc_of(
-        y_ptr, storage, heads, sizes.queries, CONFIG.d, y_strides[0], y_strides[2], y_strides[1], panels,
-        CONFIG.ragged_q,
-    )  # fmt: skip
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
         index = in_turn(n, items)
@@ -196,22 +183,13 @@ def _load_of_keys(
 
 @gluon.jit
 def _load_of_queries(
-    k_ptr, k_strides, w_ptr, lengths, smem, bars, sizes, chunk, items, columns,
-    COLUMNS: gl.constexpr, CONFIG: gl.constexpr,
+    k_desc, w_desc, lengths, smem, bars, sizes, chunk, items, COLUMNS: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
+    await_kernel_before(CONFIG.starts_early)
     a_smem, b_smem = smem[0], smem[1]
     COLS: gl.constexpr = b_smem.shape[2]
     panels = _panels(b_smem, CONFIG.d, CONFIG.ragged_k)
-    storage = sizes.batch
-    if CONFIG.packed:
-        storage = gl.to_tensor(1)
     all_rows = chunk.units * chunk.slots * TILE
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, 64], a_smem.dtype)
-    w_desc = tma.make_tensor_descriptor(w_ptr, [2 * all_rows, columns], [columns, 1], [TILE, 64], w_layout)
-    k_desc = rows_desc_of(
-        k_ptr, storage, sizes.kv_heads, sizes.keys, CONFIG.d, k_strides[0], k_strides[2], k_strides[1], panels,
-        CONFIG.ragged_k,
-    )  # fmt: skip
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
         index = in_turn(n, items)
@@ -291,6 +269,7 @@ def _consume(
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup with 64 rows of each tile. x, y: dv and dk, or dq; FIRST as in _load_of_keys."""
+    await_kernel_before(CONFIG.starts_early)
     b_smem, out_smem = smem[1], smem[2]
     COLS: gl.constexpr = b_smem.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
@@ -349,18 +328,26 @@ def _consume(
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_d512_products_kernel(
-    x_ptr, y_ptr, dx_ptr, dy_ptr, w_ptr, sum_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, left, right, unit, units, slot, slots, items, key_slots, columns,
-    is_first, is_last, stride_xb, stride_xs, stride_xh, stride_yb, stride_ys, stride_yh,
-    stride_dxb, stride_dxs, stride_dxh, stride_dyb, stride_dys, stride_dyh, scale,
+    x_desc, y_desc, w_desc, dx_ptr, dy_ptr, sum_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    batch, queries, keys, kv_heads, num_q_per_kv, left, right, unit, units, slot, slots, items, key_slots,
+    is_first, is_last, stride_dxb, stride_dxs, stride_dxh, stride_dyb, stride_dys, stride_dyh, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, COLS: gl.constexpr,
-    OF_KEYS: gl.constexpr, STAGES: gl.constexpr,
+    OF_KEYS: gl.constexpr, STAGES: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     """OF_KEYS: x, y, dx, dy are do, q, dv, dk; of dv and dk one may be None. Else k, None, dq, None."""
-    dtype: gl.constexpr = w_ptr.dtype.element_ty
+    let_next_kernel_start(STARTS_EARLY)
+    dtype: gl.constexpr = w_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = Config(
-        LEFT, RIGHT, BOTTOM_RIGHT, False, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None, D
+        LEFT,
+        RIGHT,
+        BOTTOM_RIGHT,
+        False,
+        PACKED,
+        PACKED or q_used_ptr is not None,
+        PACKED or k_used_ptr is not None,
+        D,
+        STARTS_EARLY,
     )
     COLUMNS: gl.constexpr = (D + COLS - 1) // COLS
     FIRST: gl.constexpr = 1 if dx_ptr is None else 0
@@ -374,12 +361,10 @@ def _hopper_attention_bwd_d512_products_kernel(
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     sizes = sizes_of(batch, queries, keys, kv_heads, num_q_per_kv, left, right)
     chunk = chunk_of(unit, units, slot, slots)
-    items, key_slots, columns = int32(items), int32(key_slots), int32(columns)
+    items, key_slots = int32(items), int32(key_slots)
     is_first, is_last = int32(is_first), int32(is_last)
     smem = (a_smem, b_smem, out_smem)
     bars = (full, empty)
-    x_strides = (stride_xb, stride_xs, stride_xh)
-    y_strides = (stride_yb, stride_ys, stride_yh)
     dx_strides = (stride_dxb, stride_dxs, stride_dxh)
     dy_strides = (stride_dyb, stride_dys, stride_dyh)
     number = int32(kinds)
@@ -394,8 +379,8 @@ def _hopper_attention_bwd_d512_products_kernel(
                 key_slots, is_first, is_last, scale, FIRST, True, COLUMNS, CONFIG, 1,
             )),
             (_load_of_keys, (
-                x_ptr, y_ptr, x_strides, y_strides, w_ptr, lengths, smem, bars, sizes, chunk, items, number,
-                key_slots, columns, FIRST, COLUMNS, CONFIG,
+                x_desc, y_desc, w_desc, lengths, smem, bars, sizes, chunk, items, number, key_slots,
+                FIRST, COLUMNS, CONFIG,
             )),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
@@ -408,7 +393,5 @@ def _hopper_attention_bwd_d512_products_kernel(
                 dx_ptr, None, dx_strides, dy_strides, sum_ptr, lengths, smem, bars, sizes, chunk, items, number,
                 key_slots, is_first, is_last, scale, 0, False, COLUMNS, CONFIG, 1,
             )),
-            (_load_of_queries, (
-                x_ptr, x_strides, w_ptr, lengths, smem, bars, sizes, chunk, items, columns, COLUMNS, CONFIG,
-            )),
+            (_load_of_queries, (x_desc, w_desc, lengths, smem, bars, sizes, chunk, items, COLUMNS, CONFIG)),
         ], [4, 1], [232, 40])  # fmt: skip

@@ -16,18 +16,16 @@ from powertrain.ops.attention.hopper.backward_d512_tiles import (
 from powertrain.ops.attention.hopper.backward_tiles import place_of
 from powertrain.ops.attention.hopper.primitives import (
     LOG2E,
-    BackwardInputs,
-    BackwardStrides,
     Lengths,
     alloc_mbarriers,
     alloc_pipeline_stages,
     as_tile,
     int32,
-    rows_desc_of,
     tanh,
 )
 from powertrain.ops.attention.hopper.softmax import apply_mask
 from powertrain.ops.attention.triton.sequences import sequence_span
+from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, tma, tma_load, tma_store
 from powertrain.runtime.launch import gluon_kernel
 
@@ -69,30 +67,13 @@ def _load_pair(x_desc, y_desc, x_smem, y_smem, full, empty, at, x_place, y_place
 
 
 @gluon.jit
-def _load(inputs, lengths, smem, bars, strides, sizes, chunk, items, parts, CONFIG: gl.constexpr):
+def _load(descs, lengths, smem, bars, sizes, chunk, items, parts, CONFIG: gl.constexpr):
+    await_kernel_before(CONFIG.starts_early)
     x_smem, y_smem = smem[0], smem[1]
     full, empty = bars
     COLS: gl.constexpr = x_smem.shape[2]
     CHUNKS: gl.constexpr = (CONFIG.d + COLS - 1) // COLS
-    storage = sizes.batch
-    if CONFIG.packed:
-        storage = gl.to_tensor(1)
-    heads = sizes.kv_heads * sizes.num_q_per_kv
-    q_desc = rows_desc_of(
-        inputs.q, storage, heads, sizes.queries, CONFIG.d, strides.qb, strides.qr, strides.qs, x_smem, CONFIG.ragged_q
-    )
-    do_desc = rows_desc_of(
-        inputs.do, storage, heads, sizes.queries, CONFIG.d, strides.dob, strides.dor, strides.dos, x_smem,
-        CONFIG.ragged_q,
-    )  # fmt: skip
-    k_desc = rows_desc_of(
-        inputs.k, storage, sizes.kv_heads, sizes.keys, CONFIG.d, strides.kb, strides.kh, strides.ks, y_smem,
-        CONFIG.ragged_k,
-    )  # fmt: skip
-    v_desc = rows_desc_of(
-        inputs.v, storage, sizes.kv_heads, sizes.keys, CONFIG.d, strides.vb, strides.vh, strides.vs, y_smem,
-        CONFIG.ragged_k,
-    )  # fmt: skip
+    q_desc, k_desc, v_desc, do_desc = descs
     at = gl.to_tensor(0)
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
         part, tile, _row, begin, end, _offset, k_start, k_len = _item(index, parts, lengths, sizes, chunk, CONFIG)
@@ -138,10 +119,11 @@ def _numbers(rows_ptr, tile, slots, unit, CONSUMER: gl.constexpr, layout: gl.con
 
 @gluon.jit
 def _consume(
-    rows_ptr, slopes_ptr, w_ptr, lengths, smem, bars, sizes, chunk, items, parts, rows_slots, columns, slopes_stride,
+    rows_ptr, slopes_ptr, w_desc, lengths, smem, bars, sizes, chunk, items, parts, rows_slots, slopes_stride,
     scale, softcap, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that computes the weights of 64 of a tile's 128 queries."""
+    await_kernel_before(CONFIG.starts_early)
     x_smem, y_smem, p_smem, ds_smem = smem
     full, empty = bars
     STAGES: gl.constexpr = x_smem.shape[0]
@@ -151,8 +133,6 @@ def _consume(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zeros = gl.zeros([64, TILE], gl.float32, s_layout)
     all_rows = chunk.units * chunk.slots * TILE
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE], dtype)
-    w_desc = tma.make_tensor_descriptor(w_ptr, [2 * all_rows, columns], [columns, 1], [64, TILE], w_layout)
     at = gl.to_tensor(0)
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
         part, tile, w_row, begin, end, offset, _start, k_len = _item(index, parts, lengths, sizes, chunk, CONFIG)
@@ -224,17 +204,25 @@ def _consume(
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_d512_scores_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, slopes_ptr, w_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    q_desc, k_desc, v_desc, do_desc, w_desc, rows_ptr, slopes_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, left, right, unit, units, slot, slots, items, parts, rows_slots,
-    columns, stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_dor, slopes_stride, scale, softcap,
+    slopes_stride, scale, softcap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    let_next_kernel_start(STARTS_EARLY)
+    dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = Config(
-        LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None, D
+        LEFT,
+        RIGHT,
+        BOTTOM_RIGHT,
+        CAP,
+        PACKED,
+        PACKED or q_used_ptr is not None,
+        PACKED or k_used_ptr is not None,
+        D,
+        STARTS_EARLY,
     )
     x_smem = alloc_pipeline_stages(dtype, STAGES, TILE, 64)
     y_smem = alloc_pipeline_stages(dtype, STAGES, TILE, 64)
@@ -246,22 +234,18 @@ def _hopper_attention_bwd_d512_scores_kernel(
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     sizes = sizes_of(batch, queries, keys, kv_heads, num_q_per_kv, left, right)
     chunk = chunk_of(unit, units, slot, slots)
-    inputs = BackwardInputs(q_ptr, k_ptr, v_ptr, do_ptr)
-    strides = BackwardStrides(
-        stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-        stride_dob, stride_dos, stride_dor,
-    )  # fmt: skip
+    descs = (q_desc, k_desc, v_desc, do_desc)
     smem = (x_smem, y_smem, p_smem, ds_smem)
     bars = (full, empty)
-    items, parts, rows_slots, columns = int32(items), int32(parts), int32(rows_slots), int32(columns)
+    items, parts, rows_slots = int32(items), int32(parts), int32(rows_slots)
     gl.warp_specialize([
         (_consume, (
-            rows_ptr, slopes_ptr, w_ptr, lengths, smem, bars, sizes, chunk, items, parts, rows_slots, columns,
+            rows_ptr, slopes_ptr, w_desc, lengths, smem, bars, sizes, chunk, items, parts, rows_slots,
             slopes_stride, scale, softcap, CONFIG, 0,
         )),
         (_consume, (
-            rows_ptr, slopes_ptr, w_ptr, lengths, smem, bars, sizes, chunk, items, parts, rows_slots, columns,
+            rows_ptr, slopes_ptr, w_desc, lengths, smem, bars, sizes, chunk, items, parts, rows_slots,
             slopes_stride, scale, softcap, CONFIG, 1,
         )),
-        (_load, (inputs, lengths, smem, bars, strides, sizes, chunk, items, parts, CONFIG)),
+        (_load, (descs, lengths, smem, bars, sizes, chunk, items, parts, CONFIG)),
     ], [4, 1], [232, 40])  # fmt: skip

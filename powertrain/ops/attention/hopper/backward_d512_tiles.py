@@ -25,6 +25,7 @@ class Config(NamedTuple):
     ragged_q: bool  # sequences of queries end before their storage does
     ragged_k: bool
     d: int
+    starts_early: bool  # jobs wait for the kernel before
 
 
 class Sizes(NamedTuple):

@@ -45,7 +45,6 @@ from powertrain.ops.attention.hopper.primitives import (
     BackwardConfig,
     BackwardSizes,
     Gradients,
-    GradientStrides,
     KeySizes,
     Lengths,
     ScoreArguments,
@@ -56,6 +55,7 @@ from powertrain.ops.attention.hopper.primitives import (
     read_tile_field,
     write_tile_field,
 )
+from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -220,6 +220,7 @@ def _produce(
     PART: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that fetches tiles and loads them, multiplies ds K and adds it to the sums of dq."""
+    await_kernel_before(CONFIG.starts_early)
     sum_ptr, order_ptr = scratch
     num_q_per_kv, slots = sizes.num_q_per_kv, sizes.slots
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem.k, smem.v, smem.q, smem.do, smem.rows, smem.ds
@@ -342,23 +343,23 @@ def _produce(
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, do_tail_desc, rows_desc,
-    sum_ptr, order_ptr, dk_ptr, dv_ptr, counter_ptr, slopes_ptr,
+    dk_desc, dk_tail_desc, dv_desc, dv_tail_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, num_splits, blocks, late_blocks, swizzle, slots, tiles,
-    stride_dkb, stride_dks, stride_dkh,
-    stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
+    slopes_stride_b, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
     D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
-    AHEAD: gl.constexpr, EARLY: gl.constexpr, SPLIT_HEADS: gl.constexpr,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr, SPLIT_HEADS: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
+    let_next_kernel_start(STARTS_EARLY)
     BLOCK_N: gl.constexpr = 128
     gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, AHEAD, EARLY,
+        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, AHEAD, EARLY, STARTS_EARLY,
     )  # fmt: skip
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
@@ -403,16 +404,19 @@ def _hopper_attention_bwd_kernel(
         batch, queries, keys, kv_heads, num_q_per_kv, splits, blocks, late_blocks, swizzle, slots, tiles
     )  # fmt: skip
     window = Window(left, right)
-    grads = Gradients(dk_ptr, dv_ptr, slopes_ptr)
-    key_sizes = KeySizes(batch, keys, kv_heads, num_q_per_kv)
-    grad_strides = GradientStrides(
-        stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b
-    )
+    # maps, or sums where heads are split
+    dk, dv = dk_ptr, dv_ptr
+    if dk_desc is not None:
+        dk = by_piece(dk_desc, dk_tail_desc, P_QK)
+    if dv_desc is not None:
+        dv = by_piece(dv_desc, dv_tail_desc, P_V)
+    grads = Gradients(dk, dv, slopes_ptr)
+    key_sizes = KeySizes(batch, num_q_per_kv)
     mods = ScoreArguments(scale, softcap, window)
     gl.warp_specialize([
         (_produce, (
             descs, scratch, counter_ptr, lengths, smem, tile_smem, bars, sizes, window, CONFIG, PART,
         )),
-        (consume, (grads, smem, out_smem, tile_smem, bars, key_sizes, grad_strides, mods, CONFIG, 0)),
-        (consume, (grads, smem, out_smem, tile_smem, bars, key_sizes, grad_strides, mods, CONFIG, 1)),
+        (consume, (grads, smem, out_smem, tile_smem, bars, key_sizes, slopes_stride_b, mods, CONFIG, 0)),
+        (consume, (grads, smem, out_smem, tile_smem, bars, key_sizes, slopes_stride_b, mods, CONFIG, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

@@ -28,6 +28,7 @@ from powertrain.ops.attention.hopper.primitives import (
     int32,
     keep_order,
 )
+from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -54,9 +55,10 @@ def _load(desc, smem, bar, stage, place):
 @gluon.jit
 def _produce(
     q_desc, do_desc, rows_desc, place, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty, begin, end,
-    tile0, slots, num_q_per_kv,
+    tile0, slots, num_q_per_kv, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that loads queries, their LSE and delta, and the results' gradients."""
+    await_kernel_before(STARTS_EARLY)
     BYTES: gl.constexpr = 64 * 192 * q_smem.dtype.primitive_bitwidth // 8
     b, head0, q_end, row0 = place
     head = gl.to_tensor(0)
@@ -151,11 +153,13 @@ def _consume(
     sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
     kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left, k_capacity,
     stride_dks, stride_dvs, scale, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr, CONSUMER: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr,
+    STARTS_EARLY: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 columns of dk, dv and dq, and computes p and ds of 32 of the 96 keys.
 
     distance  position of the first query less that of the CTA's first key;  k_left  keys from that one on"""
+    await_kernel_before(STARTS_EARLY)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -243,8 +247,9 @@ def _hopper_attention_bwd_d192_kernel(
     batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, scale, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, REGISTERS: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, REGISTERS: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
+    let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
     BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
     # int64 where a stride needs it
@@ -258,26 +263,8 @@ def _hopper_attention_bwd_d192_kernel(
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, False, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, False, False, False, False,
+        D_QK, D_V, False, False, False, False, STARTS_EARLY,
     )  # fmt: skip
-    b, kv, _, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(
-        gl.program_id(0), lengths, sizes, 96
-    )  # fmt: skip
-    begin, count, offset = queries_of(first, k_len, q_len, Window(left, right), CONFIG, 64, 96)
-    tile0 = kv * num_q_per_kv * slots
-    storage = b.to(gl.int64)
-    if q_starts_ptr is not None:
-        tile0 += gl.cdiv(q_start, 64) + b
-        storage = storage * 0
-    else:
-        tile0 += b * kv_heads * num_q_per_kv * slots
-    kv64 = kv.to(gl.int64)
-    k64 = k_start.to(gl.int64)
-    if dk_ptr is not None:
-        dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
-    if dv_ptr is not None:
-        dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
-
     # panels of 32 keys, one for each consumer
     half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -302,6 +289,25 @@ def _hopper_attention_bwd_d192_kernel(
     do_empty = alloc_mbarriers(_STAGES, 3)
     hopper.fence_async_shared()
 
+    await_kernel_before(STARTS_EARLY)
+    b, kv, _, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(
+        gl.program_id(0), lengths, sizes, 96
+    )  # fmt: skip
+    begin, count, offset = queries_of(first, k_len, q_len, Window(left, right), CONFIG, 64, 96)
+    tile0 = kv * num_q_per_kv * slots
+    storage = b.to(gl.int64)
+    if q_starts_ptr is not None:
+        tile0 += gl.cdiv(q_start, 64) + b
+        storage = storage * 0
+    else:
+        tile0 += b * kv_heads * num_q_per_kv * slots
+    kv64 = kv.to(gl.int64)
+    k64 = k_start.to(gl.int64)
+    if dk_ptr is not None:
+        dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
+    if dv_ptr is not None:
+        dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
+
     b_load = b
     if PACKED:
         b_load = gl.to_tensor(0)
@@ -320,21 +326,24 @@ def _hopper_attention_bwd_d192_kernel(
     gl.warp_specialize([
         (_produce, (
             q_desc, do_desc, rows_desc, place, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty,
-            begin, begin + count, tile0, slots, num_q_per_kv,
+            begin, begin + count, tile0, slots, num_q_per_kv, STARTS_EARLY,
         )),
         (_consume, (
             sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
             kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
-            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V, 0,
+            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V,
+            STARTS_EARLY, 0,
         )),
         (_consume, (
             sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
             kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
-            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V, 1,
+            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V,
+            STARTS_EARLY, 1,
         )),
         (_consume, (
             sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
             kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
-            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V, 2,
+            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V,
+            STARTS_EARLY, 2,
         )),
     ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -38,6 +38,7 @@ from powertrain.ops.attention.hopper.primitives import (
     int32,
     tanh,
 )
+from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -99,8 +100,10 @@ def _produce(
     q_desc, do_desc, rows_desc, place, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, first, unseen,
     tile0, slots, num_q_per_kv, k_left, k_capacity, stride_dks, stride_dvs,
     D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr, SPLIT_HEADS: gl.constexpr,
+    STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that loads queries, multiplies ds K and adds it to the sums of dq, and stores dk and dv."""
+    await_kernel_before(STARTS_EARLY)
     k_smem, v_smem, q_smem, do_smem, rows_smem, _, ds_smem = smem
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full = bars
     STAGES: gl.constexpr = q_smem[0].shape[0]
@@ -207,11 +210,12 @@ def _wait_for_sums(sums, AHEAD: gl.constexpr):
 def _consume(
     slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_left, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    SPLIT_HEADS: gl.constexpr, CONSUMER: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr, STARTS_EARLY: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns half of the columns of dk and dv, and computes half of each block's p and ds.
 
     distance  position of the first query less that of the CTA's first key;  k_left  keys from that one on"""
+    await_kernel_before(STARTS_EARLY)
     k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem = smem
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full = bars
     STAGES: gl.constexpr = q_smem[0].shape[0]
@@ -339,7 +343,9 @@ def _hopper_attention_bwd_d256_kernel(
     D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr, SPLIT_HEADS: gl.constexpr,
+    STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
+    let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
     BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
     W_QK: gl.constexpr = P_QK[0] + (P_QK[1] if len(P_QK) > 1 else 0)
@@ -348,6 +354,29 @@ def _hopper_attention_bwd_d256_kernel(
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots = int32(blocks), int32(swizzle), int32(slots)
     batch, left, right = int32(batch), int32(left), int32(right)
+    # panels of 32 queries, one for each consumer
+    half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    k_smem = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
+    v_smem = alloc_pieces(dtype, 1, BLOCK_N, P_V)
+    q_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_QK)
+    do_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_V)
+    p_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
+    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_layout)
+    kv_full = _barrier(1)
+    q_full = alloc_mbarriers(STAGES, 1)
+    q_empty = alloc_mbarriers(STAGES, 2)
+    do_full = alloc_mbarriers(STAGES, 1)
+    do_empty = alloc_mbarriers(STAGES, 2)
+    ds_full = alloc_mbarriers(STAGES, 2)
+    ds_empty = alloc_mbarriers(STAGES, 3)
+    drained = _barrier(1)
+    dv_full = _barrier(2)
+    dk_full = _barrier(2)
+    hopper.fence_async_shared()
+
+    await_kernel_before(STARTS_EARLY)
     number = gl.program_id(0)
     if order_ptr is not None:
         number = fetch_next_tile(counter_ptr, True)
@@ -362,7 +391,7 @@ def _hopper_attention_bwd_d256_kernel(
     window = Window(left, right)
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, False, False,
+        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, False, False, STARTS_EARLY,
     )  # fmt: skip
     b, kv, slot, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
     begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
@@ -406,28 +435,6 @@ def _hopper_attention_bwd_d256_kernel(
         if dv_ptr is not None:
             dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
 
-    # panels of 32 queries, one for each consumer
-    half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    k_smem = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
-    v_smem = alloc_pieces(dtype, 1, BLOCK_N, P_V)
-    q_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_QK)
-    do_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_V)
-    p_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
-    ds_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
-    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_layout)
-    kv_full = _barrier(1)
-    q_full = alloc_mbarriers(STAGES, 1)
-    q_empty = alloc_mbarriers(STAGES, 2)
-    do_full = alloc_mbarriers(STAGES, 1)
-    do_empty = alloc_mbarriers(STAGES, 2)
-    ds_full = alloc_mbarriers(STAGES, 2)
-    ds_empty = alloc_mbarriers(STAGES, 3)
-    drained = _barrier(1)
-    dv_full = _barrier(2)
-    dk_full = _barrier(2)
-    hopper.fence_async_shared()
-
     q_descs, k_descs = by_piece(q_desc, q_tail_desc, P_QK), by_piece(k_desc, k_tail_desc, P_QK)
     v_descs, do_descs = by_piece(v_desc, v_tail_desc, P_V), by_piece(do_desc, do_tail_desc, P_V)
     b_load = b
@@ -447,14 +454,14 @@ def _hopper_attention_bwd_d256_kernel(
         (_produce, (
             q_descs, do_descs, rows_desc, place, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, begin + count,
             first, unseen, tile0, slots, num_q_per_kv, k_len - first, k_capacity - first, stride_dks, stride_dvs,
-            D_QK, D_V, PART, SPLIT_HEADS,
+            D_QK, D_V, PART, SPLIT_HEADS, STARTS_EARLY,
         )),
         (_consume, (
             slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
-            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, SPLIT_HEADS, 0,
+            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, SPLIT_HEADS, STARTS_EARLY, 0,
         )),
         (_consume, (
             slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
-            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, SPLIT_HEADS, 1,
+            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, SPLIT_HEADS, STARTS_EARLY, 1,
         )),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

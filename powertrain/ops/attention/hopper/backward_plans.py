@@ -146,15 +146,17 @@ def head_splits_for(
 ) -> int:  # fmt: skip
     """Into how many parts the `repeats` query heads of each of so many tiles are split, a tile each: a divisor.
     `longest`: blocks of queries of one head in the longest tile; under a causal mask tiles have half of them on
-    average. `keys_bytes`: of dk and dv in float32, zeroed and read once more; in turn, for each part.
+    average. `keys_bytes`: of dk and dv in float32, zeroed and read once more, which parts add to in the L2; in turn,
+    written and read for each part.
 
-    Reckoned in the time of a block; a tile costs three beside its own, the launches that add up the parts ten of 2.1
-    us, in each of which memory moves 6 MB. Fitted to head dim 128. `is_wide`, tiles of 64 keys: less is split (forward
+    Reckoned in the time of a block; a tile costs three beside its own, parts one of 2.1 us, in which memory moves 6 MB
+    and the L2 adds 12, in turn ten. Fitted to head dim 128. `is_wide`, tiles of 64 keys: less is split (forward
     and backward in 1, 2 and all parts: D256 16/4 B2 S2048 0.590, 0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224
     28/4 B1 S3640 2.18, -, 1.60, in turn 1.96, -, 2.11; D192 32/8 B4 S512 0.257, 0.296, 0.326). The longest tile, begun
     first, costs a quarter of itself in SMs that wait at the end, a tenth where heads are split. ms, bf16, one H200,
     causal D128, whole, in 2 parts, in all: 28/4 B3 S3000 1.078, -, 0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -,
-    2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218, 0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47,
+    2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S128 0.033, -, 0.022; S2048 0.304, 0.218, 0.225;
+    B4 S512 0.111, -, 0.130; S2048 0.781, 0.792, 0.813; B2 S8192 4.47,
     4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000 2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351."""
     if deterministic:
         num_sms = _SMS_IN_TURN
@@ -174,8 +176,8 @@ def head_splits_for(
             spent = max(tile, mean + 3 * tiles * splits / num_sms + waits)
         else:
             spent = cdiv(tiles * splits, num_sms) * tile
-        copies = splits if deterministic else 1
-        return spent + ((10 + 2 * copies * keys_bytes / 6e6) * 2.1 / block_us if splits > 1 else 0)
+        apart, moved = (10, 2 * splits) if deterministic else (1, 2 + 0.5 * splits)
+        return spent + ((apart + moved * keys_bytes / 6e6) * 2.1 / block_us if splits > 1 else 0)
 
     return min((n for n in range(1, repeats + 1) if repeats % n == 0), key=lambda n: (cost(n), n))
 

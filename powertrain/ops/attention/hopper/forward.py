@@ -36,7 +36,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     Results,
     ResultStrides,
 )
-from powertrain.ops.attention.hopper.maps import keys_of, packed_maps, queries_of, rows_maps
+from powertrain.ops.attention.hopper.maps import MaybeMaps, keys_of, packed_maps, queries_of, results_maps, rows_maps
 from powertrain.ops.attention.hopper.pieces import by_piece
 from powertrain.ops.attention.hopper.plans import Plan, group_for
 from powertrain.ops.attention.hopper.primitives import (
@@ -49,6 +49,7 @@ from powertrain.ops.attention.hopper.primitives import (
 from powertrain.ops.attention.hopper.tile_counter import counter_of
 from powertrain.ops.attention.operands import Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
+from powertrain.ops.early_start import let_next_kernel_start, starts_early
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -61,7 +62,8 @@ _ROWS = gl.constexpr(64)  # of queries, that a consumer has of a tile
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_fwd_kernel(
-    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_desc, o_tail_desc,
+    o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, counter_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
     stride_ob, stride_os, stride_oh,
@@ -70,13 +72,27 @@ def _hopper_attention_fwd_kernel(
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
-    HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr,
+    HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
+    let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
     CONFIG: gl.constexpr = ForwardConfig(
-        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D[0], D[1], Q_HELD, CONSUMERS, HEADS_PER_TILE
+        LEFT,
+        RIGHT,
+        BOTTOM_RIGHT,
+        CAP,
+        ALIBI,
+        ALIGNED,
+        PACKED,
+        RAGGED,
+        D[0],
+        D[1],
+        Q_HELD,
+        CONSUMERS,
+        HEADS_PER_TILE,
+        STARTS_EARLY,
     )
     ROWS: gl.constexpr = _ROWS
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
@@ -122,20 +138,24 @@ def _hopper_attention_fwd_kernel(
     descs = (
         by_piece(q_desc, q_tail_desc, P_QK), by_piece(k_desc, k_tail_desc, P_QK), by_piece(v_desc, v_tail_desc, P_V),
     )  # fmt: skip
+    # partial results leave in float32 by ordinary stores
+    o_descs: gl.constexpr = None
+    if o_desc is not None:
+        o_descs = by_piece(o_desc, o_tail_desc, P_V)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
-            (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
+            (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
+            (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
             (produce, (descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
-            (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
-            (consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 2)),
+            (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
+            (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
+            (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 2)),
             (produce, (descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
@@ -160,6 +180,10 @@ def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
         shape = plan.num_splits, operands.storage, operands.queries, heads.kv * heads.q_per_kv, operands.d_v
         into, into_lse = out.new_empty(shape, dtype=torch.float32), lse.new_empty((plan.num_splits, *lse.shape))
         strides = into.stride()[1:4]
+        o_maps: MaybeMaps = (None, None)
+    else:
+        parts = tuple(columns // plan.store_parts for columns in plan.p_v)
+        o_maps = results_maps(operands, o, _ROWS.value, parts, plan.heads_per_tile)
     queries = queries_of(operands, q, operands.d_qk)
     if plan.heads_per_tile == 1:
         q_maps = rows_maps(queries, _ROWS.value, plan.p_qk)
@@ -169,7 +193,7 @@ def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     v_maps = rows_maps(keys_of(operands, v, operands.d_v), plan.block_n, plan.p_v)
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
-        *q_maps, *k_maps, *v_maps, into, into_lse, args.slopes, args.sinks,
+        *q_maps, *k_maps, *v_maps, *o_maps, into, into_lse, args.slopes, args.sinks,
         args.query_starts, args.key_starts, args.query_used, args.key_used, counter_of(q.tensor),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
         group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
@@ -179,7 +203,7 @@ def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,
         BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, STORE_PARTS=plan.store_parts,
         Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, HEADS_PER_TILE=plan.heads_per_tile, SPLIT_KV=plan.leaves_parts,
-        ALIGNED=aligned, num_warps=4,
+        ALIGNED=aligned, STARTS_EARLY=starts_early(operands.target), num_warps=4,
     )  # fmt: skip
     if plan.leaves_parts:
         combine(into, into_lse, None, out, lse, (o.b, o.s, o.r))

@@ -18,7 +18,6 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     blocks_of,
     clear_values,
     give_back,
-    packed_desc,
     phase_parity,
     query_of,
     with_head_of,
@@ -27,7 +26,6 @@ from powertrain.ops.attention.hopper.primitives import (
     LN2,
     LOG2E,
     MINUS_INF,
-    here,
     read_tile_field,
 )
 from powertrain.ops.attention.hopper.softmax import (
@@ -41,6 +39,7 @@ from powertrain.ops.attention.hopper.softmax import (
     to_p16,
 )
 from powertrain.ops.attention.triton.scores import ScoreScale
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,
@@ -425,10 +424,11 @@ def _consume_tile(
 
 @gluon.jit
 def consume(
-    results, buffers, o_smem, sync, sizes, strides, window, scale, softcap,
+    o_desc, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap,
     CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: 64 rows of every tile of this CTA."""
+    await_kernel_before(CONFIG.starts_early)
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     tile_smem, q_full, k_full, tile_full = sync.tile, sync.q_full, sync.k_full, sync.tile_full
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -440,15 +440,6 @@ def consume(
     storage = sizes.batch
     if CONFIG.packed:
         storage = gl.to_tensor(1)
-    o_desc = ()
-    if sizes.num_splits is None:
-        for i in gl.static_range(len(o_smem)):
-            o_desc += (  # type: ignore[assignment]
-                packed_desc(
-                    results.o, storage, sizes.heads, sizes.queries, CONFIG.d_v, here(strides.ob), here(strides.oh),
-                    here(strides.os), o_smem[i], CONFIG.heads_per_tile,
-                ),
-            )  # fmt: skip
     factors = ScoreScale(scale * LOG2E, softcap)
     if CONFIG.has_softcap:
         factors = ScoreScale(scale / softcap, softcap * LOG2E)

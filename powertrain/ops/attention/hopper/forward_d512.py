@@ -29,7 +29,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     Results,
     ResultStrides,
 )
-from powertrain.ops.attention.hopper.maps import keys_of, queries_of, rows_maps
+from powertrain.ops.attention.hopper.maps import keys_of, queries_of, results_maps, rows_maps
 from powertrain.ops.attention.hopper.plans import Plan, group_for
 from powertrain.ops.attention.hopper.primitives import (
     Lengths,
@@ -41,36 +41,40 @@ from powertrain.ops.attention.hopper.primitives import (
 from powertrain.ops.attention.hopper.tile_counter import counter_of
 from powertrain.ops.attention.operands import Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
+from powertrain.ops.early_start import let_next_kernel_start, starts_early
 from powertrain.runtime.gluon_compat import gl, hopper
 from powertrain.runtime.launch import gluon_kernel
 
 _ROWS = gl.constexpr(64)  # queries of a tile
 _COLS = gl.constexpr(128)  # of a chunk
+_O_COLS = gl.constexpr(64)  # of results at a time
 
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_fwd_d512_kernel(
-    q_desc, k_desc, v_desc, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, counter_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
     stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V_LEFT: gl.constexpr, P_V_RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
+    let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
     CONFIG: gl.constexpr = ForwardConfig(
-        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, False, PACKED, RAGGED, D[0], D[1], False, 2, 1
+        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, False, PACKED, RAGGED, D[0], D[1], False, 2, 1, STARTS_EARLY
     )
     ROWS: gl.constexpr = _ROWS
     COLS: gl.constexpr = _COLS
     q_smem = alloc_pipeline_stages(dtype, len(P_QK), ROWS, COLS)
     ring = alloc_pipeline_stages(dtype, 2 * STAGES, BLOCK_N, COLS)
     p_smem = alloc_pipeline_stages(dtype, 2, ROWS, BLOCK_N)
-    o_smem = alloc_pipeline_stages(dtype, 2, ROWS, 64)
+    O_COLS: gl.constexpr = _O_COLS
+    o_smem = alloc_pipeline_stages(dtype, 2, ROWS, O_COLS)
     rows_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     m_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], rows_layout)
     # of two tiles in turn: one consumer may end the next tile while the other still reads this one's
@@ -99,8 +103,8 @@ def _hopper_attention_fwd_d512_kernel(
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, None)
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used
     gl.warp_specialize([
-        (consume, (results, buffers, sync, sizes, strides, window, scale, softcap, CONFIG, P_QK, P_V_LEFT, 0)),
-        (consume, (results, buffers, sync, sizes, strides, window, scale, softcap, CONFIG, P_QK, P_V_RIGHT, 1)),
+        (consume, (o_desc, results, buffers, sync, sizes, strides, window, scale, softcap, CONFIG, P_QK, P_V_LEFT, 0)),
+        (consume, (o_desc, results, buffers, sync, sizes, strides, window, scale, softcap, CONFIG, P_QK, P_V_RIGHT, 1)),
         (produce, (
             descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG,
             len(P_QK), len(P_V_LEFT), 0,
@@ -125,9 +129,10 @@ def launch_forward_d512(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]
     q_map, _ = rows_maps(queries_of(operands, q, operands.d_qk), _ROWS.value, chunk)
     k_map, _ = rows_maps(keys_of(operands, k, operands.d_qk), plan.block_n, chunk)
     v_map, _ = rows_maps(keys_of(operands, v, operands.d_v), plan.block_n, chunk)
+    o_map, _ = results_maps(operands, o, _ROWS.value, (_O_COLS.value,))
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_d512_kernel[(min(operands.target.num_sms, tiles),)](
-        q_map, k_map, v_map, out, lse, args.slopes, args.sinks,
+        q_map, k_map, v_map, o_map, out, lse, args.slopes, args.sinks,
         args.query_starts, args.key_starts, args.query_used, args.key_used, counter_of(q.tensor),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
         group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
@@ -135,6 +140,7 @@ def launch_forward_d512(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk,
-        P_V_LEFT=plan.p_v[:2], P_V_RIGHT=plan.p_v[2:], BLOCK_N=plan.block_n, STAGES=plan.stages, num_warps=4,
+        P_V_LEFT=plan.p_v[:2], P_V_RIGHT=plan.p_v[2:], BLOCK_N=plan.block_n, STAGES=plan.stages,
+        STARTS_EARLY=starts_early(operands.target), num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -22,9 +22,8 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     clear_behind,
     give_back,
     phase_parity,
-    rows_desc,
 )
-from powertrain.ops.attention.hopper.primitives import LN2, LOG2E, MINUS_INF, here, read_tile_field
+from powertrain.ops.attention.hopper.primitives import LN2, LOG2E, MINUS_INF, read_tile_field
 from powertrain.ops.attention.hopper.softmax import (
     apply_mask,
     apply_softcap_alibi,
@@ -33,6 +32,7 @@ from powertrain.ops.attention.hopper.softmax import (
     softmax,
 )
 from powertrain.ops.attention.triton.scores import ScoreScale
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,
@@ -370,18 +370,12 @@ def _consume_tile(
 
 @gluon.jit
 def consume(
-    results, buffers, sync, sizes, strides, window, scale, softcap,
+    o_desc, results, buffers, sync, sizes, strides, window, scale, softcap,
     CONFIG: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: its columns of every tile of this CTA."""
+    await_kernel_before(CONFIG.starts_early)
     RAW: gl.constexpr = not CONFIG.has_softcap and CONFIG.alibi == "none"  # m is a maximum of unscaled scores
-    storage = sizes.batch
-    if CONFIG.packed:
-        storage = gl.to_tensor(1)
-    o_desc = rows_desc(
-        results.o, storage, sizes.heads, sizes.queries, CONFIG.d_v, here(strides.ob), here(strides.oh),
-        here(strides.os), buffers.o,
-    )  # fmt: skip
     factors = ScoreScale(scale * LOG2E, softcap)
     if CONFIG.has_softcap:
         factors = ScoreScale(scale / softcap, softcap * LOG2E)

@@ -20,6 +20,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
 )
 from powertrain.ops.attention.hopper.primitives import read_tile_field, write_tile_field
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     await_next_tile,
     fetch_next_tile_async,
@@ -171,6 +172,7 @@ def produce(
 ):  # fmt: skip
     """A loader warp: all tiles of this CTA."""
     q_desc, k_desc, v_desc = descs
+    await_kernel_before(CONFIG.starts_early)
     at = gl.to_tensor(0)  # chunks so far
     taken = gl.to_tensor(0)  # tiles so far
     if LOADER == 0:

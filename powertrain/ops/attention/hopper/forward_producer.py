@@ -18,6 +18,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
 )
 from powertrain.ops.attention.hopper.primitives import write_tile_field
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     await_next_tile,
     fetch_next_tile_async,
@@ -186,6 +187,7 @@ def _load_tile(
 def produce(descs, counter_ptr, lengths, buffers, sync, sizes, window, CONFIG: gl.constexpr):
     """The loader warp: all tiles of this CTA."""
     q_desc, k_desc, v_desc = descs
+    await_kernel_before(CONFIG.starts_early)
     v_smem = buffers.v
     tile_smem, tile_full, tile_empty = sync.tile, sync.tile_full, sync.tile_empty
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile

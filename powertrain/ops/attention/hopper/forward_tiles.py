@@ -9,7 +9,6 @@ from powertrain.runtime.gluon_compat import (
     hopper,
     named_barrier_arrive,
     reinterpret,
-    tma,
 )
 
 # numbered barriers: the first consumer's turn, and the first stage's return of keys and of values, up to 4 each
@@ -45,6 +44,7 @@ class ForwardConfig(NamedTuple):
     q_held: bool  # queries are read from registers
     consumers: int  # warpgroups, 64 rows each
     heads_per_tile: int  # heads that share keys in one tile
+    starts_early: bool  # jobs wait for the kernel before
 
 
 class Results(NamedTuple):
@@ -157,31 +157,6 @@ def block_at(n, begin, end, full_end, at_right, masked, LEFT: gl.constexpr):
         block = gl.where(n >= at_right, begin + n - at_right, block)
         block = gl.where(n >= masked, full_end - 1 - (n - masked), block)
     return block
-
-
-@gluon.jit
-def rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem):
-    """A descriptor of a whole tensor [batch, heads, rows, D], of the tiles that the stages of `smem` hold."""
-    ROWS: gl.constexpr = smem.shape[1]
-    COLS: gl.constexpr = smem.shape[2]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLS], smem.dtype)
-    return tma.make_tensor_descriptor(
-        ptr, [batch, heads, rows, D], [stride_b, stride_h, stride_s, 1], [1, 1, ROWS, COLS], layout
-    )
-
-
-@gluon.jit
-def packed_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, HEADS_PER_TILE: gl.constexpr):
-    """The same of queries or results, with rows of (query, head) pairs where HEADS_PER_TILE heads share a tile."""
-    ROWS: gl.constexpr = smem.shape[1]
-    COLS: gl.constexpr = smem.shape[2]
-    if HEADS_PER_TILE == 1:
-        desc = rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem)
-    else:
-        box: gl.constexpr = [1, ROWS // HEADS_PER_TILE, HEADS_PER_TILE, COLS]
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, smem.dtype)
-        desc = tma.make_tensor_descriptor(ptr, [batch, rows, heads, D], [stride_b, stride_s, stride_h, 1], box, layout)
-    return desc
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Tensor maps of attention's inputs, by which the loader warps of the Hopper kernels find tiles."""
+"""Tensor maps by which the warps of the Hopper kernels find tiles of attention's inputs and results."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from powertrain.runtime.tensor_maps import TensorMap, takes_zero_strides, tensor
 
 # a head dim in two pieces (hopper/pieces.py) has a map of each; of one piece the second is None
 Maps = tuple[TensorMap, TensorMap | None]
+MaybeMaps = tuple[TensorMap | None, TensorMap | None]  # none of a result that is not wanted
 
 
 class Source(NamedTuple):
@@ -55,6 +56,23 @@ def packed_maps(x: Source, block: int, pieces: tuple[int, ...], heads_per_tile: 
     storage, heads, rows, dim = x.sizes
     box = 1, block // heads_per_tile, heads_per_tile
     return _each(x.tensor, (storage, rows, heads, dim), (x.b, x.s, x.h, 1), box, pieces)
+
+
+def results_maps(operands: Operands, o: Operand, block: int, pieces: tuple[int, ...], heads_per_tile: int = 1) -> Maps:
+    """Of the forward's results, by tiles like those of queries. A row or column outside is not written."""
+    heads = operands.heads.kv * operands.heads.q_per_kv
+    whole = Source(o.tensor, (operands.storage, heads, operands.queries, operands.d_v), o.b, o.r, o.s)
+    if heads_per_tile == 1:
+        return rows_maps(whole, block, pieces)
+    return packed_maps(whole, block, pieces, heads_per_tile)
+
+
+def gradient_maps(operands: Operands, x: Operand | None, dim: int, block: int, pieces: tuple[int, ...]) -> MaybeMaps:
+    """Of dk or dv. Those of packed sequences end with each, so that no row of the next one is written."""
+    if x is None:
+        return None, None
+    whole = Source(x.tensor, (operands.storage, operands.heads.kv, operands.keys, dim), x.b, x.h, x.s)
+    return ending_maps(whole, block, pieces, operands.is_packed)
 
 
 def ending_maps(x: Source, block: int, pieces: tuple[int, ...], is_ragged: bool) -> Maps:

@@ -10,7 +10,6 @@ from powertrain.ops.attention.hopper.primitives import (
     add_in_order,
     alloc_pipeline_stages,
     as_tile,
-    rows_desc_of,
     store_in_order,
 )
 from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, tma_load
@@ -23,16 +22,6 @@ def alloc_pieces(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, P
     for i in gl.static_range(len(PIECES)):
         pieces += (alloc_pipeline_stages(dtype, COUNT, ROWS, PIECES[i]),)  # type: ignore[assignment]
     return pieces
-
-
-@gluon.jit
-def pieces_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, RAGGED: gl.constexpr):
-    """`rows_desc_of` each piece of the columns."""
-    descs = ()
-    for i in gl.static_range(len(smem)):
-        desc = rows_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem[i], RAGGED)
-        descs += (desc,)  # type: ignore[assignment]
-    return descs
 
 
 @gluon.jit

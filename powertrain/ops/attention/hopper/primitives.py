@@ -6,7 +6,7 @@ read its fields. There are two descriptors, used alternately.
 
 from typing import Any, NamedTuple
 
-from powertrain.runtime.gluon_compat import gl, gluon, mbarrier, reinterpret, tma
+from powertrain.runtime.gluon_compat import gl, gluon, mbarrier, reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -16,14 +16,6 @@ MINUS_INF = gl.constexpr(float("-inf"))
 @gluon.jit
 def int32(x):
     return gl.to_tensor(x).to(gl.int32)
-
-
-@gluon.jit
-def here(stride):
-    """`stride`, recomputed where it is used: hoisted ahead of the consumers, both consumers' copies were spilled."""
-    return gl.inline_asm_elementwise(
-        "mov.b64 $0, $1;", "=l,l", [stride.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -188,19 +180,13 @@ class BackwardConfig(NamedTuple):
     splits_heads: bool  # a tile has some of the heads that share keys
     ahead: bool  # a block's scores are asked for behind the products of the one before
     early: bool  # queries are waited for and LSE is loaded early, where nothing else needs the registers
-
-
-class BackwardInputs(NamedTuple):
-    q: Any
-    k: Any
-    v: Any
-    do: Any
+    starts_early: bool  # jobs wait for the kernel before
 
 
 class Gradients(NamedTuple):
-    """Pointers of a consumer."""
+    """A consumer's, and the slopes that it reads; None where a gradient is not wanted."""
 
-    dk: Any
+    dk: Any  # maps of its pieces, or a pointer to sums
     dv: Any
     slopes: Any
 
@@ -221,36 +207,7 @@ class BackwardSizes(NamedTuple):
 
 class KeySizes(NamedTuple):
     batch: Any
-    keys: Any
-    kv_heads: Any
     num_q_per_kv: Any
-
-
-class BackwardStrides(NamedTuple):
-    """By batch entry, position and head."""
-
-    qb: Any
-    qs: Any
-    qr: Any
-    kb: Any
-    ks: Any
-    kh: Any
-    vb: Any
-    vs: Any
-    vh: Any
-    dob: Any
-    dos: Any
-    dor: Any
-
-
-class GradientStrides(NamedTuple):
-    dkb: Any
-    dks: Any
-    dkh: Any
-    dvb: Any
-    dvs: Any
-    dvh: Any
-    slopes: Any
 
 
 class ScoreArguments(NamedTuple):
@@ -290,24 +247,3 @@ def as_tile(smem):
     COLS: gl.constexpr = smem.shape[1]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)
     return reinterpret(smem, smem.dtype, [1, 1, 1, ROWS, COLS], layout)
-
-
-@gluon.jit
-def rows_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, RAGGED: gl.constexpr):
-    """A descriptor [batch, heads, end, row, column] of a whole tensor [batch, heads, rows, D], of the tiles that the
-    stages of `smem` hold. RAGGED: it ends where any sequence ends, for row i of n that end before row `end` is
-    (end, rows - n + i); else row i is (0, i).
-
-    64 columns of a tile, which TMA moves at a time, must not lie wholly outside: it then accesses the descriptor's
-    start, where nothing may be mapped."""
-    ROWS: gl.constexpr = smem.shape[1]
-    COLS: gl.constexpr = smem.shape[2]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)
-    stride = stride_s.to(gl.int64)
-    ends = gl.to_tensor(1)
-    if RAGGED:
-        ptr -= rows * stride
-        ends = rows + 1
-    return tma.make_tensor_descriptor(
-        ptr, [batch, heads, ends, rows, D], [stride_b, stride_h, stride, stride, 1], [1, 1, 1, ROWS, COLS], layout
-    )
