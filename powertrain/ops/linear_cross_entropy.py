@@ -9,7 +9,8 @@ operations in all, by cuBLAS. Saved: dx [T, D] and dweight [V, D].
 "none": every token's dloss is known only in backward, which makes the logits once more, block by block of the
 vocabulary, so that each block's dweight is complete at once: four GEMMs. Saved: the inputs and lse [T].
 
-Scratch: about 300 MiB of logits (8192 x 128256 bf16 whole: 2004 MiB). More blocks would cost more than they save: each
+Scratch: about 300 MiB of logits (8192 x 128256 bf16 whole: 2004 MiB), with gradients those of 1024 rows at least (of
+256000 words 500 MiB). More blocks would cost more than they save: each
 reads and writes all of dweight, and rounds it once if it is not float32, so there are at most 16 of them.
 
 Sources: Wijmans et al., arXiv:2411.09009; gradient in forward by row blocks after mgmalek/efficient_cross_entropy;
@@ -53,6 +54,9 @@ from powertrain.runtime.launch import kernel
 # of logits at a time. 8192 x 4096 x 128256 bf16 on an H200, ms and peak MiB: 160 MiB 43.1, 1223; 256 42.0, 1317; 300
 # 40.6, 1379; 512 41.6, 1567
 SCRATCH_BYTES = 300 << 20
+# ms, another H200, by rows of a block: 8192 x 4096 x 128256 640 40.5, 1024 40.0, 1280 (the last 512) 40.5, 2048 39.8,
+# 8192 40.3; 3000 x 2048 x 256000 600 15.6, 768 15.2, 1000 14.8, 1536 14.9, 3000 15.1
+MIN_ROW_BLOCK = 1024
 MAX_ROUNDINGS = 16  # of a 16-bit dweight: row blocks
 MIN_VOCAB_BLOCK = 1024  # narrower GEMMs are slow
 
@@ -83,12 +87,17 @@ def _accumulate_(total: Tensor, part: Tensor, dloss: Tensor, scale: Tensor | Non
 
 def blocks_within_scratch(total: int, others: int, element_size: int, least: int = 1) -> list[slice]:
     """[0, total) in equal blocks of about SCRATCH_BYTES, each index standing for `others` elements."""
-    size = max(least, SCRATCH_BYTES // max(1, others * element_size))
-    count = max(1, -(-total // size))
-    size = -(-total // count)
-    # multiples of 4: a block of a vector of int32 or float32 then begins at 16 bytes
-    size = -(-size // 128) * 128 if size > 128 else -(-size // 4) * 4 if size > 4 else max(1, size)
+    fits = max(least, SCRATCH_BYTES // max(1, others * element_size))
+    count = max(1, -(-total // fits))
+    # one block more where the last would be short: 8192 rows as 8 of 1024 rather than 6 of 1280 and one of 512
+    counts = (n for n in (count, count + 1) if n == count or total >= n * least)
+    size = min((_rounded(-(-total // n)) for n in counts), key=lambda size: -total % size > size // 4)
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _rounded(size: int) -> int:
+    """Multiples of 128, or of 4: a block of a vector of int32 or float32 then begins at 16 bytes."""
+    return -(-size // 128) * 128 if size > 128 else -(-size // 4) * 4 if size > 4 else max(1, size)
 
 
 def aligned_blocks(blocks: list[slice]) -> list[slice]:
@@ -189,7 +198,8 @@ def _linear_cross_entropy_fwd(
 
     # each block of rows rounds dw once, so there are at most MAX_ROUNDINGS blocks
     rounds = makes_grads and need_dw and dw.dtype is not torch.float32
-    blocks = blocks_within_scratch(T, V, x.element_size(), least=-(-T // MAX_ROUNDINGS) if rounds else 1)
+    least = max(MIN_ROW_BLOCK if makes_grads else 1, -(-T // MAX_ROUNDINGS) if rounds else 1)
+    blocks = blocks_within_scratch(T, V, x.element_size(), least=least)
     scratch, columns = (
         new_scratch(x, max((b.stop - b.start for b in blocks), default=0), V),
         aligned_blocks([slice(0, V)]),
@@ -418,7 +428,7 @@ def linear_cross_entropy(
         the kernels and an error from plain PyTorch (CPU).
     Numerics: as plain PyTorch in x's dtype, whose logits and dlogits are rounded to that dtype too. dweight is rounded
         once a block of rows (16 at most), or not at all into main_grad. Deterministic. No host synchronisation.
-    Memory: about 300 MiB of logits at a time; for "mean" and "sum" dx and dweight (float32 beside main_grad) are made
+    Memory: about 300 MiB of logits at a time, or 1024 rows; for "mean" and "sum" dx and dweight (float32 beside main_grad) are made
         in forward and kept for backward, which hands these very buffers out. Nothing for an input that is frozen.
     Raises ValueError naming argument, expected and given value. A second backward of "mean" and "sum" is a
         RuntimeError. Double backward and vmap are not implemented and say so.

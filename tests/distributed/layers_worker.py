@@ -271,11 +271,12 @@ def linear_cross_entropy(mesh: DeviceMesh) -> None:
 def linear_cross_entropy_in_blocks(mesh: DeviceMesh) -> None:
     from powertrain.ops import linear_cross_entropy as module
 
-    before, module.SCRATCH_BYTES = module.SCRATCH_BYTES, 4 * 8 * N // mesh.size()  # four rows a block
+    before = module.SCRATCH_BYTES, module.MIN_ROW_BLOCK
+    module.SCRATCH_BYTES, module.MIN_ROW_BLOCK = 4 * 8 * N // mesh.size(), 1  # four rows a block
     try:
         linear_cross_entropy(mesh)
     finally:
-        module.SCRATCH_BYTES = before
+        module.SCRATCH_BYTES, module.MIN_ROW_BLOCK = before
 
 
 @check

@@ -35,6 +35,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch for 16 rows, or for about 100 columns of the vocabulary; gradients in place by two kernels."""
     monkeypatch.setattr(cross_entropy_kernels, "FUSED_ROW_BYTES", 0)
     monkeypatch.setattr(module, "SCRATCH_BYTES", 16 * 301 * 4)
+    monkeypatch.setattr(module, "MIN_ROW_BLOCK", 1)
     monkeypatch.setattr(module, "MIN_VOCAB_BLOCK", 8)
 
 

@@ -218,6 +218,9 @@ def _decode_kernel(
     position = query + (length - count)
     first, last = key_range(length, pad, tile, count, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
     blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
+    if tiles_ptr is not None:
+        # none of a tile behind a sequence's queries, though there are keys
+        blocks = tl.load(tiles_ptr + number * TILE_FIELDS + 2)  # scalar
     share = tl.cdiv(blocks, parts)
     begin = first // BLOCK_N + split * share
     end = tl.minimum(begin + share, first // BLOCK_N + blocks)

@@ -182,5 +182,5 @@ def test_in_turn_heads_are_split_where_a_tile_is_longer_than_an_sms_share() -> N
 def test_tiles_of_64_keys_are_reckoned_in_longer_blocks() -> None:
     """One kv head and 635 tokens are ten tiles: a part for each query head. Launches beside are fewer blocks."""
     assert backward_plans.head_splits_for(12, 10, 12, True, 2**20, False, SMS, 3.1) == 12
-    few = [backward_plans.head_splits_for(2, 8, 2, True, 2**24, False, SMS, block_us) for block_us in (2.1, 3.1)]
+    few = [backward_plans.head_splits_for(2, 8, 2, True, 2**23, False, SMS, block_us) for block_us in (2.1, 3.1)]
     assert few == [1, 2]

@@ -149,15 +149,17 @@ def head_splits_for(
     average. `keys_bytes`: of dk and dv in float32, zeroed and read once more, which parts add to in the L2; in turn,
     written and read for each part.
 
-    Reckoned in the time of a block; a tile costs three beside its own, parts one of 2.1 us, in which memory moves 6 MB
-    and the L2 adds 12, in turn ten. Fitted to head dim 128. `is_wide`, tiles of 64 keys: less is split (forward
-    and backward in 1, 2 and all parts: D256 16/4 B2 S2048 0.590, 0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224
-    28/4 B1 S3640 2.18, -, 1.60, in turn 1.96, -, 2.11; D192 32/8 B4 S512 0.257, 0.296, 0.326). The longest tile, begun
-    first, costs a quarter of itself in SMs that wait at the end, a tenth where heads are split. ms, bf16, one H200,
-    causal D128, whole, in 2 parts, in all: 28/4 B3 S3000 1.078, -, 0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -,
-    2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S128 0.033, -, 0.022; S2048 0.304, 0.218, 0.225;
-    B4 S512 0.111, -, 0.130; S2048 0.781, 0.792, 0.813; B2 S8192 4.47,
-    4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000 2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351."""
+    Reckoned in the time of a block; a tile costs three beside its own. In the time of one memory moves 6 MB, and the
+    sums of the parts cost what 3.4 times `keys_bytes` and 1.1 times for each part do; in turn ten and twice for each.
+    Fitted to head dim 128. `is_wide`, tiles of 64 keys: less is split (forward and backward in 1, 2 and all parts: D256
+    16/4 B2 S2048 0.590, 0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224 28/4 B1 S3640 2.18, -, 1.60, in turn 1.96,
+    -, 2.11; D192 32/8 B4 S512 0.257, 0.296, 0.326). The longest tile, begun first, costs 0.41 of itself in SMs that
+    wait at the end, a tenth where heads are split. ms, bf16, one H200, causal D128, whole, in 2 parts, in all: 28/4 B3
+    S3000 1.078, -, 0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048
+    0.304, 0.218, 0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full
+    28/4 B3 S3000 2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351. With all sums in one launch, us: 32/8 B1 S128 32.7,
+    -, 22.2; B2 S512 90.9, 70.6, 68.0; B4 S512 110, 122, 132; B8 S256 81, 111, 125; B16 S128 69, 104, 116; B4 S1000
+    255, 286, 294; 64/8 B1 S128 49.9, 36.4, 24.9; 28/4 B2 S2048 507, -, 355."""
     if deterministic:
         num_sms = _SMS_IN_TURN
     mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms
@@ -172,11 +174,11 @@ def head_splits_for(
     def cost(splits: int) -> float:
         tile = repeats // splits * longest + 3
         if is_causal:
-            waits = tile / (4 if splits == 1 else 10)
+            waits = tile * (0.1 if splits > 1 else 0.25 if deterministic else 0.41)
             spent = max(tile, mean + 3 * tiles * splits / num_sms + waits)
         else:
             spent = cdiv(tiles * splits, num_sms) * tile
-        apart, moved = (10, 2 * splits) if deterministic else (1, 2 + 0.5 * splits)
+        apart, moved = (10, 2 * splits) if deterministic else (1, 3.4 + 1.1 * splits)
         return spent + ((apart + moved * keys_bytes / 6e6) * 2.1 / block_us if splits > 1 else 0)
 
     return min((n for n in range(1, repeats + 1) if repeats % n == 0), key=lambda n: (cost(n), n))
