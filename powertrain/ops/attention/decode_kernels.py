@@ -14,6 +14,8 @@ from powertrain.ops.attention.cache_append import (
 )
 from powertrain.ops.attention.combine import combine
 from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, key_range, lengths_of, schedule
+from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
+from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
@@ -382,6 +384,19 @@ def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int
     return next(splits for splits, share in zip(choices, filled, strict=True) if share >= 0.95 * max(filled))
 
 
+# queries times heads from which the Hopper kernel for MLA serves: fewer leave most of its tile of 64 rows empty, and
+# the universal kernel has tiles of 16 (not measured yet)
+MLA_LEAST_ROWS = 17
+
+
+def why_not_hopper(call: MlaCall, target: Target) -> str | None:
+    """Why the universal kernel serves a call of decode_attention and not the Hopper kernel for MLA, or None."""
+    rows = call.query.shape[1] * call.query.shape[2]
+    if rows < MLA_LEAST_ROWS:
+        return f"it is for {MLA_LEAST_ROWS} rows (queries times heads) or more, got {rows}"
+    return why_not_mla(call, target)
+
+
 def _decode_outputs(
     query: Tensor, key_cache: Tensor, value_cache: Tensor | None, head_dim_v: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -427,34 +442,46 @@ def _decode(
     plan = _plan(
         sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, is_short, unit == 8, fma, target
     )
-    tiles = cdiv(sq * ratio, plan.block_m)
+    call = MlaCall(
+        query, key_cache, value_cache, head_dim_v, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, left,
+        softcap, scale,
+    )  # fmt: skip
+    by_hopper = why_not_hopper(call, target) is None
+    block_m, block_n, per_sm = MLA_PLAN if by_hopper else (plan.block_m, plan.block_n, plan.per_sm)
+    tiles = cdiv(sq * ratio, block_m)
     programs = kv_heads * tiles
     partial = partial_lse = table = parts = None
     slots: tuple[int, ...]
     # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
     if num_splits == 0 and 1 < b <= 1 << 15:
         keys = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, right if sq > 1 else -1)
-        parts, table = schedule(keys, b, sq, ratio, programs, seen, (plan.block_m, plan.block_n, plan.per_sm), target)
+        parts, table = schedule(keys, b, sq, ratio, programs, seen, (block_m, block_n, per_sm), target)
         slots = (parts.shape[1],)
         grid = programs, parts.shape[1]
     else:
-        num_splits = num_splits or _choose_splits(b * programs, seen, plan.per_sm, target)
+        num_splits = num_splits or _choose_splits(b * programs, seen, per_sm, target)
         grid, slots = (b * programs, num_splits), (num_splits, b)
     if table is not None or num_splits > 1:
         partial = query.new_empty((*slots, *out.shape[1:]), dtype=torch.float32)
         partial_lse = query.new_empty((*slots, *lse.shape[1:]), dtype=torch.float32)
-    _decode_kernel[grid](
-        query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, out,
-        lse, partial, partial_lse, parts, b, sq, kv_heads, ratio, num_new, capacity, slots[0], left, right,
-        0 if page_table is None else page_table.stride(0),
-        h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
-        *(s // unit for s in strides),
-        HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
-        HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
-        PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
-        num_stages=plan.num_stages, maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
-    )  # fmt: skip
+    if by_hopper:
+        launch_mla(
+            call, cache_seqlens, sinks, out, lse, partial, partial_lse, parts, grid, slots[0], num_new,
+            right if sq > 1 else -1, target,
+        )  # fmt: skip
+    else:
+        _decode_kernel[grid](
+            query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks,
+            out, lse, partial, partial_lse, parts, b, sq, kv_heads, ratio, num_new, capacity, slots[0], left, right,
+            0 if page_table is None else page_table.stride(0),
+            h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
+            *(s // unit for s in strides),
+            HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
+            HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
+            PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
+            num_stages=plan.num_stages, maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
+        )  # fmt: skip
     if partial is not None and partial_lse is not None:
         combine(partial, partial_lse, sinks, out, lse, out.stride()[:3], table)
     return out, lse
