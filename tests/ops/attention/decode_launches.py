@@ -5,6 +5,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.attention.merge import merge_attentions
+from powertrain.runtime.target import Target
 
 META = torch.device("meta")
 
@@ -37,6 +38,10 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
     _decode(dtype, 64, 32, 8, 128, 128, page_size=16)
     _decode(dtype, 64, 32, 8, 128, 128, page_size=64)
     _decode(dtype, 64, 16, 1, 576, 512)
+    if Target.of(META).arch == 90 and dtype is not torch.float32:
+        _decode(dtype, 64, 128, 1, 576, 512)
+        _decode(dtype, 64, 128, 1, 576, 512, page_size=16)
+        _decode(dtype, 64, 128, 1, 576, 512, page_size=64)
 
 
 def launch_merge_kernels(dtype: torch.dtype) -> None:
