@@ -428,7 +428,8 @@ def linear_cross_entropy(
         the kernels and an error from plain PyTorch (CPU).
     Numerics: as plain PyTorch in x's dtype, whose logits and dlogits are rounded to that dtype too. dweight is rounded
         once a block of rows (16 at most), or not at all into main_grad. Deterministic. No host synchronisation.
-    Memory: about 300 MiB of logits at a time, or 1024 rows; for "mean" and "sum" dx and dweight (float32 beside main_grad) are made
+    Memory: about 300 MiB of logits at a time, or 1024 rows; for "mean" and "sum" dx and dweight (float32 beside
+        main_grad) are made
         in forward and kept for backward, which hands these very buffers out. Nothing for an input that is frozen.
     Raises ValueError naming argument, expected and given value. A second backward of "mean" and "sum" is a
         RuntimeError. Double backward and vmap are not implemented and say so.

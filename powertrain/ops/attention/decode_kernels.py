@@ -12,7 +12,7 @@ from powertrain.ops.attention.cache_append import (
     cache_entry,
     row_of_entry,
 )
-from powertrain.ops.attention.combine import combine
+from powertrain.ops.attention.combine import PartTable, combine
 from powertrain.ops.attention.decode_schedule import (
     LEAST_KEYS,
     TILE_FIELDS,
@@ -22,6 +22,8 @@ from powertrain.ops.attention.decode_schedule import (
     schedule,
 )
 from powertrain.ops.attention.decode_tiles import QueryTiles
+from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
+from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
@@ -321,11 +323,6 @@ class _Plan(NamedTuple):
     per_sm: int  # programs that run on one SM at a time
     registers: int = 0  # of a thread at most, for 4 warps, where ptxas would take more than let `per_sm` programs run
 
-    @property
-    def of_tile(self) -> tuple[int, int, int]:
-        """What `schedule` needs of it."""
-        return self.block_m, self.block_n, self.per_sm
-
 
 @tunable("NVIDIA H200, 2026-11-24")
 def _plan(
@@ -425,11 +422,67 @@ def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int
     return next(splits for splits, share in zip(choices, filled, strict=True) if share >= 0.95 * max(filled))
 
 
+# queries times heads from which the Hopper kernel for MLA serves: fewer leave most of its tile of 64 rows empty, and
+# the universal kernel has tiles of 16 (not measured yet)
+MLA_LEAST_ROWS = 17
+
+
+def why_not_hopper(call: MlaCall, target: Target) -> str | None:
+    """Why the universal kernel serves a call of decode_attention and not the Hopper kernel for MLA, or None."""
+    rows = call.query.shape[1] * call.query.shape[2]
+    if rows < MLA_LEAST_ROWS:
+        return f"it is for {MLA_LEAST_ROWS} rows (queries times heads) or more, got {rows}"
+    return why_not_mla(call, target)
+
+
 def _decode_outputs(
     query: Tensor, key_cache: Tensor, value_cache: Tensor | None, head_dim_v: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
     b, sq, h = query.shape[:3]
     return query.new_empty(b, sq, h, head_dim_v), query.new_empty((b, h, sq), dtype=torch.float32)
+
+
+class _Work(NamedTuple):
+    """The attention kernel's programs, and memory for results of parts."""
+
+    grid: tuple[int, int]
+    entries: int  # sequences, or tiles of packed queries
+    slots: int  # parts in all, or of each sequence
+    parts: Tensor | None = None
+    table: PartTable | None = None
+    tiles: QueryTiles | None = None
+    partial: Tensor | None = None
+    partial_lse: Tensor | None = None
+
+
+def _work_of(
+    query: Tensor, out: Tensor, lse: Tensor, keys: KeysSeen, kv_heads: int, seen: int, tile: tuple[int, int, int],
+    num_splits: int, query_starts: Tensor | None, target: Target,
+) -> _Work:  # fmt: skip
+    """`tile`: rows, keys of a block, programs on an SM."""
+    b, sq, h = query.shape[:3]
+    ratio = h // kv_heads if kv_heads else 1
+    programs = kv_heads * cdiv(sq * ratio, tile[0])
+    if query_starts is not None:
+        tiles = QueryTiles.of(query_starts, keys, sq, ratio, kv_heads, seen, tile, target)
+        partial = query.new_empty((tiles.slots, kv_heads, tile[0], out.shape[-1]), dtype=torch.float32)
+        partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
+        slots = tiles.parts.shape[1]
+        return _Work((kv_heads * slots, 1), tiles.tiles.shape[0], slots, tiles.parts, None, tiles, partial, partial_lse)
+    parts = table = None
+    # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
+    if num_splits == 0 and 1 < b <= 1 << 15:
+        parts, table = schedule(keys, b, sq, ratio, programs, seen, tile, target)
+        shape: tuple[int, ...] = (parts.shape[1],)
+        grid = programs, parts.shape[1]
+    else:
+        num_splits = num_splits or _choose_splits(b * programs, seen, tile[2], target)
+        grid, shape = (b * programs, num_splits), (num_splits, b)
+        if num_splits == 1:
+            return _Work(grid, b, 1)
+    partial = query.new_empty((*shape, *out.shape[1:]), dtype=torch.float32)
+    partial_lse = query.new_empty((*shape, *lse.shape[1:]), dtype=torch.float32)
+    return _Work(grid, b, shape[0], parts, table, None, partial, partial_lse)
 
 
 def _decode(
@@ -454,7 +507,7 @@ def _decode(
     max_queries: int,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
-    b, sq, h, dqk = query.shape
+    _, sq, h, dqk = query.shape
     most = sq if query_starts is None else max_queries  # of a sequence
     kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
     capacity = page_size if page_table is None else page_size * page_table.shape[1]
@@ -473,45 +526,39 @@ def _decode(
     plan = _plan(
         most * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, is_short, unit == 8, fma, target
     )
-    programs = kv_heads * cdiv(sq * ratio, plan.block_m)
-    sees_right = right if most > 1 else -1
-    keys, tile_plan = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, sees_right), plan.of_tile
-    partial = partial_lse = table = parts = tiles = None
-    slots: tuple[int, ...]
-    if query_starts is not None:
-        tiles = QueryTiles.of(query_starts, keys, sq, ratio, kv_heads, seen, tile_plan, target)
-        parts, slots, b = tiles.parts, (tiles.parts.shape[1],), tiles.tiles.shape[0]
-        grid = kv_heads * slots[0], 1
-        partial = query.new_empty((tiles.slots, kv_heads, plan.block_m, head_dim_v), dtype=torch.float32)
-        partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
-    # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
-    elif num_splits == 0 and 1 < b <= 1 << 15:
-        parts, table = schedule(keys, b, sq, ratio, programs, seen, tile_plan, target)
-        slots = (parts.shape[1],)
-        grid = programs, parts.shape[1]
-    else:
-        num_splits = num_splits or _choose_splits(b * programs, seen, plan.per_sm, target)
-        grid, slots = (b * programs, num_splits), (num_splits, b)
-    if table is not None or num_splits > 1:
-        partial = query.new_empty((*slots, *out.shape[1:]), dtype=torch.float32)
-        partial_lse = query.new_empty((*slots, *lse.shape[1:]), dtype=torch.float32)
-    _decode_kernel[grid](
-        query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, out,
-        lse, partial, partial_lse, parts, tiles and tiles.tiles, b, sq, kv_heads, ratio, num_new, capacity, slots[0],
-        left, right, 0 if page_table is None else page_table.stride(0),
-        h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
-        *(s // unit for s in strides),
-        HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
-        HAS_LEFT=left >= 0, HAS_RIGHT=sees_right >= 0, HAS_SOFTCAP=softcap > 0,
-        PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target),
-        num_warps=plan.num_warps, num_stages=plan.num_stages,
-        maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
+    call = MlaCall(
+        query, key_cache, value_cache, head_dim_v, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, left,
+        softcap, scale,
     )  # fmt: skip
-    if tiles is not None and partial is not None and partial_lse is not None:
-        tiles.combine(partial, partial_lse, sinks, out, lse, kv_heads)
-    elif partial is not None and partial_lse is not None:
-        combine(partial, partial_lse, sinks, out, lse, out.stride()[:3], table)
+    by_hopper = query_starts is None and why_not_hopper(call, target) is None
+    sees_right = right if most > 1 else -1
+    keys = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, sees_right)
+    tile = MLA_PLAN if by_hopper else (plan.block_m, plan.block_n, plan.per_sm)
+    work = _work_of(query, out, lse, keys, kv_heads, seen, tile, num_splits, query_starts, target)
+    if by_hopper:
+        launch_mla(
+            call, cache_seqlens, sinks, out, lse, work.partial, work.partial_lse, work.parts, work.grid, work.slots,
+            num_new, sees_right, target,
+        )  # fmt: skip
+    else:
+        _decode_kernel[work.grid](
+            query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks,
+            out, lse, work.partial, work.partial_lse, work.parts, work.tiles and work.tiles.tiles, work.entries, sq,
+            kv_heads, ratio, num_new, capacity, work.slots, left, right,
+            0 if page_table is None else page_table.stride(0),
+            h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
+            *(s // unit for s in strides),
+            HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
+            HAS_LEFT=left >= 0, HAS_RIGHT=sees_right >= 0, HAS_SOFTCAP=softcap > 0,
+            PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
+            num_stages=plan.num_stages, maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
+        )  # fmt: skip
+    if work.partial is not None and work.partial_lse is not None:
+        if work.tiles is not None:
+            work.tiles.combine(work.partial, work.partial_lse, sinks, out, lse, kv_heads)
+        else:
+            combine(work.partial, work.partial_lse, sinks, out, lse, out.stride()[:3], work.table)
     return out, lse
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.attention.merge import merge_attentions
+from powertrain.runtime.target import Target
 
 META = torch.device("meta")
 
@@ -41,6 +42,10 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
     starts, pages = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((33,), (32, 512)))
     query = torch.empty(543, 32, 128, dtype=dtype, device=META)  # a chunk of a prompt beside 31 new tokens
     decode_attention(query, cache, cache, starts[1:], page_table=pages, cu_seqlens_q=starts, max_seqlen_q=512)
+    if Target.of(META).arch == 90 and dtype is not torch.float32:
+        _decode(dtype, 64, 128, 1, 576, 512)
+        _decode(dtype, 64, 128, 1, 576, 512, page_size=16)
+        _decode(dtype, 64, 128, 1, 576, 512, page_size=64)
 
 
 def launch_merge_kernels(dtype: torch.dtype) -> None:
