@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.operands import OpArguments, Operand, Operands
-from powertrain.ops.attention.triton.plans import FMA_PIECE, dot_precision, uses_fma
+from powertrain.ops.attention.triton.plans import FMA_PIECE, dot_precision, is_wide, uses_fma
 from powertrain.ops.attention.triton.scores import Features
-from powertrain.ops.attention.triton.tiles import pieces
+from powertrain.ops.attention.triton.tiles import few_pieces, pieces
 from powertrain.ops.philox import threshold
 from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime.settings import settings
@@ -92,17 +92,25 @@ def _bias_kind(bias: Tensor | None, target: Target) -> Literal["none", "pointers
 def _precision(operands: Operands) -> dict[str, Any]:
     dtype, d_qk, d_v = operands.q.tensor.dtype, operands.d_qk, operands.d_v
     fma = uses_fma(dtype, d_qk, d_v, operands.target)
-    largest = FMA_PIECE if fma else 512
+    p_qk, p_v = (pieces(d, FMA_PIECE) if fma else pieces_of(operands, d) for d in (d_qk, d_v))
     return dict(
-        D_QK=d_qk, D_V=d_v, P_QK=pieces(d_qk, largest), P_V=pieces(d_v, largest), FMA=fma,
+        D_QK=d_qk, D_V=d_v, P_QK=p_qk, P_V=p_v, FMA=fma,
         PRECISION=dot_precision(dtype, operands.target),
     )  # fmt: skip
+
+
+def pieces_of(operands: Operands, head_dim: int) -> tuple[int, ...]:
+    """The pieces of a head dim of a call that multiplies by tensor cores."""
+    target = operands.target
+    by_mma = target.has_tensor_core_dot and not is_wide(target) and operands.q.tensor.element_size() == 2
+    return few_pieces(head_dim) if by_mma else pieces(head_dim)
 
 
 def plan_key(operands: Operands) -> tuple[int, int, int, str]:
     """(bytes of an element, padded head dims, slowest feature): the facts that a plan's tables are read by."""
     element = operands.q.tensor.element_size()
-    return element, sum(pieces(operands.d_qk)), sum(pieces(operands.d_v)), _slowest_feature(operands.args)
+    d_qk, d_v = (sum(pieces_of(operands, d)) for d in (operands.d_qk, operands.d_v))
+    return element, d_qk, d_v, _slowest_feature(operands.args)
 
 
 def _slowest_feature(args: OpArguments) -> str:

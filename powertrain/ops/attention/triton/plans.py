@@ -84,7 +84,7 @@ _WIDE_DKDV = (_Tile(128, 140, Plan(64, 64, 8, 2)), *_DKDV)
 _WIDE_DQ = (_Tile(128, 160, Plan(128, 64, 8, 2)), _Tile(256, 160, Plan(64, 32, 8, 2)), *_DQ)
 
 
-def _is_wide(target: Target) -> bool:
+def is_wide(target: Target) -> bool:
     return target.has_wgmma or target.has_tcgen05
 
 
@@ -120,7 +120,7 @@ def plan_fwd(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma
             return Plan(128, 64, 8, 3)
         if largest <= 256:
             return Plan(128, 64, 8, 2)
-    return _first(_WIDE_FORWARD if _is_wide(target) else _FORWARD, element, d_qk, d_v, target)
+    return _first(_WIDE_FORWARD if is_wide(target) else _FORWARD, element, d_qk, d_v, target)
 
 
 def dkdv_parts(d_qk: int, d_v: int, need_dk: bool, need_dv: bool, target: Target) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ def plan_dkdv(
             # with tiles of 16 x 32 (dk, dv) and 32 x 32 (dq), 12.81 with these; D384 28.85, 9.25; D320 27.16, 7.31
             stages = 2 if largest <= (320 if part == "dv" else 384) else 1
             return Plan(64 if part == "dv" else 32, 64, 8, stages)
-    return _first(_WIDE_DKDV if _is_wide(target) else _DKDV, element, d_qk, d_v, target)
+    return _first(_WIDE_DKDV if is_wide(target) else _DKDV, element, d_qk, d_v, target)
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
@@ -176,7 +176,7 @@ def plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma:
             return Plan(64, 64, 4, 2)
         if regular:
             return Plan(64, 32, 8, 2 if largest <= 384 else 1)
-    return _first(_WIDE_DQ if _is_wide(target) else _DQ, element, d_qk, d_v, target)
+    return _first(_WIDE_DQ if is_wide(target) else _DQ, element, d_qk, d_v, target)
 
 
 @tunable("never measured", ("num_warps",))

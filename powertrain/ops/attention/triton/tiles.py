@@ -44,6 +44,14 @@ def pieces(head_dim: int, largest: int = 512) -> tuple[int, ...]:
     return (largest,) * whole + tuple(1 << bit for bit in range(rest.bit_length(), 3, -1) if rest >> bit & 1)
 
 
+def few_pieces(head_dim: int) -> tuple[int, ...]:
+    """The same, with one piece of 256 above 192 and one of 64 behind it: of more and narrower ones ptxas keeps
+    kilobytes on the stack where mma multiplies (docs/log/attention_triton.md)."""
+    if 192 < head_dim <= 320:
+        return (256,) if head_dim <= 256 else (256, 64)
+    return pieces(head_dim)
+
+
 @triton.jit
 def piece_start(PIECES: tl.constexpr, i: tl.constexpr):
     start: tl.constexpr = 0
