@@ -47,7 +47,8 @@ def pieces(head_dim: int, largest: int = 512) -> tuple[int, ...]:
 def few_pieces(head_dim: int) -> tuple[int, ...]:
     """The same, with one piece of 256 above 192 and one of 64 behind it: of more and narrower ones ptxas keeps
     kilobytes on the stack where mma multiplies (docs/log/attention_triton.md)."""
-    if 192 < head_dim <= 320:
+    # 208 and 272 keep at most 360 bytes in their own widths, and would multiply a fifth more columns
+    if 192 < head_dim <= 320 and head_dim not in (208, 272):
         return (256,) if head_dim <= 256 else (256, 64)
     return pieces(head_dim)
 
