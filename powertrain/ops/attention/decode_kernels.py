@@ -24,6 +24,7 @@ from powertrain.ops.attention.decode_schedule import (
 from powertrain.ops.attention.decode_tiles import QueryTiles
 from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
 from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
+from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_pages
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
@@ -435,6 +436,19 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
     return why_not_mla(call, target)
 
 
+# rows (queries times heads of a kv head) of a sequence on average from which packed queries are taken by the Hopper
+# forward: fewer are bound by memory
+PACKED_LEAST_ROWS = 32
+
+
+def why_not_many(call: PagedCall, target: Target) -> str | None:
+    """Why the universal kernel serves packed queries and not the Hopper forward, or None."""
+    rows = call.query.shape[0] * call.query.shape[1] // max(1, call.key_cache.shape[2])
+    if rows < PACKED_LEAST_ROWS * call.seqlens.shape[0]:
+        return f"it is for {PACKED_LEAST_ROWS} rows of a sequence or more, got {rows} of {call.seqlens.shape[0]}"
+    return why_not_pages(call, target)
+
+
 def _decode_outputs(
     query: Tensor, key_cache: Tensor, value_cache: Tensor | None, head_dim_v: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -506,12 +520,20 @@ def _decode(
     query_starts: Tensor | None,
     max_queries: int,
 ) -> tuple[Tensor, Tensor]:
+    target = Target.of(query.device)
+    if query_starts is not None:
+        paged_call = PagedCall(
+            query[0], key_cache, value_cache, query_starts, cache_seqlens, page_table, cache_leftpad, alibi_slopes,
+            sinks, left, right if max_queries > 1 else -1, softcap, scale,
+        )  # fmt: skip
+        if why_not_many(paged_call, target) is None:
+            out, lse = launch_pages(paged_call, max_queries, target)
+            return out[None], lse[None]
     out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
     _, sq, h, dqk = query.shape
     most = sq if query_starts is None else max_queries  # of a sequence
     kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
     capacity = page_size if page_table is None else page_size * page_table.shape[1]
-    target = Target.of(query.device)
     fma = not target.has_tensor_core_dot or (query.dtype is torch.float32 and not allow_tf32)
     wide, narrow = (pieces(d, 64 if fma else 512) for d in (dqk, head_dim_v))
     shares = value_cache is None and narrow == wide[: len(narrow)]

@@ -32,11 +32,20 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     ForwardBuffers,
     ForwardConfig,
     ForwardSync,
+    Pages,
     ProducerSizes,
     Results,
     ResultStrides,
 )
-from powertrain.ops.attention.hopper.maps import MaybeMaps, keys_of, packed_maps, queries_of, results_maps, rows_maps
+from powertrain.ops.attention.hopper.maps import (
+    MaybeMaps,
+    keys_of,
+    packed_maps,
+    pages_maps,
+    queries_of,
+    results_maps,
+    rows_maps,
+)
 from powertrain.ops.attention.hopper.pieces import by_piece
 from powertrain.ops.attention.hopper.plans import Plan, group_for
 from powertrain.ops.attention.hopper.primitives import (
@@ -64,15 +73,15 @@ _ROWS = gl.constexpr(64)  # of queries, that a consumer has of a tile
 def _hopper_attention_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_desc, o_tail_desc,
     o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, counter_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, page_table_ptr, counter_ptr,
+    page_row, batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
     stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
-    HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr, STARTS_EARLY: gl.constexpr,
+    HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr, PAGE_SIZE: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
@@ -92,6 +101,7 @@ def _hopper_attention_fwd_kernel(
         Q_HELD,
         CONSUMERS,
         HEADS_PER_TILE,
+        PAGE_SIZE,
         STARTS_EARLY,
     )
     ROWS: gl.constexpr = _ROWS
@@ -143,25 +153,26 @@ def _hopper_attention_fwd_kernel(
     if o_desc is not None:
         o_descs = by_piece(o_desc, o_tail_desc, P_V)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    pages = Pages(page_table_ptr, page_row)
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
-            (produce, (descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG)),
+            (produce, (descs, counter_ptr, lengths, pages, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 2)),
-            (produce, (descs, counter_ptr, lengths, buffers, sync, all_sizes, window, CONFIG)),
+            (produce, (descs, counter_ptr, lengths, pages, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
-def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
+def launch_forward(operands: Operands, plan: Plan, page_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse). With a page table keys and values are [pages, rows of a page, kv heads, head dim]."""
     args, heads = operands.args, operands.heads
     q, k, v = operands.q, operands.k, operands.v
     out, lse = operands.outputs()
@@ -189,12 +200,17 @@ def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
         q_maps = rows_maps(queries, _ROWS.value, plan.p_qk)
     else:
         q_maps = packed_maps(queries, _ROWS.value, plan.p_qk, plan.heads_per_tile)
-    k_maps = rows_maps(keys_of(operands, k, operands.d_qk), plan.block_n, plan.p_qk)
-    v_maps = rows_maps(keys_of(operands, v, operands.d_v), plan.block_n, plan.p_v)
+    page_size = 0 if page_table is None else k.tensor.shape[1]
+    if page_table is None:
+        k_maps = rows_maps(keys_of(operands, k, operands.d_qk), plan.block_n, plan.p_qk)
+        v_maps = rows_maps(keys_of(operands, v, operands.d_v), plan.block_n, plan.p_v)
+    else:
+        k_maps, v_maps = pages_maps(k, plan.block_n, plan.p_qk), pages_maps(v, plan.block_n, plan.p_v)
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
         *q_maps, *k_maps, *v_maps, *o_maps, into, into_lse, args.slopes, args.sinks,
-        args.query_starts, args.key_starts, args.query_used, args.key_used, counter_of(q.tensor),
+        args.query_starts, args.key_starts, args.query_used, args.key_used, page_table, counter_of(q.tensor),
+        0 if page_table is None else page_table.stride(0),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
         group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
         *strides, args.slopes_stride,
@@ -203,7 +219,7 @@ def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,
         BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, STORE_PARTS=plan.store_parts,
         Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, HEADS_PER_TILE=plan.heads_per_tile, SPLIT_KV=plan.leaves_parts,
-        ALIGNED=aligned, STARTS_EARLY=starts_early(operands.target), num_warps=4,
+        ALIGNED=aligned, PAGE_SIZE=page_size, STARTS_EARLY=starts_early(operands.target), num_warps=4,
     )  # fmt: skip
     if plan.leaves_parts:
         combine(into, into_lse, None, out, lse, (o.b, o.s, o.r))

@@ -26,6 +26,7 @@ from powertrain.runtime.gluon_compat import (
     gluon,
     mbarrier,
     named_barrier_sync,
+    reinterpret,
     tma_load,
 )
 
@@ -55,16 +56,52 @@ def _load_queries(
 
 
 @gluon.jit
-def _load_values(v_desc, v_smem, bar, stage, batch, kv, row):
-    for i in gl.static_range(len(v_smem)):
-        place = [batch, kv, row, i * v_smem[0].shape[2]]
-        tma_load(v_desc[i], place, bar, as_tile(v_smem[i].index(stage)))  # [BLOCK_N, PIECE]
+def _load_rows(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG: gl.constexpr):
+    """A block of keys or values: [BLOCK_N, PIECE] each."""
+    if CONFIG.page_size > 0:
+        _load_pages(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
+    else:
+        if CONFIG.packed:
+            # a sequence is a coordinate of descriptors of whole tensors, so packed ones need no descriptor of their own
+            b = gl.to_tensor(0)
+        for i in gl.static_range(len(smem)):
+            tma_load(descs[i], [b, kv, row, i * smem[0].shape[2]], bar, as_tile(smem[i].index(stage)))
+
+
+@gluon.jit
+def _load_pages(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG: gl.constexpr):
+    """The same of a cache [pages, rows of a page, heads, dim], by parts of a page and of 64 columns."""
+    PAGE: gl.constexpr = CONFIG.page_size
+    ROWS: gl.constexpr = smem[0].shape[1]
+    BOX: gl.constexpr = min(ROWS, PAGE)
+    # of rows of no sequence there are no pages
+    of_sequence = pages.table + gl.minimum(b, batch - 1) * pages.row
+    for j in gl.static_range(ROWS // BOX):
+        position = row + j * BOX
+        # page ids behind the end may be anything; what is read there is masked
+        page = gl.load(of_sequence + gl.where(position < k_len, position, 0) // PAGE)
+        for i in gl.static_range(len(smem)):
+            where = (page, kv, position % PAGE)
+            _load_part(descs[i], smem[i].index(stage), bar, where, i * smem[0].shape[2], j, BOX)
+
+
+@gluon.jit
+def _load_part(desc, smem, bar, where, column, part: gl.constexpr, BOX: gl.constexpr):
+    """Rows part * BOX and on of a stage [rows, columns]. TMA's layout: panels of 64 columns."""
+    PARTS: gl.constexpr = smem.shape[0] // BOX
+    WIDTH: gl.constexpr = min(smem.shape[1], 64)
+    PANELS: gl.constexpr = smem.shape[1] // WIDTH
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, WIDTH], smem.dtype)
+    boxes = reinterpret(smem, smem.dtype, [PANELS * PARTS, BOX, WIDTH], layout)
+    for panel in gl.static_range(PANELS):
+        place = [where[0], where[1], where[2], column + panel * WIDTH]
+        tma_load(desc, place, bar, as_tile(boxes.index(panel * PARTS + part)))
 
 
 @gluon.jit
 def _load_tile(
-    tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes, head_groups,
-    window, CONFIG: gl.constexpr,
+    tile, visited, taken, emptied, counter_ptr, lengths, pages, q_desc, k_desc, v_desc, buffers, sync, sizes,
+    head_groups, window, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
     free stages of keys so far."""
@@ -122,7 +159,6 @@ def _load_tile(
             first, offset, q_len, k_len, window, split, num_splits, QUERIES, BLOCK_N, CONFIG
         )
         kv = head // num_q_per_kv
-        # a sequence is a coordinate of descriptors of whole tensors, so packed ones need no descriptor of their own
         b_at = b
         if CONFIG.packed:
             b_at = gl.to_tensor(0)
@@ -144,8 +180,7 @@ def _load_tile(
                 emptied += 1
             bar = k_full.index(stage)
             mbarrier.expect(bar, K_BYTES)
-            for i in gl.static_range(PIECES):
-                tma_load(k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, as_tile(k_smem[i].index(stage)))
+            _load_rows(k_desc, k_smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
             if n == 0:
                 if Q_SLOTS == 1:
                     # who has given back the last block of keys has done with the queries
@@ -160,7 +195,7 @@ def _load_tile(
                     take_stage(VALUES_FREE, stage, CONSUMERS)
                 bar = v_full.index(stage)
                 mbarrier.expect(bar, V_BYTES)
-                _load_values(v_desc, v_smem, bar, stage, b_at, kv, before)
+                _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, before, k_len, pages, CONFIG)
             before = row
         visited += end - begin
         # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
@@ -170,7 +205,7 @@ def _load_tile(
             take_stage(VALUES_FREE, stage, CONSUMERS)
         bar = v_full.index(stage)
         mbarrier.expect(bar, V_BYTES)
-        _load_values(v_desc, v_smem, bar, stage, b_at, kv, before)
+        _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, before, k_len, pages, CONFIG)
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)
@@ -184,7 +219,7 @@ def _load_tile(
 
 
 @gluon.jit
-def produce(descs, counter_ptr, lengths, buffers, sync, sizes, window, CONFIG: gl.constexpr):
+def produce(descs, counter_ptr, lengths, pages, buffers, sync, sizes, window, CONFIG: gl.constexpr):
     """The loader warp: all tiles of this CTA."""
     q_desc, k_desc, v_desc = descs
     await_kernel_before(CONFIG.starts_early)
@@ -203,7 +238,7 @@ def produce(descs, counter_ptr, lengths, buffers, sync, sizes, window, CONFIG: g
     emptied = gl.to_tensor(v_smem[0].shape[0])  # blocks of keys whose stage is free, counted from the first
     while tile < sizes.tiles:
         tile, visited, taken, emptied = _load_tile(
-            tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes,
+            tile, visited, taken, emptied, counter_ptr, lengths, pages, q_desc, k_desc, v_desc, buffers, sync, sizes,
             head_groups, window, CONFIG,
         )  # fmt: skip
     pair = taken & 1

@@ -44,6 +44,7 @@ class ForwardConfig(NamedTuple):
     q_held: bool  # queries are read from registers
     consumers: int  # warpgroups, 64 rows each
     heads_per_tile: int  # heads that share keys in one tile
+    page_size: int  # keys of a page, a multiple of 16; 0: keys do not lie in pages
     starts_early: bool  # jobs wait for the kernel before
 
 
@@ -75,6 +76,13 @@ class ProducerSizes(NamedTuple):
     swizzle: Any
     tiles: Any
     num_splits: Any  # None: keys are not split
+
+
+class Pages(NamedTuple):
+    """The page table [sequences, pages of each] of keys and values in pages; None without."""
+
+    table: Any
+    row: Any  # its stride
 
 
 class ConsumerSizes(NamedTuple):

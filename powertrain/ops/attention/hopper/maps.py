@@ -58,6 +58,13 @@ def packed_maps(x: Source, block: int, pieces: tuple[int, ...], heads_per_tile: 
     return _each(x.tensor, (storage, rows, heads, dim), (x.b, x.s, x.h, 1), box, pieces)
 
 
+def pages_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
+    """Of a cache [pages, rows of a page, kv heads, dim], by parts of a block that lie in one page, 64 columns each."""
+    pages, rows, heads, dim = x.tensor.shape
+    widths = tuple(min(piece, 64) for piece in pieces)
+    return rows_maps(Source(x.tensor, (pages, heads, rows, dim), x.b, x.h, x.s), min(block, rows), widths)
+
+
 def results_maps(operands: Operands, o: Operand, block: int, pieces: tuple[int, ...], heads_per_tile: int = 1) -> Maps:
     """Of the forward's results, by tiles like those of queries. A row or column outside is not written."""
     heads = operands.heads.kv * operands.heads.q_per_kv

@@ -1,0 +1,133 @@
+"""The Hopper forward over a paged cache: packed queries, pages of every size, ends, and what lies behind them."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention import decode_kernels
+from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
+from powertrain.ops.attention.hopper import forward_pages
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
+    ),
+]
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few the rows are; and never the universal kernel."""
+    monkeypatch.setattr(decode_kernels, "PACKED_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_kernels, "_work_of", None)
+
+
+def _problem(
+    sizes: list[tuple[int, int]], page: int, heads: tuple[int, int] = (8, 2), dims: tuple[int, int] = (128, 128),
+    around: tuple[int, int] = (0, 0), dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:  # fmt: skip
+    """`sizes`: queries and keys of each sequence; `around`: rows of no sequence. NaN in all rows that hold no keys,
+    and in pages of no sequence; unused page ids are wild."""
+    torch.manual_seed(0)
+    queries, lengths = zip(*sizes, strict=True)
+    pages = [-(-n // page) for n in lengths]
+    total = sum(pages) + 3
+    order = torch.randperm(total, device=CUDA).int()
+    table = torch.full((len(sizes), max(pages) + 1), 2**30, dtype=torch.int32, device=CUDA)
+    caches = [torch.full((total, page, heads[1], dim), torch.nan, device=CUDA, dtype=dtype) for dim in dims]
+    at = 0
+    for n, (length, count) in enumerate(zip(lengths, pages, strict=True)):
+        table[n, :count] = order[at : at + count]
+        for cache in caches:
+            rows = torch.full((count * page, *cache.shape[2:]), torch.nan, device=CUDA, dtype=dtype)
+            rows[:length] = torch.randn(length, *cache.shape[2:], device=CUDA)
+            cache[order[at : at + count].long()] = rows.unflatten(0, (count, page))
+        at += count
+    starts = around[0] + torch.tensor([0, *queries], device=CUDA).cumsum(0)
+    return {
+        "query": torch.randn(int(starts[-1]) + around[1], heads[0], dims[0], device=CUDA).to(dtype),
+        "key_cache": caches[0], "value_cache": caches[1],
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=CUDA), "page_table": table,
+        "cu_seqlens_q": starts.int(),
+    }  # fmt: skip
+
+
+def _check(problem: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    most = int(problem["cu_seqlens_q"].diff().max())
+    out, lse = decode_attention(**problem, max_seqlen_q=most, return_lse=True, **options)
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in problem.items()}
+    expected, expected_lse = decode_attention_ref(**wide, **options)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-7)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
+    return out, lse
+
+
+SIZES = [(1, 700), (130, 700), (3, 3), (0, 90), (1, 0), (300, 300), (9, 1000), (40, 20)]
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
+def test_pages(dims: tuple[int, int], page: int) -> None:
+    _check(_problem(SIZES, page, dims=dims, around=(2, 70)))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (16, 2), (28, 4), (32, 32)], ids=str)
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_heads_and_parts(parts: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = forward_pages.plan_of_pages
+    monkeypatch.setattr(forward_pages, "plan_of_pages", lambda *given: real(*given)._replace(num_splits=parts))
+    for sizes in (SIZES, [(1, n) for n in (5, 4000, 1, 77)], [(512, 4096)]):
+        _check(_problem(sizes, 64, heads), sinks=torch.randn(heads[0], device=CUDA) if parts == 3 else None)
+
+
+@pytest.mark.parametrize(
+    "options", [{"is_causal": False}, {"softcap": 5.0}, {"is_causal": False, "window_size": (-1, 3)}, {"scale": 0.3}]
+)
+def test_masks(options: dict[str, Any]) -> None:
+    _check(_problem(SIZES, 16), **options)
+
+
+def test_sinks_and_alibi() -> None:
+    slopes, sinks = torch.rand(len(SIZES), 8, device=CUDA), torch.randn(8, device=CUDA)
+    _check(_problem(SIZES, 64), sinks=sinks)
+    _check(_problem(SIZES, 32, dtype=torch.float16), alibi_slopes=slopes)
+
+
+def test_random_problems() -> None:
+    draws = random.Random(0)
+    for _ in range(40):
+        sizes = [
+            (draws.choice([0, 1, 1, draws.randint(1, 400)]), draws.choice([0, 1, draws.randint(1, 5000)]))
+            for _ in range(draws.randint(1, 20))
+        ]
+        if sum(n for n, _ in sizes) == 0:
+            continue
+        kv_heads = draws.choice([1, 2, 4])
+        heads = kv_heads * draws.choice([1, 4, 7, 8]), kv_heads
+        dim = draws.choice([64, 72, 128, 192])
+        around = draws.choice([(0, 0), (5, 130)])
+        _check(_problem(sizes, draws.choice([16, 32, 64, 128, 384]), heads, (dim, dim), around))
+
+
+def test_a_graph_follows_starts_and_lengths() -> None:
+    problem = _problem([(5, 300), (1, 700), (20, 40)], 16)
+    fixed = {**problem, "max_seqlen_q": 26}
+    for _ in range(2):
+        decode_attention(**fixed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(**fixed)
+    for starts, lengths in (
+        ([0, 5, 6, 26], [300, 700, 40]),
+        ([0, 0, 24, 26], [16, 650, 3]),
+        ([2, 3, 4, 5], [0, 1, 40]),
+    ):
+        problem["cu_seqlens_q"].copy_(torch.tensor(starts))
+        problem["cache_seqlens"].copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, decode_attention(**fixed))
