@@ -196,6 +196,18 @@ def test_same_bits(recipe: Any) -> None:
         torch.testing.assert_close(compiled(x), module(x))
 
 
+def test_graphs_inside_and_outside_of_autocast() -> None:
+    """Each is compiled for itself, whichever is first."""
+    module, args = layers()[0]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    plain = compiled(args[0])
+    recipe = Float8CurrentScaling()
+    with te.autocast(recipe=recipe):
+        eager = run(module, args)[0]
+        assert torch.equal(compiled(args[0]), eager) and not torch.equal(eager, plain)
+    assert torch.equal(compiled(args[0]), plain)
+
+
 def test_a_resumed_run_has_the_same_bits() -> None:
     """From its first step on: the magnitudes of the last step before are in the checkpoint."""
     recipe = DelayedScaling(amax_history_len=2)

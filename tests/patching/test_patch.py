@@ -59,7 +59,9 @@ def judge(new: Result, old: Result, exact: Result, dtype: torch.dtype) -> None:
         scale = grad.norm().clamp_min(1e-12)
         ours, theirs = ((result[1][name] - grad).norm() / scale for result in (new, old))
         # a parameter of one number sums every token's terms, which cancel (Apertus' alphas: to a thousandth)
-        roundings = 4 if grad.numel() > 1 else 1000
+        # in float32 17 and 33 of Gemma 2's queries, whose gradients pass a tanh, on another CPU with torch 2.11
+        few = 64 if dtype is torch.float32 else 4
+        roundings = few if grad.numel() > 1 else 1000
         assert ours <= 2 * theirs + roundings * eps, f"{name}: {ours:.3g}, unpatched {theirs:.3g}"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from powertrain.compat.missing import unknown
 from powertrain.ops.attention import attention, decode_attention, varlen_attention
+from powertrain.ops.attention.arguments import window_bounds
 from powertrain.ops.attention.decode import reads_pages
 from powertrain.ops.conversion import gather_pages, known, unit_stride, unsupported
 from powertrain.ops.rope_table import RopeTable
@@ -138,8 +139,9 @@ def flash_attn_varlen_func(
         checks.require(k.dim() == 4, op, "k", "be [pages, page_size, heads, d]", list(k.shape))
         most = block_table.shape[1] * k.shape[1]
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        reads = not wanted and dropout_p == 0
-        reads = reads and reads_pages(q.shape[0], block_table.shape[0], q.shape[1], k.shape[2])
+        q, k, v = unit_stride(q, k, v)
+        lengths, left = cu_seqlens_k.diff(), window_bounds(op, window_size)[0]
+        reads = not wanted and dropout_p == 0 and reads_pages(q, k, v, cu_seqlens_q, lengths, block_table, left)
         # int(): the pages are gathered to this size, so there a tensor is read
         room = known(max_seqlen_k) if reads else int(max_seqlen_k)
         checks.require(
@@ -147,7 +149,7 @@ def flash_attn_varlen_func(
         )
         if reads:
             found = decode_attention(
-                *unit_stride(q, k, v), cu_seqlens_k.diff(), page_table=block_table, cu_seqlens_q=cu_seqlens_q,
+                q, k, v, lengths, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
                 max_seqlen_q=known(max_seqlen_q), scale=softmax_scale, is_causal=causal, window_size=window_size,
                 softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
             )  # fmt: skip

@@ -28,7 +28,8 @@ from powertrain.ops.attention.arguments import window_bounds
 from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.cache_append import append_op
-from powertrain.ops.attention.decode_kernels import decode_op
+from powertrain.ops.attention.decode_kernels import decode_op, why_not_many
+from powertrain.ops.attention.hopper.forward_pages import PagedCall
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.rope import rope
@@ -36,6 +37,7 @@ from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.target import Target
 
 MAX_HEAD_DIM_QK, MAX_HEAD_DIM_V = 576, 512
 
@@ -93,10 +95,17 @@ def decode_attention_ref(
     return torch.cat(outs), torch.cat(lses)
 
 
-def reads_pages(queries: int, sequences: int, heads: int, kv_heads: int) -> bool:
-    """Whether so many packed queries beside a paged cache take less time here than `varlen_attention` takes with a copy
-    of all pages: the copy costs as much for one query as for hundreds, products cost twice as much here."""
-    return queries * heads <= 256 * sequences * kv_heads
+def reads_pages(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, page_table: Tensor,
+    left: int = -1,
+) -> bool:  # fmt: skip
+    """Whether packed queries beside a paged cache take less time here than `varlen_attention` takes with a copy of all
+    pages: the copy costs as much for one query as for hundreds, products of the universal kernel take twice as long."""
+    call = PagedCall(
+        query, key_cache, value_cache, cu_seqlens_q, lengths, page_table, None, None, None, left, -1, 0.0, 1.0
+    )
+    few = query.shape[0] * query.shape[1] <= 256 * lengths.shape[0] * key_cache.shape[2]
+    return few or (use_kernel(_OP, query) and why_not_many(call, Target.of(query.device)) is None)
 
 
 def _packed_rows(

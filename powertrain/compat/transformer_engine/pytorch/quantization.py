@@ -36,8 +36,11 @@ class Quantizing(NamedTuple):
     group: Any
 
 
+# no attribute of a class, which Dynamo of torch 2.11 does not guard: graphs compiled outside of autocast served inside
+_active: Quantizing | None = None
+
+
 class _State:
-    active: Quantizing | None = None
     open: int = 0  # enabled autocasts around this point
     # weak: a deleted model must not be updated, nor kept alive
     # layers that ran with delayed scales -> their group; in the order of their first run, the same on all ranks
@@ -46,18 +49,25 @@ class _State:
 
 def active() -> Quantizing | None:
     """What the innermost autocast asks for; None: no FP8."""
-    return _State.active
+    return _active
+
+
+def _activate(quantizing: Quantizing | None) -> Quantizing | None:
+    """What was active before."""
+    global _active
+    before, _active = _active, quantizing
+    return before
 
 
 @contextmanager
 def restored(quantizing: Quantizing | None) -> Iterator[None]:
     """As under the autocast of before, for a recomputed forward; scales are not updated."""
     # restored after an exception too, or later products would be FP8
-    before, _State.active = _State.active, quantizing
+    before = _activate(quantizing)
     try:
         yield
     finally:
-        _State.active = before
+        _activate(before)
 
 
 def run_with(state: FP8State, quantizing: Quantizing, device: torch.device) -> None:
@@ -125,13 +135,12 @@ class autocast:
         # without gradients no new magnitudes were gathered
         if self._enabled and _State.open == 0 and torch.is_grad_enabled():
             _update_delayed()
-        self._before.append(_State.active)
-        _State.active = self._next
+        self._before.append(_activate(self._next))
         _State.open += self._enabled
         return self
 
     def __exit__(self, *_: object) -> None:
-        _State.active = self._before.pop()
+        _activate(self._before.pop())
         _State.open -= self._enabled
 
 

@@ -12,15 +12,19 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.hopper.forward import launch_forward
-from powertrain.ops.attention.hopper.plans import Plan, heads_per_tile_for, plan_for
+from powertrain.ops.attention.hopper.plans import Plan, heads_per_tile_for, num_splits_for, plan_for
 from powertrain.ops.attention.operands import Heads, OpArguments, Operand, Operands
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks, gluon_compat
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
-# blocks of a part of the keys, where they are cut, and parts at most
-_BLOCKS, _PARTS = 64, 8
+# where few rows (queries times heads) of a sequence on average make sequences of different lengths likely: blocks of
+# a part of the keys, parts at most, and bytes of their results. us, one H200, pages of 64, 32 sequences of 500 to 32k,
+# H32/8, whole, in 2, 4, 8 parts; FlashAttention-3: 1 query each 451, 408, 374, 360; 350; 4 each 460, 421, 387, 380; 351;
+# 1 to 16 467, 431, 400, 394; 355; a chunk of 512 beside 31 tokens 456, 440, 414, 416; 438; 64 sequences with 64 each
+# 1112, 1227, 1251, 1346; 1085; 32 with 256 each 2126, 2468, 2663, 2853; 2221
+_FEW_ROWS, _BLOCKS, _PARTS, _BYTES = 256, 32, 8, 256 << 20
 
 
 class PagedCall(NamedTuple):
@@ -101,7 +105,7 @@ def _operands_of(call: PagedCall, target: Target) -> Operands:
 
 
 def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
-    """Heads share tiles by the mean number of queries a sequence; keys are cut where tiles are few and long."""
+    """Heads share tiles by the mean number of queries a sequence; keys are cut where tiles are few, or queries."""
     heads, args = operands.heads, operands.args
     mean = max(1, operands.queries // operands.batch)
     plan = plan_for(operands.d_qk, operands.d_v, max_queries)
@@ -109,8 +113,10 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
     if args.slopes is None:
         pack = heads_per_tile_for(heads.q_per_kv, mean, plan.block_m)
         plan = plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
-    tiles = operands.query_blocks(plan.queries) * heads.kv * cdiv(heads.q_per_kv, plan.heads_per_tile)
-    parts = min(_PARTS, cdiv(operands.keys, _BLOCKS * plan.block_n))
-    if tiles <= 6 * operands.target.num_sms and parts > 1:
-        plan = plan._replace(num_splits=parts)
-    return plan
+    groups = heads.kv * cdiv(heads.q_per_kv, plan.heads_per_tile)
+    blocks, sms = cdiv(operands.keys, plan.block_n), operands.target.num_sms
+    result_bytes = operands.queries * heads.kv * heads.q_per_kv * operands.d_v * 4
+    parts = num_splits_for(cdiv(operands.queries, plan.queries) * groups, blocks, result_bytes, sms)
+    if operands.batch > 1 and mean * heads.q_per_kv < _FEW_ROWS:
+        parts = max(parts, min(_PARTS, cdiv(blocks, _BLOCKS), _BYTES // result_bytes))
+    return plan._replace(num_splits=parts)

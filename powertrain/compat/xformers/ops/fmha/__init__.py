@@ -410,9 +410,11 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options
     info = bias.q_seqinfo
     in_cache = isinstance(bias, PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)
     few = 0 < info.min_seqlen == info.max_seqlen <= _DECODE
-    few = few or (
-        isinstance(bias, PagedBias) and reads_pages(q.shape[0], len(info.seqstart) - 1, q.shape[1], k.shape[1])
-    )
+    if isinstance(bias, PagedBias):
+        keys, values = (x.unflatten(0, (-1, bias.page_size)) for x in (k, v))
+        few = few or reads_pages(
+            q, keys, values, info.seqstart, bias.k_seqinfo.seqlen, bias.block_tables, bias.band.left
+        )
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ours = options.backend in (None, triton_splitk.FwOp.BACKENDS)
     return in_cache and few and ours and not wanted and options.dropout_p == 0
