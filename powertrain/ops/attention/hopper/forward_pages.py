@@ -21,9 +21,9 @@ from powertrain.runtime.target import Target
 
 # where few rows (queries times heads) of a sequence on average make sequences of different lengths likely: blocks of
 # a part of the keys, parts at most, and bytes of their results. us, one H200, pages of 64, 32 sequences of 500 to 32k,
-# H32/8, whole, in 2, 4, 8 parts; FlashAttention-3: 1 query each 451, 408, 374, 360; 350; 4 each 460, 421, 387, 380; 351;
-# 1 to 16 467, 431, 400, 394; 355; a chunk of 512 beside 31 tokens 456, 440, 414, 416; 438; 64 sequences with 64 each
-# 1112, 1227, 1251, 1346; 1085; 32 with 256 each 2126, 2468, 2663, 2853; 2221
+# H32/8, whole, in 2, 4, 8 parts; FlashAttention-3: 1 query each 451, 408, 374, 360; 350; 4 each 460, 421, 387, 380;
+# 351; 1 to 16 467, 431, 400, 394; 355; a chunk of 512 beside 31 tokens 456, 440, 414, 416; 438; 64 sequences with 64
+# each 1112, 1227, 1251, 1346; 1085; 32 with 256 each 2126, 2468, 2663, 2853; 2221
 _FEW_ROWS, _BLOCKS, _PARTS, _BYTES = 256, 32, 8, 256 << 20
 
 
