@@ -434,7 +434,7 @@ def test_more_elements_than_an_int32_counts(taken: list[str | None]) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_memory(head_dim: int, taken: list[str | None]) -> None:
-    """Beyond the results: 4 bytes for each query, head and head dim, 8 for each query and head, and descriptors."""
+    """Beyond the results: 4 bytes for each query, head and head dim, 8 for each query and head."""
     shape = (1, 4096, 16, head_dim)
     leaves = _leaves(shape, shape, shape)
     dout = torch.ones(shape, device=CUDA, dtype=torch.bfloat16)

@@ -4,8 +4,8 @@
 universal kernels (triton/backend.py). Backward is the one that select.py decides: its own (hopper/backward.py), cuDNN's
 (backends/cudnn_backward.py) or that of the universal kernels.
 
-Memory beyond results: 256 to 512 bytes an SM of descriptors, and 4 a stream; where keys are cut into parts, which makes
-at most four tiles an SM, or heads do not fill their tiles, B * S * H * (E + 1) * 4 bytes for each part.
+Memory beyond results: 4 bytes a stream; where keys are cut into parts, which makes at most four tiles an SM, or heads
+do not fill their tiles, B * S * H * (E + 1) * 4 bytes for each part.
 """
 
 from collections.abc import Iterator

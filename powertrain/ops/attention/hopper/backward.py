@@ -7,10 +7,9 @@ fixed order, and the last bits of dq differ from run to run; where the same bits
 (hopper/dq_order.py). Where the query heads that share keys are split over tiles, dk and dv are sums too, to which the
 tiles of all parts add; where the same bits are wanted, the parts have sums of their own, which are added up in order.
 
-Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8; up to
-head dim 128, 512 an SM, or 1024 where a head dim has two pieces; where tiles add in turn, 16 for each 64 queries of a
-head; where heads are split, 4 bytes for each key, head of keys and head dim of keys and values, once for each part
-where the same bits are wanted.
+Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8; where
+tiles add in turn, 16 for each 64 queries of a head; where heads are split, 4 bytes for each key, head of keys and head
+dim of keys and values, once for each part where the same bits are wanted.
 FLOPs: five products for each pair that a mask lets see; none twice.
 
 Above head dim 256, and above 192 where it is faster, backward_d512.py follows the first launch instead; it has no such
