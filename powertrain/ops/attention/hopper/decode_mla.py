@@ -9,6 +9,10 @@ keeps p in registers for its own columns and puts it into shared memory, with th
 block is loaded once, [64, 576] in one of two stages, and is its own values. Its halves of 256 columns are given back
 apart: a half is read last for the values, by the one consumer that has those columns.
 
+Loads are what must be hidden: with two stages a block's room is free for the load only between its last product and
+its next block's scores. So the second consumer's blocks are added by the first before its own next scores, and pieces
+of keys have barriers of their own.
+
 Shared memory: q 72 KiB, two stages of 72 KiB, p 8 KiB, in all 226 of 227 KiB. One buffer of p is enough: who stores
 weights has been the only one to read those before.
 
@@ -48,13 +52,16 @@ from powertrain.runtime.target import Target
 HEAD_DIM_QK, HEAD_DIM_V = 576, 512
 # rows of a tile, keys of a block, programs that run on one SM at a time
 PLAN = ROWS.value, BLOCK_N.value, 1
+# columns of keys that complete one barrier: scores begin when the first piece is there
+PIECE = 64
 
 
 @gluon_kernel(archs=(90,))
 def _hopper_decode_mla_kernel(
     q_desc, k_desc, seqlens_ptr, page_table_ptr, sinks_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, parts_ptr,
     batches, num_queries, heads, num_new, capacity, num_parts, right, page_row, scale,
-    RIGHT: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, STARTS_EARLY: gl.constexpr,
+    RIGHT: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PIECE: gl.constexpr,
+    STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     wait_for_kernel_before(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
@@ -95,16 +102,16 @@ def _hopper_decode_mla_kernel(
             gl.allocate_shared_memory(gl.float32, [2, ROWS], rows_layout),
             gl.allocate_shared_memory(gl.float32, [2, ROWS], rows_layout),
         )
-        sync = Sync(alloc_mbarriers(1, 1), alloc_mbarriers(4, 1))
+        sync = Sync(alloc_mbarriers(3, 1), alloc_mbarriers(4 * HALF // PIECE + 2, 1))
         hopper.fence_async_shared()
         sizes = Sizes(num_queries, heads, right)
         results = Results(out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sinks_ptr)
         # registers of a thread; of the 65536 of an SM, 232 * 256 + 40 * 128 are used. With 24 the loader of pages of 16
         # spilled 12 bytes
         gl.warp_specialize([
-            (consume, (results, part, sizes, scale, buffers, sync, RIGHT, 0)),
-            (consume, (results, part, sizes, scale, buffers, sync, RIGHT, 1)),
-            (produce, (q_desc, k_desc, page_table_ptr, page_row, buffers, sync, part, PAGE_SIZE, BOX)),
+            (consume, (results, part, sizes, scale, buffers, sync, RIGHT, PIECE, 0)),
+            (consume, (results, part, sizes, scale, buffers, sync, RIGHT, PIECE, 1)),
+            (produce, (q_desc, k_desc, page_table_ptr, page_row, buffers, sync, part, PAGE_SIZE, BOX, PIECE)),
         ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -192,5 +199,7 @@ def launch_mla(
     _hopper_decode_mla_kernel[grid](
         q_map, k_map, seqlens, table, sinks, out, lse, partial, partial_lse, parts, b, sq, h, num_new,
         size if table is None else size * table.shape[1], num_parts, right, 0 if table is None else table.stride(0),
-        call.scale, RIGHT=right >= 0, PAGE_SIZE=paged, BOX=box, STARTS_EARLY=starts_early(target), num_warps=4,
+        call.scale, RIGHT=right >= 0, PAGE_SIZE=paged, BOX=box, PIECE=PIECE,
+        STARTS_EARLY=starts_early(target),
+        num_warps=4,
     )  # fmt: skip

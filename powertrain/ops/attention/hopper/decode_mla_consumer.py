@@ -22,11 +22,31 @@ from powertrain.runtime.gluon_compat import (
     named_barrier_arrive,
     named_barrier_sync,
     named_barrier_sync_divergent,
+    reinterpret,
 )
 
 
 @gluon.jit
-def _scores(n, buffers, full, CONSUMER: gl.constexpr):
+def _pieces(smem, PIECE: gl.constexpr):
+    """[64, columns] as [columns / PIECE, 64, PIECE]: panels of 64 columns lie one behind the other."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([smem.shape[0], PIECE], smem.dtype)
+    return reinterpret(smem, smem.dtype, [smem.shape[1] // PIECE, smem.shape[0], PIECE], layout)
+
+
+@gluon.jit
+def _half_of_scores(s, half, q, k, full, first, parity, FIRST: gl.constexpr, PIECE: gl.constexpr):
+    """`s` and the product over 256 columns, each piece once it is there."""
+    of_q, of_k = _pieces(q, PIECE), _pieces(k, PIECE)
+    for i in gl.static_range(HALF // PIECE):
+        mbarrier.wait(full.index(first + i), parity)
+        s = hopper.warpgroup_mma(
+            of_q.index(half + i), of_k.index(half + i).permute((1, 0)), s, use_acc=not FIRST or i > 0, is_async=True
+        )
+    return s
+
+
+@gluon.jit
+def _scores(n, buffers, full, PIECE: gl.constexpr, CONSUMER: gl.constexpr):
     """q kᵀ of a block of this consumer's: [64, 64]."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
@@ -35,18 +55,21 @@ def _scores(n, buffers, full, CONSUMER: gl.constexpr):
     zero = kept(gl.to_tensor(0))
     OWN: gl.constexpr = 3 * CONSUMER  # 2 * stage + half
     OTHER: gl.constexpr = 1 + CONSUMER
-    mbarrier.wait(full.index(OWN), parity)
+    PIECES: gl.constexpr = HALF // PIECE
+    AT: gl.constexpr = CONSUMER * (2 * PIECES + 1)
     # the zeros are never read, they only give the accumulators their layout
-    s = hopper.warpgroup_mma(
-        buffers.q.index(zero + CONSUMER), buffers.k.index(zero + OWN).permute((1, 0)), s, use_acc=False, is_async=True
+    s = _half_of_scores(
+        s, zero, buffers.q.index(zero + CONSUMER), buffers.k.index(zero + OWN), full, AT + CONSUMER * PIECES, parity,
+        True, PIECE,
     )  # fmt: skip
+    mbarrier.wait(full.index(AT + 2 * PIECES), parity)
     s = hopper.warpgroup_mma(
         buffers.q_tail.index(zero), buffers.k_tail.index(zero + CONSUMER).permute((1, 0)), s, is_async=True
     )
-    mbarrier.wait(full.index(OTHER), parity)
-    s = hopper.warpgroup_mma(
-        buffers.q.index(zero + (1 - CONSUMER)), buffers.k.index(zero + OTHER).permute((1, 0)), s, is_async=True
-    )
+    s = _half_of_scores(
+        s, zero, buffers.q.index(zero + (1 - CONSUMER)), buffers.k.index(zero + OTHER), full,
+        AT + (1 - CONSUMER) * PIECES, parity, False, PIECE,
+    )  # fmt: skip
     return hopper.warpgroup_mma_wait(0, deps=[s])
 
 
@@ -74,39 +97,53 @@ def _follow(o, m, l, buffers, factor, CONSUMER: gl.constexpr):  # noqa: E741
 
 
 @gluon.jit
-def _others_values(n, part, buffers, full, CONSUMER: gl.constexpr):
+def _others_values(n, part, buffers, full, PIECE: gl.constexpr, CONSUMER: gl.constexpr):
     """This consumer's half of the other's block n, once it is there."""
     STAGE: gl.constexpr = 1 - CONSUMER
     INDEX: gl.constexpr = 2 * STAGE + CONSUMER
     # the other has waited for it too, but what TMA wrote is visible to who waits
-    mbarrier.wait(full.index(INDEX), (n >> 1) & 1)
+    PIECES: gl.constexpr = HALF // PIECE
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(full.index(STAGE * (2 * PIECES + 1) + CONSUMER * PIECES + i), (n >> 1) & 1)
     v = buffers.k.index(INDEX)
     _clear((part.begin + n) * BLOCK_N, part.last, v)
     return v
 
 
 @gluon.jit
+def _add_others(
+    n, o, m, l, part, buffers, sync, factor, PIECE: gl.constexpr, CONSUMER: gl.constexpr  # noqa: E741
+):  # fmt: skip
+    """The other's block n, with nothing beside it."""
+    o, m, l = _follow(o, m, l, buffers, factor, CONSUMER)  # noqa: E741
+    v = _others_values(n, part, buffers, sync.full, PIECE, CONSUMER)
+    o = hopper.warpgroup_mma_wait(0, deps=[hopper.warpgroup_mma(buffers.p.index(0), v, o, is_async=True)])
+    return o, m, l
+
+
+@gluon.jit
 def _step(
     o, m, l, n, positions, part, sizes, buffers, sync, factor,  # noqa: E741
-    RIGHT: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
+    RIGHT: gl.constexpr, PIECE: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """The n-th block, which is this consumer's: its scores; the values of the block before, beside its exponentials;
-    its own values. FIRST: there is no block before."""
+    """The n-th block, which is this consumer's: its scores, its own values. Consumer 1 adds the other's block before it
+    beside its exponentials; consumer 0 the other's block behind it, before its next scores, so that all of that
+    block is free for another while it waits for those."""
     OWN: gl.constexpr = 3 * CONSUMER
     OTHERS: gl.constexpr = 2 * (1 - CONSUMER) + CONSUMER
     start = (part.begin + n) * BLOCK_N
-    s = _scores(n, buffers, sync.full, CONSUMER)
+    s = _scores(n, buffers, sync.full, PIECE, CONSUMER)
     seen_by_all = part.length
     if RIGHT:
         seen_by_all = gl.minimum(seen_by_all, part.length - sizes.queries + sizes.right + 1)
     if start + BLOCK_N > seen_by_all:
         s = apply_mask(s, start, positions, part.length, 0, sizes.right, False, RIGHT)
-    if FIRST:
+    if CONSUMER == 0:
         p, m, l, alpha = softmax(s, m, l, factor, True)  # noqa: E741
         p16 = p.to(buffers.p.dtype)
     else:
         o, m, l = _follow(o, m, l, buffers, factor, CONSUMER)  # noqa: E741
-        v = _others_values(n - 1, part, buffers, sync.full, CONSUMER)
+        v = _others_values(n - 1, part, buffers, sync.full, PIECE, CONSUMER)
         later = hopper.warpgroup_mma(buffers.p.index(0), v, o, is_async=True)  # [64, 256]
         p, m, l, alpha = softmax(s, m, l, factor, True)  # noqa: E741
         p16 = p.to(buffers.p.dtype)
@@ -120,21 +157,25 @@ def _step(
     named_barrier_arrive(WEIGHTS_FULL + CONSUMER, 256)
     v = buffers.k.index(OWN)
     _clear(start, part.last, v)
-    if not FIRST:
-        o = rescale_o(o, by_row(alpha, o))
+    o = rescale_o(o, by_row(alpha, o))
     o_layout: gl.constexpr = o.type.layout
     operand = gl.convert_layout(p16, gl.DotOperandLayout(0, o_layout, 2))
     added = hopper.warpgroup_mma(operand, v, o, is_async=True)  # [64, 256]
     # operands in registers must stay until they have been read
     waited = hopper.warpgroup_mma_wait(0, deps=(added, operand))
     give_back(HALVES_FREE, OWN, 1)
-    return waited[0], m, l
+    o = waited[0]
+    if CONSUMER == 0:
+        if n + 1 < part.count:
+            o, m, l = _add_others(n + 1, o, m, l, part, buffers, sync, factor, PIECE, CONSUMER)  # noqa: E741
+            give_back(HALVES_FREE, OTHERS, 1)
+    return o, m, l
 
 
 @gluon.jit
 def consume(
     results, part, sizes, scale, buffers, sync,
-    RIGHT: gl.constexpr, CONSUMER: gl.constexpr,
+    RIGHT: gl.constexpr, PIECE: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: its columns of the tile."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -147,20 +188,15 @@ def consume(
     # sums are per thread: the four threads of a row meet at the end
     l = gl.zeros_like(partial_row_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)))  # noqa: E741
     o = gl.zeros([ROWS, HALF], gl.float32, o_layout)
-    mbarrier.wait(sync.q_full.index(0), 0)
-    if CONSUMER == 0:
+    for i in gl.static_range(3):
+        mbarrier.wait(sync.q_full.index(i), 0)
+    for n in range(CONSUMER, part.count, 2):
         o, m, l = _step(  # noqa: E741
-            o, m, l, gl.to_tensor(0), positions, part, sizes, buffers, sync, factor, RIGHT, CONSUMER, True
-        )
-    for n in range(2 - CONSUMER, part.count, 2):
-        o, m, l = _step(  # noqa: E741
-            o, m, l, n, positions, part, sizes, buffers, sync, factor, RIGHT, CONSUMER, False
+            o, m, l, n, positions, part, sizes, buffers, sync, factor, RIGHT, PIECE, CONSUMER
         )
     # the last block is the other consumer's
-    if (part.count & 1) == CONSUMER:
-        o, m, l = _follow(o, m, l, buffers, factor, CONSUMER)  # noqa: E741
-        v = _others_values(part.count - 1, part, buffers, sync.full, CONSUMER)
-        o = hopper.warpgroup_mma_wait(0, deps=[hopper.warpgroup_mma(buffers.p.index(0), v, o, is_async=True)])
+    if CONSUMER == 1 and (part.count & 1) == 1:
+        o, m, l = _add_others(part.count - 1, o, m, l, part, buffers, sync, factor, PIECE, CONSUMER)  # noqa: E741
 
     # each consumer has the sums of its own blocks, relative to the same maximum
     buffers.l.index(CONSUMER).store(gl.convert_layout(gl.sum(l, 1), row_layout))

@@ -7,14 +7,18 @@ from powertrain.runtime.gluon_compat import gl, gluon, mbarrier, reinterpret, tm
 
 
 @gluon.jit
-def _load_columns(desc, entries, row, column, bar, smem, BOX: gl.constexpr):
-    """Rows of each of the entries, BOX of each, and as many columns from `column` on as `smem` [64, columns] has."""
+def _load_columns(desc, entries, row, column, bars, first, smem, BOX: gl.constexpr, PIECE: gl.constexpr):
+    """Rows of each of the entries, BOX of each, and as many columns from `column` on as `smem` [64, columns] has: each
+    PIECE columns complete a barrier, from `first` on."""
     COLS: gl.constexpr = smem.shape[1]
     # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, 64], smem.dtype)
     COUNT: gl.constexpr = smem.shape[0] // BOX
     pieces = reinterpret(smem, smem.dtype, [COLS // 64 * COUNT, BOX, 64], layout)
     for panel in gl.static_range(COLS // 64):
+        bar = bars.index(first + panel * 64 // PIECE)
+        if panel * 64 % PIECE == 0:
+            mbarrier.expect(bar, PIECE * smem.shape[0] * smem.dtype.primitive_bitwidth // 8)
         for i in gl.static_range(COUNT):
             piece = as_tile(pieces.index(panel * COUNT + i))
             tma_load(desc, [entries[i], 0, row, column + panel * 64], bar, piece)  # [BOX, 64]
@@ -36,22 +40,19 @@ def _entries(page_row, part, n, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, page_table, page_stride, buffers, sync, part, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr
+    q_desc, k_desc, page_table, page_stride, buffers, sync, part, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
+    PIECE: gl.constexpr,
 ):  # fmt: skip
     """The queries, and the blocks' keys: of each first the half that its owner's values are in, with the tail."""
-    BYTES: gl.constexpr = BLOCK_N * buffers.k.dtype.primitive_bitwidth // 8
-    HALF_BYTES: gl.constexpr = HALF * BYTES
-    TAIL_BYTES: gl.constexpr = TAIL * BYTES
+    PIECES: gl.constexpr = HALF // PIECE
     page_row = page_table
     if PAGE_SIZE > 0:
         page_row = page_table + part.batch.to(gl.int64) * page_stride
     entries = _entries(page_row, part, 0, PAGE_SIZE, BOX)
-    bar = sync.q_full.index(0)
-    mbarrier.expect(bar, 2 * HALF_BYTES + TAIL_BYTES)
     of_query = (part.batch,)
-    _load_columns(q_desc, of_query, part.row, 0, bar, buffers.q.index(0), 64)
-    _load_columns(q_desc, of_query, part.row, 2 * HALF, bar, buffers.q_tail.index(0), 64)
-    _load_columns(q_desc, of_query, part.row, HALF, bar, buffers.q.index(1), 64)
+    _load_columns(q_desc, of_query, part.row, 0, sync.q_full, 0, buffers.q.index(0), 64, HALF)
+    _load_columns(q_desc, of_query, part.row, 2 * HALF, sync.q_full, 1, buffers.q_tail.index(0), 64, TAIL)
+    _load_columns(q_desc, of_query, part.row, HALF, sync.q_full, 2, buffers.q.index(1), 64, HALF)
     for n in range(part.count):
         # a part without keys has one block, wholly masked: any rows will do
         row = gl.where((part.begin + n) * BLOCK_N < part.last, (part.begin + n) * BLOCK_N, 0)
@@ -65,14 +66,12 @@ def produce(
         own = 2 * stage + stage
         if n >= 2:
             take_stage(HALVES_FREE, own, 1)
-        bar = sync.full.index(own)
-        mbarrier.expect(bar, HALF_BYTES + TAIL_BYTES)
-        _load_columns(k_desc, entries, row, stage * HALF, bar, buffers.k.index(own), BOX)
-        _load_columns(k_desc, entries, row, 2 * HALF, bar, buffers.k_tail.index(stage), BOX)
+        first = stage * (2 * PIECES + 1)
+        of_own, of_other, of_tail = first + stage * PIECES, first + (1 - stage) * PIECES, first + 2 * PIECES
+        _load_columns(k_desc, entries, row, stage * HALF, sync.full, of_own, buffers.k.index(own), BOX, PIECE)
+        _load_columns(k_desc, entries, row, 2 * HALF, sync.full, of_tail, buffers.k_tail.index(stage), BOX, TAIL)
         other = 2 * stage + 1 - stage
         if n >= 2:
             take_stage(HALVES_FREE, other, 1)
-        bar = sync.full.index(other)
-        mbarrier.expect(bar, HALF_BYTES)
-        _load_columns(k_desc, entries, row, (1 - stage) * HALF, bar, buffers.k.index(other), BOX)
+        _load_columns(k_desc, entries, row, (1 - stage) * HALF, sync.full, of_other, buffers.k.index(other), BOX, PIECE)
         entries = later

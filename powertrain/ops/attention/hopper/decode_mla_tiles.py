@@ -31,8 +31,8 @@ class Buffers(NamedTuple):
 class Sync(NamedTuple):
     """mbarriers. Halves are given back at numbered barriers instead."""
 
-    q_full: Any
-    full: Any  # one for each half of a stage; the tail comes with the owner's half
+    q_full: Any  # halves 0 and 1 are at 0 and 2, the tail at 1
+    full: Any  # of each stage: the pieces of its halves of columns, its tail
 
 
 class Part(NamedTuple):
