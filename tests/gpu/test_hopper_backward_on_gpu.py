@@ -119,6 +119,7 @@ def _close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 @pytest.fixture
 def of_96_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_plans, "head_splits_for", lambda *sizes: 1)
+    monkeypatch.setattr(backward_plans, "_prefers_96_keys", lambda operands: True)
 
 
 @pytest.mark.usefixtures("of_96_keys")

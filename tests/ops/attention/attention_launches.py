@@ -66,8 +66,9 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
             launch("causal", head_dims, dtype, "hopper")
         for feature, head_dims in (("causal", (512, 512)), ("packed", (384, 384)), ("softcap", (320, 448))):
             launch(feature, head_dims, dtype, "hopper")
-        for head_dim in (128, 256, 192):  # heads that are not split: tiles of 128, 64, 96 keys
-            x = torch.empty(B, S, H, head_dim, dtype=dtype, device=META, requires_grad=True)
+        # heads that are not split: tiles of 128, 64, 96 keys
+        for head_dim, batch, length in ((128, B, S), (256, B, S), (192, 8, 1024)):
+            x = torch.empty(batch, length, 16, head_dim, dtype=dtype, device=META, requires_grad=True)
             attention(x, x, x, is_causal=True, backend="hopper").backward(torch.empty_like(x))
     with any_order(False):
         for head_dims in ((64, 64), (128, 128), (256, 256)):

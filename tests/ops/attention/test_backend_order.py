@@ -62,25 +62,25 @@ def _decision(problem: AttentionProblem, packages: str = "none", **preference: A
 # forward, and with backward, of up to 16, 1024, 4096 and more queries; fa: flash-attn-; h+: hopper, differentiated by
 GOLDEN = [
     (90, (64, 64), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (64, 64), "causal", "all", "hopper hopper hopper hopper hopper fa3 fa3 fa3"),
+    (90, (64, 64), "causal", "all", "hopper hopper hopper hopper fa3 fa3 fa3 fa3"),
     (90, (64, 64), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (64, 64), "full", "all", "hopper hopper fa3 fa3 hopper hopper fa3 hopper"),
+    (90, (64, 64), "full", "all", "hopper hopper fa3 hopper hopper fa3 fa3 fa3"),
     (90, (64, 64), "alibi", "all", "hopper hopper hopper hopper triton hopper triton hopper"),
-    (90, (64, 64), "window", "all", "hopper hopper hopper hopper fa3 fa3 fa3 fa3"),
+    (90, (64, 64), "window", "all", "hopper hopper hopper hopper hopper hopper fa3 fa3"),
     (90, (80, 80), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (80, 80), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 hopper"),
+    (90, (80, 80), "causal", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
     (90, (80, 80), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (80, 80), "full", "all", "hopper hopper fa3 fa3 hopper hopper fa4 hopper"),
+    (90, (80, 80), "full", "all", "hopper hopper hopper hopper hopper fa3 fa4 hopper"),
     (90, (96, 96), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (80, 80), "window", "all", "hopper hopper hopper fa3 fa3 fa3 hopper hopper"),
+    (90, (80, 80), "window", "all", "hopper hopper hopper fa3 hopper hopper hopper hopper"),
     (90, (40, 40), "causal", "none", "efficient efficient hopper hopper hopper hopper hopper hopper"),
-    (90, (96, 96), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 hopper"),
+    (90, (96, 96), "causal", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
     (90, (96, 96), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (96, 96), "full", "all", "hopper hopper fa3 fa3 hopper fa3 fa4 fa4"),
+    (90, (96, 96), "full", "all", "hopper hopper fa3 hopper hopper fa3 fa4 fa4"),
     (90, (128, 128), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (128, 128), "causal", "all", "hopper fa3 hopper fa3 hopper fa3 fa3 fa3"),
+    (90, (128, 128), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 fa3"),
     (90, (128, 128), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (128, 128), "full", "all", "hopper fa3 fa3 fa3 hopper fa3 fa3 fa4"),
+    (90, (128, 128), "full", "all", "hopper hopper fa3 fa3 hopper fa3 fa3 fa4"),
     (90, (128, 128), "alibi", "all", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (128, 128), "window", "all", "hopper hopper hopper fa3 hopper fa3 hopper fa3"),
     (90, (192, 128), "causal", "none", "cudnn h+triton hopper h+cudnn hopper h+cudnn hopper h+cudnn"),
@@ -88,19 +88,19 @@ GOLDEN = [
     (90, (192, 128), "full", "none", "cudnn h+triton hopper h+triton hopper h+triton hopper h+triton"),
     (90, (192, 128), "full", "all", "cudnn fa3 hopper fa3 fa3 fa3 fa4 fa4"),
     (90, (192, 128), "alibi", "all", "hopper h+triton hopper h+triton hopper h+triton hopper h+triton"),
-    (90, (192, 128), "window", "all", "hopper fa3 fa3 fa3 hopper h+triton hopper fa4"),
+    (90, (192, 128), "window", "all", "hopper fa3 hopper fa3 hopper h+triton hopper fa4"),
     (90, (160, 160), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (160, 160), "causal", "all", "hopper fa3 hopper fa3 hopper fa3 fa3 fa3"),
-    (90, (192, 192), "causal", "none", "efficient flash hopper hopper hopper hopper hopper hopper"),
-    (90, (192, 192), "causal", "all", "efficient fa3 hopper fa3 fa3 fa3 fa3 fa3"),
-    (90, (160, 160), "full", "none", "efficient flash hopper cudnn hopper hopper hopper hopper"),
-    (90, (160, 160), "full", "all", "efficient fa3 fa3 fa3 fa3 fa3 fa3 fa3"),
-    (90, (192, 192), "full", "none", "efficient flash hopper cudnn hopper hopper hopper hopper"),
-    (90, (192, 192), "full", "all", "efficient fa3 fa3 fa3 fa3 fa3 fa3 fa3"),
+    (90, (160, 160), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 fa3"),
+    (90, (192, 192), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
+    (90, (192, 192), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 fa3"),
+    (90, (160, 160), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
+    (90, (160, 160), "full", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
+    (90, (192, 192), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
+    (90, (192, 192), "full", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
     (90, (256, 256), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (256, 256), "causal", "all", "hopper fa3 fa3 fa3 fa3 fa3 fa3 fa3"),
-    (90, (256, 256), "full", "none", "efficient flash hopper hopper hopper hopper hopper hopper"),
-    (90, (256, 256), "full", "all", "efficient fa3 fa3 fa3 fa3 fa3 fa3 fa3"),
+    (90, (256, 256), "causal", "all", "hopper hopper fa3 fa3 fa3 fa3 fa3 fa3"),
+    (90, (256, 256), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
+    (90, (256, 256), "full", "all", "hopper hopper fa3 fa3 fa3 fa3 fa3 fa3"),
     (80, (128, 128), "causal", "none", "flash flash flash flash flash flash flash flash"),
     (80, (128, 128), "causal", "all", "fa2 fa2 fa2 fa2 fa2 fa2 fa2 fa2"),
     (80, (128, 128), "full", "none", "flash flash flash flash flash flash flash flash"),
@@ -293,10 +293,8 @@ MISSED = [
     ((8, 55, 55, 16, 16, 80), "full", False, "flash"),  # 1.71
     ((8, 55, 55, 16, 16, 80), "full", True, "flash"),  # 1.81
     ((3, 57, 57, 16, 16, 96), "full", True, "flash"),  # 1.9
-    ((2, 561, 561, 32, 32, 184), "causal", True, "cudnn"),  # 1.38
     ((34, 4, 963, 12, 1, 320), "full", False, "hopper"),  # 3.21
     ((498, 24, 24, 8, 8, 40), "full", True, "efficient"),  # 1.66
-    ((1, 2, 2, 28, 4, 224), "full", True, "flash"),  # 1.34
 ]
 
 

@@ -41,7 +41,7 @@ def test_hopper_serves(page_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"heads": 16},
+        {"heads": 8},
         {"page_size": 1},
         {"page_size": 48},
         {"dtype": torch.float32},

@@ -2,15 +2,18 @@
 
 import heapq
 import random
+from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
 
 from powertrain.ops.attention.hopper import backward, backward_plans
+from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.ops.attention.triton.sequences import key_tile_coords
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.recording import record
 
 SMS = 132
 
@@ -184,3 +187,49 @@ def test_tiles_of_64_keys_are_reckoned_in_longer_blocks() -> None:
     assert backward_plans.head_splits_for(12, 10, 12, True, 2**20, False, SMS, 3.1) == 12
     few = [backward_plans.head_splits_for(2, 8, 2, True, 2**23, False, SMS, block_us) for block_us in (2.1, 3.1)]
     assert few == [1, 2]
+
+
+def _operands(
+    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, sequences: int = 0, **given: Any
+) -> Any:
+    """Of a batch, or of so many packed sequences of that length."""
+    rows = (sequences * length,) if sequences else (batch, length)
+    q, k = (torch.empty(*rows, n, head_dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads))
+    if sequences:
+        starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+        given |= {"layout": "thd", "query_starts": starts, "key_starts": starts}
+    with record("H200"):
+        return Operands.of(q, k, k, OpArguments(*(None,) * 11, "bshd", 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**given))
+
+
+# (batch, length, heads, kv heads, packed sequences), whether it is causal, and keys of a tile: as measured on one H200
+@pytest.mark.parametrize(
+    "sizes, right, keys",
+    [
+        ((8, 1000, 16, 16, 0), 0, 96), ((2, 8192, 16, 16, 0), 0, 96), ((4, 3000, 16, 16, 0), -1, 96),
+        ((1, 904, 8, 8, 0), -1, 64), ((1, 417, 16, 16, 0), 0, 64), ((8, 2, 8, 8, 0), 0, 64),
+        ((3, 5550, 12, 1, 0), -1, 64), ((1, 18787, 12, 1, 0), 0, 64), ((1, 26, 8, 8, 3), -1, 64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_of_a_tile_at_head_dim_192(sizes: tuple[int, ...], right: int, keys: int) -> None:
+    batch, length, heads, kv_heads, sequences = sizes
+    assert (
+        backward_plans.plan_of(_operands(batch, length, heads, kv_heads, 192, sequences, right=right)).block_n == keys
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes, head_dim, right, stores",
+    [
+        ((2, 8192, 8, 8, 0), 256, 0, True), ((4, 1000, 16, 4, 0), 256, 0, True),
+        ((2, 4096, 16, 4, 0), 256, 0, True),
+        ((8, 2048, 8, 8, 0), 256, 0, False), ((1, 1338, 12, 1, 0), 224, 0, False), ((1, 63, 28, 4, 153), 224, -1, False),
+        ((1, 144, 16, 16, 51), 256, 0, False), ((1, 7407, 64, 8, 1), 256, 0, True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_weights_in_memory_at_head_dims_to_256(sizes: tuple[int, ...], head_dim: int, right: int, stores: bool) -> None:
+    batch, length, heads, kv_heads, sequences = sizes
+    operands = _operands(batch, length, heads, kv_heads, head_dim, sequences, right=right)
+    assert backward_plans.plan_of(operands).stores_weights is stores

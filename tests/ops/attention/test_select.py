@@ -127,7 +127,7 @@ def test_every_problem_on_a_gpu_can_be_ours(target: Target) -> None:
         ("A100", {"layout": "thd"}, "flash"),
         ("H100", {}, "hopper"),
         ("H100", {"head_dim_qk": 64, "head_dim_v": 64}, "hopper"),
-        ("H100", {"lengths": Lengths(512, 512)}, "cudnn"),
+        ("H100", {"lengths": Lengths(512, 512)}, "hopper"),
         ("H100", {"needs_grad": False}, "hopper"),
         ("RTX 2080", {"dtype": torch.float16}, "efficient"),
         ("RTX 2080", {}, "triton"),  # bfloat16 on sm_75
@@ -258,7 +258,7 @@ D64: dict[str, Any] = {"head_dim_qk": 64, "head_dim_v": 64, "mask": MaskSpec(rig
         ({"head_dim_qk": 64, "head_dim_v": 64, "mask": MaskSpec(right=0, alibi=True), "needs_grad": False}, "triton"),
         ({"head_dim_qk": 256, "head_dim_v": 256, "needs_grad": False}, "hopper"),
         ({"lengths": Lengths(2048, 2048), "needs_grad": False}, "hopper"),
-        ({"lengths": Lengths(512, 512)}, "cudnn"),
+        ({"lengths": Lengths(512, 512)}, "hopper"),
         ({"lengths": Lengths(512, 512, 32)}, "hopper"),
         ({"lengths": Lengths(512, 512), "needs_grad": False}, "hopper"),
         ({"lengths": Lengths(512, 512), "needs_grad": False, "head_dim_qk": 64, "head_dim_v": 64}, "hopper"),
@@ -271,7 +271,7 @@ D64: dict[str, Any] = {"head_dim_qk": 64, "head_dim_v": 64, "mask": MaskSpec(rig
         ({"lengths": Lengths(512, 4096, equal=False), "needs_grad": False, **D64}, "hopper"),
         ({"lengths": Lengths(512, 768, equal=False), "needs_grad": False, **D64}, "hopper"),
         ({"lengths": Lengths(16, 16), "needs_grad": False}, "flash"),
-        ({"lengths": Lengths(16, 16), "num_kv_heads": 4}, "flash"),
+        ({"lengths": Lengths(16, 16), "num_kv_heads": 4}, "hopper"),
         (
             {"lengths": Lengths(512, 4096), "needs_grad": False, "num_heads": 28, "num_kv_heads": 4, **D64},
             "hopper",

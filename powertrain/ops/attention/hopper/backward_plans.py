@@ -67,19 +67,49 @@ def why_not_weights(d_qk: int, d_v: int) -> str | None:
     return None
 
 
+def _queries_of_each(operands: Operands) -> int:
+    """Of packed sequences on average."""
+    return operands.queries // max(1, operands.batch) if operands.is_packed else operands.queries
+
+
 def _prefers_weights(operands: Operands) -> bool:
     """At head dims of 200 to 256, where backward_kernel_d256.py is the other way.
 
-    ms, one H200, weights in memory and not, in two runs: D256 causal B2 S8192 8/8 2.85, 3.05; full 5.46, 6.10; B2 S4096
-    16/4 1.54, 1.73; B4 S1000 16/4 0.353, 0.380; B8 S2048 8/8 1.14, 0.95; D224 B2 S8192 8/8 2.93, 3.20. In turn the
-    other took 4.18 for the first. So it pays where the sums of dk and dv are long, or a fixed order is wanted."""
+    ms, one H200, weights in memory and not: D256 causal B2 S8192 8/8 2.85, 3.05; full 5.46, 6.10; B2 S4096 16/4 1.54,
+    1.73; B4 S1000 16/4 0.353, 0.380; B8 S2048 8/8 1.14, 0.95; packed 51 of 144 16/16 0.71, 0.44; D224 B2 S8192 8/8
+    2.93, 3.20; S1338 12/1 0.235, 0.144; packed 153 of 63 28/4 4.98, 0.81. In turn the other took 4.18 for the first. So
+    it pays where the sums of dk and dv are long and there are tiles of them for all SMs, or a fixed order is wanted of
+    long sequences."""
     args = operands.args
     if why_not_weights(operands.d_qk, operands.d_v):
         return False
-    seen = operands.queries // 2 if args.right >= 0 else operands.queries
+    each = _queries_of_each(operands)
+    seen = each // 2 if args.right >= 0 else each
     if args.left >= 0 and args.right >= 0:
         seen = min(seen, args.left + args.right + 1)
-    return args.deterministic or operands.heads.q_per_kv * seen >= 30 * 64
+    if args.deterministic:
+        return not operands.is_packed or each >= 512
+    tiles = operands.storage * operands.heads.kv * cdiv(operands.keys, 128)
+    return operands.heads.q_per_kv * seen >= 30 * 64 and tiles >= 100
+
+
+def _prefers_96_keys(operands: Operands) -> bool:
+    """At head dims of 168 to 192, by the time of all tiles: a block of 64 queries takes 3.35 us with 96 keys and 2.6
+    with 64, of which there are half as many tiles again for the SMs.
+
+    Backward in ms, one H200, 64 keys and 96: B8 S1000 16/16 0.587, 0.477; B2 S8192 5.22, 4.50; B1 S904 8/8 0.066,
+    0.078; S417 16/16 0.058, 0.079; B3 S5550 12/1 full 5.13, 6.67; S18787 12/1 12.1, 13.8."""
+    each, heads, args = _queries_of_each(operands), operands.heads, operands.args
+    blocks = cdiv(max(1, each), 64)
+
+    def us(block_n: int, of_block: float) -> float:
+        tiles = operands.storage * heads.kv * operands.key_blocks(block_n)
+        longest, sms = heads.q_per_kv * blocks, operands.target.num_sms
+        if args.right < 0:
+            return of_block * cdiv(tiles, sms) * longest
+        return of_block * max(longest, tiles * longest / 2 / sms)
+
+    return us(96, 3.35) + 5 < us(64, 2.6)
 
 
 def plan_of(operands: Operands) -> Plan:
@@ -87,7 +117,7 @@ def plan_of(operands: Operands) -> Plan:
     plan, widest = plan_for(operands.d_qk, operands.d_v), max(operands.d_qk, operands.d_v)
     if widest > 256 or (widest > 192 and _prefers_weights(operands)):
         return PLAN_OF_WEIGHTS
-    if 160 < widest <= 192 and why_not_96_keys(operands) is None:
+    if 160 < widest <= 192 and why_not_96_keys(operands) is None and _prefers_96_keys(operands):
         # which takes no parts of the heads that share keys
         if schedule_of(operands, plan).num_splits == 1:
             return PLAN_OF_96_KEYS
@@ -115,7 +145,8 @@ def schedule_of(operands: Operands, plan: Plan) -> Schedule:
     num_splits = 1
     if heads.q_per_kv > 1 and plan.block_n != 96:
         seen = min(queries, args.left + plan.block_n) if args.left >= 0 else queries
-        keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
+        # whole tiles are added, however few keys they have
+        keys_bytes = operands.storage * heads.kv * blocks * plan.block_n * (operands.d_qk + operands.d_v) * 4
         num_splits = head_splits_for(
             operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
             args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,

@@ -53,7 +53,7 @@ HEAD_DIM_QK, HEAD_DIM_V = 576, 512
 # rows of a tile, keys of a block, programs that run on one SM at a time
 PLAN = ROWS.value, BLOCK_N.value, 1
 # columns of keys that complete one barrier: scores begin when the first piece is there
-PIECE = 64
+PIECE = 256
 
 
 @gluon_kernel(archs=(90,))
