@@ -108,8 +108,11 @@ def reads_pages(
     call = PagedCall(
         query, key_cache, value_cache, cu_seqlens_q, lengths, page_table, None, None, None, left, -1, 0.0, 1.0
     )
-    few = query.shape[0] * query.shape[1] <= 256 * lengths.shape[0] * key_cache.shape[2]
-    return few or (use_kernel(_OP, query) and why_not_many(call, Target.of(query.device)) is None)
+    if query.shape[0] * query.shape[1] <= 256 * lengths.shape[0] * key_cache.shape[2]:
+        return True
+    # a traced tensor has no address, which TMA wants aligned
+    is_known = not is_traced(query) and use_kernel(_OP, query)
+    return is_known and why_not_many(call, Target.of(query.device)) is None
 
 
 def _packed_rows(
