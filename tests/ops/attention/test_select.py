@@ -489,3 +489,15 @@ def test_misaligned_goes_to_ours() -> None:
     assert explain_attention(q, k, v).columns[0].problem.aligned
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     assert explain_attention(q, k, v, layout="bhsd").columns[0].problem.aligned
+
+
+def test_many_short_packed_sequences_of_wide_heads_have_the_universal_backward() -> None:
+    """One H200, D512, 117 sequences of 71 rows: 11.1 ms by the Hopper kernels, 7.0 by the universal ones."""
+    with assume(PLAIN):
+        for sequences, rows, expected in ((117, 71, "triton"), (4, 71, "hopper"), (117, 2048, "hopper")):
+            p = AttentionProblem(
+                torch.bfloat16, 512, 512, Target.parse("H200"), MaskSpec(right=0), "thd",
+                lengths=Lengths(rows, rows, sequences),
+            )  # fmt: skip
+            decision = select.decide(p, BackendPreference(("hopper",), only=True))
+            assert decision is not None and decision.backward == expected

@@ -240,10 +240,6 @@ def why_not_backward(operands: Operands) -> str | None:
             return f"{name}'s rows must be contiguous and 16-byte aligned, strides are {tuple(x.stride())}"
         if s == 0 or (r == 0 and name == "query" and heads.q_per_kv > 1):
             return f"{name} is expanded, strides {tuple(x.stride())}"
-    is_wide = max(operands.d_qk, operands.d_v) > 256
-    if is_wide and operands.is_packed and operands.batch > 32 and operands.queries < 128 * operands.batch:
-        # D512, 117 sequences of 71 rows, 64/8 heads: 11.1 ms, the universal kernels 7.0
-        return "above head dim 256 it is slow for many packed sequences of fewer than 128 rows"
     if 2 * query.numel() // query.shape[-1] >= 2**31 - 2**24:
         return "TMA counts the rows of all heads in an int32"
     return None
