@@ -30,7 +30,7 @@ if not HAS_GPU:
 SLOW_IN_INTERPRETER = pytest.mark.slow if INTERPRET else ()
 
 
-# what a test leaves in torch's cache, which the other processes on the GPU cannot use
+# bytes that a test may leave in torch's allocator, which the other processes on the GPU cannot use
 _KEPT = 1 << 30
 
 # at tests' sizes lora_linear would leave its op on a GPU
