@@ -101,12 +101,12 @@ def decode_attention_ref(
 
 def reads_pages(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, page_table: Tensor,
-    left: int = -1,
+    left: int = -1, leftpad: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Whether packed queries beside a paged cache take less time here than `varlen_attention` takes with a copy of all
     pages: the copy costs as much for one query as for hundreds, products of the universal kernel take twice as long."""
     call = PagedCall(
-        query, key_cache, value_cache, cu_seqlens_q, lengths, page_table, None, None, None, left, -1, 0.0, 1.0
+        query, key_cache, value_cache, cu_seqlens_q, lengths, page_table, leftpad, None, None, left, -1, 0.0, 1.0
     )
     if query.shape[0] * query.shape[1] <= 256 * lengths.shape[0] * key_cache.shape[2]:
         return True
@@ -202,7 +202,7 @@ def decode_attention(
         cu_seqlens_q   [B + 1] int32  query is [T, H, D]: sequence n's are rows cu_seqlens_q[n] to cu_seqlens_q[n + 1],
                        any number of each, such as chunks of prompts beside single new tokens. Its keys are in the cache
                        already: not with key_new, rotary and num_splits
-        max_seqlen_q   most queries of a sequence, with cu_seqlens_q; None: T. Tiles are chosen by it
+        max_seqlen_q   most queries of a sequence, with cu_seqlens_q; None: T. Tiles are chosen by it, never results
         rotary         table from `rope_table`; key_new and query are turned before use, the first of each by the
                        position cache_seqlens, the next by the following ones (without causal and window: all queries
                        by the first's). Not with a table of axes (M-RoPE): turn those with `rope` before

@@ -525,7 +525,7 @@ def _decode(
     if query_starts is not None:
         paged_call = PagedCall(
             query[0], key_cache, value_cache, query_starts, cache_seqlens, page_table, cache_leftpad, alibi_slopes,
-            sinks, left, right if max_queries > 1 else -1, softcap, scale,
+            sinks, left, right, softcap, scale,
         )  # fmt: skip
         if why_not_many(paged_call, target) is None:
             out, lse = launch_pages(paged_call, max_queries, target)
@@ -554,7 +554,8 @@ def _decode(
         softcap, scale,
     )  # fmt: skip
     by_hopper = query_starts is None and why_not_hopper(call, target) is None
-    sees_right = right if most > 1 else -1
+    # of one query a sequence it bounds nothing; of packed queries the caller's `max_queries` chooses tiles alone
+    sees_right = right if sq > 1 else -1
     keys = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, sees_right)
     tile = MLA_PLAN if by_hopper else (plan.block_m, plan.block_n, plan.per_sm)
     work = _work_of(query, out, lse, keys, kv_heads, seen, tile, num_splits, query_starts, target)

@@ -102,7 +102,7 @@ def _combine_tiles_kernel(
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         kept, weight = tl.exp(top - safe), tl.exp(lse - safe)
         total = total * kept + weight
-        # a part without keys for a row left what was in memory
+        # a part that holds no key of a row leaves its result unwritten
         acc = acc * kept[:, None] + tl.where((lse > float("-inf"))[:, None], weight[:, None] * partial, 0.0)
         top = new_top
     seen = total > 0.0

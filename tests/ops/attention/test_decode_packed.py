@@ -25,7 +25,7 @@ def _packed(
     return {**problem, "query": query, "cu_seqlens_q": starts.to(device, torch.int32)}
 
 
-def _check(problem: dict[str, Any], **options: Any) -> None:
+def _check(problem: dict[str, Any], most: int | None = None, **options: Any) -> None:
     def judged(function: Any, **more: Any) -> Any:
         def run(**tensors: Any) -> Any:
             out, lse = function(**tensors, **options, **more)
@@ -33,7 +33,7 @@ def _check(problem: dict[str, Any], **options: Any) -> None:
 
         return run
 
-    ours = judged(decode_attention, return_lse=True)
+    ours = judged(decode_attention, return_lse=True, **({} if most is None else {"max_seqlen_q": most}))
     check(ours, judged(decode_attention_ref, upcast=False), judged(decode_attention_ref), problem, backward=False)
 
 
@@ -97,6 +97,12 @@ def test_the_same_as_a_batch(device: torch.device) -> None:
     expected, expected_lse = decode_attention(query, **problem, return_lse=True)
     torch.testing.assert_close(out, expected.flatten(0, 1))
     torch.testing.assert_close(lse, expected_lse.transpose(0, 1).flatten(1))
+
+
+def test_most_queries_choose_tiles_and_not_results(device: torch.device) -> None:
+    """A number that is too small is slow at worst."""
+    for most in (1, 2, 100):
+        _check(_packed([5, 1, 20], device, page_size=4), most)
 
 
 def test_memory_of_parts_does_not_grow_with_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def active() -> Quantizing | None:
 
 
 def _activate(quantizing: Quantizing | None) -> Quantizing | None:
-    """What was active before."""
+    """Set what is active; returns what was."""
     global _active
     before, _active = _active, quantizing
     return before

@@ -413,7 +413,14 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options
     if isinstance(bias, PagedBias):
         keys, values = (x.unflatten(0, (-1, bias.page_size)) for x in (k, v))
         few = few or reads_pages(
-            q, keys, values, info.seqstart, bias.k_seqinfo.seqlen, bias.block_tables, bias.band.left
+            q,
+            keys,
+            values,
+            info.seqstart,
+            bias.k_seqinfo.seqlen,
+            bias.block_tables,
+            bias.band.left,
+            bias.first_rows(),
         )
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ours = options.backend in (None, triton_splitk.FwOp.BACKENDS)
