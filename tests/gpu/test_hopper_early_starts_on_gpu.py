@@ -77,8 +77,8 @@ def _inputs(case: Case) -> list[Tensor]:
 
 
 def _chain(case: Case, inputs: list[Tensor], steps: int, in_turn: bool = True) -> list[Tensor]:
-    """Results of the last step. Each reads what the one before has just written, no kernel of PyTorch's between them;
-    memory of the step before that is taken again."""
+    """Results of the last step. Each step reads the results of the step before, with no PyTorch kernel between the two,
+    and the allocator reuses the memory of the step before that."""
     q, dout, *others = inputs
     options: dict[str, Any] = {"is_causal": True, "backend": "hopper", "deterministic": in_turn}
     for step in range(steps):

@@ -3,13 +3,13 @@ kernels in Triton.
 
 The first computes delta_i = o_i do_i - dlse_i and writes the zeros to which the second adds sums of dq, in float32 and
 in the order in which its threads hold them; the third brings these into rows and scales them. Tiles of keys add in no
-fixed order, and the last bits of dq differ from run to run; where the same bits are wanted each time, in turn
+fixed order, and the last bits of dq differ from run to run; with deterministic=True they add in a fixed order
 (hopper/dq_order.py). Where the query heads that share keys are split over tiles, dk and dv are sums too, to which the
 tiles of all parts add; where the same bits are wanted, the parts have sums of their own, which are added up in order.
 
-Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8; where
-tiles add in turn, 16 for each 64 queries of a head; where heads are split, 4 bytes for each key, head of keys and head
-dim of keys and values, once for each part where the same bits are wanted.
+Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8. With
+deterministic=True, also 16 bytes for each 64 queries of a head. Where heads are split, also float32 sums of dk and dv;
+with deterministic=True each part has sums of its own.
 FLOPs: five products for each pair that a mask lets see; none twice.
 
 Above head dim 256, and above 192 where it is faster, backward_d512.py follows the first launch instead; it has no such

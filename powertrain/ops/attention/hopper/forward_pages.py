@@ -28,7 +28,7 @@ _FEW_ROWS, _BLOCKS, _PARTS, _BYTES = 256, 32, 8, 256 << 20
 
 
 class PagedCall(NamedTuple):
-    """What the kernel needs of a call of decode_attention with packed queries."""
+    """Arguments of decode_attention with packed queries that the kernel reads."""
 
     query: Tensor  # [T, H, D]
     key_cache: Tensor  # [pages, rows, K, D]

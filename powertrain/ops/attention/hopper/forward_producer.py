@@ -78,7 +78,7 @@ def _load_pages(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG
     of_sequence = pages.table + gl.minimum(b, batch - 1) * pages.row
     for j in gl.static_range(ROWS // BOX):
         position = row + j * BOX
-        # page ids behind the end may be anything; what is read there is masked
+        # past the last key the table's page ids are undefined: the first page is read instead, and masked
         page = gl.load(of_sequence + gl.where(position < k_len, position, 0) // PAGE)
         for i in gl.static_range(len(smem)):
             where = (page, kv, position % PAGE)
