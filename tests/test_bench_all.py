@@ -1,11 +1,14 @@
 """The regression table: rows recorded from tables, what counts as slower, what of it is kept when a part fails."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from benchmarks import all as bench_all
+from benchmarks.ops import host
+from powertrain.ops import norm_fwd_kernels
 from powertrain.testing.bench import Timing, recorded, table
 
 
@@ -51,3 +54,8 @@ def test_tables_are_recorded_and_a_failing_part_does_not_lose_them(monkeypatch: 
         pass
     table("after", {"powertrain": Timing(1.0, 0.0, 0.0)})
     assert not outside
+
+
+def test_the_launch_that_is_timed_names_every_constant_of_its_kernel() -> None:
+    parameters = list(inspect.signature(norm_fwd_kernels._norm_fwd_kernel.jit.fn).parameters)
+    assert parameters[parameters.index("eps") + 1 :] == [name for name in host.LAUNCH if name != "num_warps"]
