@@ -80,7 +80,7 @@ def _hopper_attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
+    STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr, TAKES_TURNS: gl.constexpr,
     HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr, PAGE_SIZE: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     let_next_kernel_start(STARTS_EARLY)
@@ -100,6 +100,7 @@ def _hopper_attention_fwd_kernel(
         D[1],
         Q_HELD,
         CONSUMERS,
+        TAKES_TURNS,
         HEADS_PER_TILE,
         PAGE_SIZE,
         STARTS_EARLY,
@@ -218,8 +219,9 @@ def launch_forward(operands: Operands, plan: Plan, page_table: Tensor | None = N
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,
         BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, STORE_PARTS=plan.store_parts,
-        Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, HEADS_PER_TILE=plan.heads_per_tile, SPLIT_KV=plan.leaves_parts,
-        ALIGNED=aligned, PAGE_SIZE=page_size, STARTS_EARLY=starts_early(operands.target), num_warps=4,
+        Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, TAKES_TURNS=plan.takes_turns, HEADS_PER_TILE=plan.heads_per_tile,
+        SPLIT_KV=plan.leaves_parts, ALIGNED=aligned, PAGE_SIZE=page_size, STARTS_EARLY=starts_early(operands.target),
+        num_warps=4,
     )  # fmt: skip
     if plan.leaves_parts:
         combine(into, into_lse, None, out, lse, (o.b, o.s, o.r))

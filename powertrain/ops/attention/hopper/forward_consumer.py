@@ -154,13 +154,13 @@ def _step(
     p, v = _value_operands(o, weights, v_smem, last)
     mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
     # consumers take turns at the tensor cores: one's exponentials beside another's products
-    if not MASKED:
+    if CONFIG.takes_turns and not MASKED:
         named_barrier_sync(TURN + CONSUMER, 256)
     # two products are under way: the exponentials of this block run beside the product of the one before
     s_later = _times_keys(q, k_smem, stage, BLOCK_N)  # [64, BLOCK_N]
     mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
     o_later = _add_values(p, v, o)
-    if not MASKED:
+    if CONFIG.takes_turns and not MASKED:
         named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
     barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
     s = hopper.warpgroup_mma_wait(len(v_smem), deps=[s_later])
@@ -449,7 +449,7 @@ def consume(
 
     visited = gl.to_tensor(0)
     taken = gl.to_tensor(0)
-    if CONSUMER == CONSUMERS - 1:
+    if CONFIG.takes_turns and CONSUMER == CONSUMERS - 1:
         # consumer 0 begins: its turn is passed on once ahead of the loop
         named_barrier_arrive(TURN, 256)
     mbarrier.wait(tile_full.index(0), 0)

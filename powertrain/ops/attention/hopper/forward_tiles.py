@@ -43,6 +43,7 @@ class ForwardConfig(NamedTuple):
     d_v: int
     q_held: bool  # queries are read from registers
     consumers: int  # warpgroups, 64 rows each
+    takes_turns: bool  # consumers issue their products in a fixed order
     heads_per_tile: int  # heads that share keys in one tile
     page_size: int  # keys of a page, a multiple of 16; 0: keys do not lie in pages
     starts_early: bool  # jobs wait for the kernel before

@@ -18,6 +18,7 @@ class Plan(NamedTuple):
     store_parts: int = 1  # parts in which results leave
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
+    takes_turns: bool = True  # consumers issue their products in a fixed order
     heads_per_tile: int = 1  # heads that share keys in one tile, a power of 2
     partial: bool = False  # the last tile of a group has fewer: results leave as those of splits
     num_splits: int = 1  # parts of the keys, a tile each
