@@ -94,6 +94,7 @@ def heads_per_tile_for(repeats: int, queries: int, block_m: int) -> int:
     return pack if 8 * tiles(pack) <= 7 * tiles(1) else 1
 
 
+# not timed yet: 1, 2 and 8 are to be compared
 _TOGETHER = 2
 
 
