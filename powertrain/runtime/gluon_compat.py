@@ -21,6 +21,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
+
 __all__ = [
     "async_copy",
     "await_next_tile",
@@ -84,6 +87,15 @@ def trouble() -> str | None:
     missing = [name for name, module in wanted.items() if not hasattr(module, name.rpartition(".")[2])]
     missing += [name for name in ("barrier", "tma_load", "tma_store") if globals()[name] is None]
     return f"this Triton's Gluon has no {', '.join(missing)}" if missing else None
+
+
+def why_not_hopper(target: Target) -> str | None:
+    """Why no Gluon kernel for sm_90 runs on a target, or None."""
+    if target.arch != 90:
+        return "it is made for sm_90"
+    if settings().interpret:
+        return "Gluon has no interpreter"
+    return trouble()
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The Hopper forward over a paged cache: packed queries, pages of every size, ends, and what lies behind them."""
+"""The Hopper forward over caches: packed and equal queries, pages of every size, ends, and what lies behind them."""
 
 import random
 from typing import Any
@@ -10,6 +10,8 @@ from torch import Tensor
 from powertrain.ops.attention import decode_kernels
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.hopper import forward_pages
+from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
+from powertrain.runtime.target import Target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,13 +78,21 @@ def test_pages(dims: tuple[int, int], page: int) -> None:
     _check(_problem(SIZES, page, dims=dims, around=(2, 70)))
 
 
+# as many parts as there are blocks, at most four, and as few as the keys of one CTA allow
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (16, 2), (28, 4), (32, 32)], ids=str)
-@pytest.mark.parametrize("parts", [1, 3, 8])
-def test_heads_and_parts(parts: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = forward_pages.plan_of_pages
-    monkeypatch.setattr(forward_pages, "plan_of_pages", lambda *given: real(*given)._replace(num_splits=parts))
+@pytest.mark.parametrize("rounds, least", [(64, 64), (3, 512), (1, 1 << 20)])
+def test_heads_and_parts(rounds: int, least: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_pages, "ROUNDS", rounds)
+    monkeypatch.setattr(forward_pages, "LEAST_KEYS", least)
     for sizes in (SIZES, [(1, n) for n in (5, 4000, 1, 77)], [(512, 4096)]):
-        _check(_problem(sizes, 64, heads), sinks=torch.randn(heads[0], device=CUDA) if parts == 3 else None)
+        for sinks in (None, torch.randn(heads[0], device=CUDA)):
+            _check(_problem(sizes, 64, heads), sinks=sinks)
+
+
+def test_more_tiles_than_the_schedule_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 chunks of 300 queries are 240 tiles and 82 beside them; one sequence is long."""
+    monkeypatch.setattr(forward_pages, "LEAST_KEYS", 128)
+    _check(_problem([(300, 300 + n) for n in range(79)] + [(1, 30000)], 64, (2, 2), (64, 64)))
 
 
 @pytest.mark.parametrize(
@@ -131,3 +141,67 @@ def test_a_graph_follows_starts_and_lengths() -> None:
         problem["cache_seqlens"].copy_(torch.tensor(lengths))
         graph.replay()
         assert torch.equal(out, decode_attention(**fixed))
+
+
+def _dense(sizes: list[tuple[int, int]], capacity: int, **options: Any) -> dict[str, Any]:
+    """`_problem` over dense caches with more entries than sequences; NaN behind every end."""
+    problem = _problem(sizes, 16, **options)
+    table = problem.pop("page_table")
+    for name in ("key_cache", "value_cache"):
+        pages = problem[name]
+        dense = torch.full((len(sizes) + 2, capacity, *pages.shape[2:]), torch.nan, device=CUDA, dtype=pages.dtype)
+        for n, (_, length) in enumerate(sizes):
+            dense[n, :length] = pages[table[n, : -(-length // 16)].long()].flatten(0, 1)[:length]
+        problem[name] = dense
+    return problem
+
+
+def _call(problem: dict[str, Any], right: int = 0, num_new: int = 0, sinks: Tensor | None = None) -> PagedCall:
+    query = problem["query"]
+    lengths = problem["cache_seqlens"] - num_new
+    return PagedCall(
+        query, problem["key_cache"], problem["value_cache"], problem.get("cu_seqlens_q"), lengths,
+        problem.get("page_table"), None, None, sinks, -1, right, 0.0, query.shape[-1] ** -0.5, num_new,
+    )  # fmt: skip
+
+
+def _check_call(problem: dict[str, Any], most: int, **options: Any) -> None:
+    """By the kernel's own functions, wherever decode_attention sends such a call."""
+    call, target = _call(problem, **options), Target.of(CUDA)
+    assert why_not_cache(call, None, target) is None
+    out, lse = launch_pages(call, most, target)
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in problem.items()}
+    expected, expected_lse = decode_attention_ref(**wide, sinks=options.get("sinks"), is_causal=call.right == 0)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-7)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
+    for _ in range(3):
+        assert all(torch.equal(*pair) for pair in zip(launch_pages(call, most, target), (out, lse), strict=True))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256)], ids=str)
+def test_packed_queries_over_dense_caches(dims: tuple[int, int]) -> None:
+    _check_call(_dense(SIZES, 1003, dims=dims, around=(2, 70)), 300)
+    _check_call(_dense(SIZES, 1024, heads=(28, 4), dims=dims), 300, sinks=torch.randn(28, device=CUDA))
+
+
+@pytest.mark.parametrize("page", [0, 64])
+@pytest.mark.parametrize("queries", [1, 2, 8, 33, 200])
+@pytest.mark.parametrize("heads", [(8, 2), (7, 1), (32, 32)], ids=str)
+def test_equal_queries(heads: tuple[int, int], queries: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also more than there are keys, and sequences without any."""
+    for least in (128, 3072):
+        monkeypatch.setattr(forward_pages, "LEAST_KEYS", least)
+        for lengths in ((700, 3000, 5, 0, 64), (4000,), (130, 2000) * 10):
+            sizes = [(queries, length) for length in lengths]
+            problem = _problem(sizes, page, heads) if page else _dense(sizes, max(lengths) + 3, heads=heads)
+            problem.pop("cu_seqlens_q")
+            problem["query"] = problem["query"].unflatten(0, (len(sizes), queries))
+            _check_call(problem, queries)
+            _check_call(problem, queries, right=-1, sinks=torch.randn(heads[0], device=CUDA))
+
+
+def test_new_keys_count() -> None:
+    problem = _dense([(2, 700), (2, 30), (2, 2)], 800)
+    problem.pop("cu_seqlens_q")
+    problem["query"] = problem["query"].unflatten(0, (3, 2))
+    _check_call(problem, 2, num_new=2)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages
 from powertrain.ops.attention.merge import merge_attentions
 from powertrain.runtime.target import Target
 
@@ -44,9 +45,25 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
         query = torch.empty(queries, 32, 128, dtype=dtype, device=META)
         decode_attention(query, cache, cache, starts[1:], page_table=pages, cu_seqlens_q=starts, max_seqlen_q=most)
     if Target.of(META).arch == 90 and dtype is not torch.float32:
+        _launch_over_caches(dtype)
         _decode(dtype, 64, 128, 1, 576, 512)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=16)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=64)
+
+
+def _launch_over_caches(dtype: torch.dtype) -> None:
+    """8 queries of each sequence over pages and over a dense cache, and packed ones over a dense cache."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    lengths, table, starts = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((32,), (32, 512), (33,)))
+    dense, paged, equal = empty(32, 8192, 8, 128), empty(8192, 64, 8, 128), empty(32, 8, 32, 128)
+    for query, cache, its_starts, pages in (
+        (equal, paged, None, table), (equal, dense, None, None), (equal.flatten(0, 1), dense, starts, None),
+    ):  # fmt: skip
+        call = PagedCall(query, cache, cache, its_starts, lengths, pages, None, None, None, -1, 0, 0.0, 0.1)
+        launch_pages(call, 8, Target.of(META))
 
 
 def launch_merge_kernels(dtype: torch.dtype) -> None:

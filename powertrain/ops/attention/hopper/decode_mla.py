@@ -46,7 +46,6 @@ from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.runtime import checks, gluon_compat
 from powertrain.runtime.gluon_compat import gl, hopper
 from powertrain.runtime.launch import gluon_kernel
-from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
 HEAD_DIM_QK, HEAD_DIM_V = 576, 512
@@ -138,12 +137,8 @@ def why_not_mla(call: MlaCall, target: Target) -> str | None:
     # first, because all other decoding ends here
     if (query.shape[-1], call.head_dim_v) != (HEAD_DIM_QK, HEAD_DIM_V) or call.value_cache is not None:
         return "it takes head dim 576 whose first 512 columns are the values"
-    if target.arch != 90:
-        return "it is made for sm_90"
-    if settings().interpret:
-        return "Gluon has no interpreter"
-    if missing := gluon_compat.trouble():
-        return missing
+    if reason := gluon_compat.why_not_hopper(target):
+        return reason
     if query.dtype not in (torch.bfloat16, torch.float16) or cache.dtype is not query.dtype:
         return f"it takes bfloat16 and float16, not {checks.name(query.dtype)}"
     if cache.shape[2] != 1:

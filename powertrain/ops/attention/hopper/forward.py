@@ -14,19 +14,24 @@ masks; the order is free, for the softmax is an online one: running maximum m an
 
 Queries beside long keys may be few. Then the rows of a tile are (query, head) pairs, HEADS_PER_TILE heads that share
 keys, and the keys of each tile may be divided into `num_splits` splits, each a tile of its own, whose results and LSE,
-in float32, another kernel combines (combine.py).
+in float32, another kernel combines (combine.py). Or a list says which tiles there are and into how many parts the
+keys of each are cut (decode_tiles.py): results of a whole tile then leave as always, those of parts for a combination.
 
 Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups beside one another and products under way
 during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from powertrain.ops.attention.combine import combine
+from powertrain.ops.attention.decode_tiles import QueryTiles, results_in
 from powertrain.ops.attention.hopper.forward_consumer import consume
 from powertrain.ops.attention.hopper.forward_producer import produce
 from powertrain.ops.attention.hopper.forward_tiles import (
+    LISTED_FIELDS,
     TILE_FIELDS,
     ConsumerSizes,
     ForwardBuffers,
@@ -36,9 +41,12 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     ProducerSizes,
     Results,
     ResultStrides,
+    WorkList,
 )
 from powertrain.ops.attention.hopper.maps import (
+    Maps,
     MaybeMaps,
+    cache_maps,
     keys_of,
     packed_maps,
     pages_maps,
@@ -47,7 +55,7 @@ from powertrain.ops.attention.hopper.maps import (
     rows_maps,
 )
 from powertrain.ops.attention.hopper.pieces import by_piece
-from powertrain.ops.attention.hopper.plans import Plan, group_for
+from powertrain.ops.attention.hopper.plans import Plan, group_for, groups_together
 from powertrain.ops.attention.hopper.primitives import (
     Lengths,
     Window,
@@ -56,10 +64,9 @@ from powertrain.ops.attention.hopper.primitives import (
     int32,
 )
 from powertrain.ops.attention.hopper.tile_counter import counter_of
-from powertrain.ops.attention.operands import Operands
+from powertrain.ops.attention.operands import Operand, Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
 from powertrain.ops.early_start import let_next_kernel_start, starts_early
-from powertrain.ops.shapes import cdiv
 from powertrain.runtime.gluon_compat import (
     gl,
     hopper,
@@ -72,8 +79,8 @@ _ROWS = gl.constexpr(64)  # of queries, that a consumer has of a tile
 @gluon_kernel(archs=(90,))
 def _hopper_attention_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_desc, o_tail_desc,
-    o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, page_table_ptr, counter_ptr,
+    o_ptr, lse_ptr, slopes_ptr, sinks_ptr, partial_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, page_table_ptr, tiles_ptr, parts_ptr, counter_ptr,
     page_row, batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
     stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
@@ -104,6 +111,8 @@ def _hopper_attention_fwd_kernel(
         HEADS_PER_TILE,
         PAGE_SIZE,
         STARTS_EARLY,
+        k_starts_ptr is not None,
+        parts_ptr is not None,
     )
     ROWS: gl.constexpr = _ROWS
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
@@ -120,7 +129,8 @@ def _hopper_attention_fwd_kernel(
         o_smem += (alloc_pipeline_stages(dtype, CONSUMERS, ROWS, P_V[i] // STORE_PARTS),)  # type: ignore[assignment]
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # two descriptors: the next tile is published while this one is computed
-    tile_smem = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], tile_layout)
+    FIELDS: gl.constexpr = LISTED_FIELDS if parts_ptr is not None else TILE_FIELDS
+    tile_smem = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], tile_layout)
     q_full = alloc_mbarriers(CONSUMERS * Q_SLOTS, 1)
     k_full = alloc_mbarriers(STAGES, 1)
     v_full = alloc_mbarriers(STAGES, 1)
@@ -138,11 +148,13 @@ def _hopper_attention_fwd_kernel(
     heads = kv_heads * num_q_per_kv
     if SPLIT_KV:
         num_splits = tiles // (blocks * kv_heads * gl.cdiv(num_q_per_kv, HEADS_PER_TILE) * (1 if PACKED else batch))
-        members = num_q_per_kv
     else:
         num_splits: gl.constexpr = None  # type: ignore[no-redef]
+    if SPLIT_KV or parts_ptr is not None:
+        members = num_q_per_kv
+    else:
         members: gl.constexpr = None  # type: ignore[no-redef]
-    results = Results(o_ptr, lse_ptr, slopes_ptr, sinks_ptr)
+    results = Results(o_ptr, lse_ptr, slopes_ptr, sinks_ptr, partial_ptr)
     sizes = ConsumerSizes(batch, queries, heads, num_splits, members)
     strides = ResultStrides(stride_ob, stride_os, stride_oh, slopes_step)
     window = Window(left, right)
@@ -155,77 +167,116 @@ def _hopper_attention_fwd_kernel(
         o_descs = by_piece(o_desc, o_tail_desc, P_V)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     pages = Pages(page_table_ptr, page_row)
+    work = WorkList(tiles_ptr, parts_ptr)
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
-            (produce, (descs, counter_ptr, lengths, pages, buffers, sync, all_sizes, window, CONFIG)),
+            (produce, (descs, counter_ptr, lengths, pages, work, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 2)),
-            (produce, (descs, counter_ptr, lengths, pages, buffers, sync, all_sizes, window, CONFIG)),
+            (produce, (descs, counter_ptr, lengths, pages, work, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
-def launch_forward(operands: Operands, plan: Plan, page_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse). With a page table keys and values are [pages, rows of a page, kv heads, head dim]."""
+class _Results(NamedTuple):
+    """Where tiles, and parts of them, leave their results."""
+
+    o: Tensor
+    lse: Tensor
+    strides: tuple[int, ...]  # of o by batch, query and head
+    maps: MaybeMaps  # none where results leave by ordinary stores
+    partial: Tensor | None = None  # of a list [slots, groups, (D + 1) * rows of a tile]
+
+
+def launch_forward(
+    operands: Operands, plan: Plan, page_table: Tensor | None = None, listed: QueryTiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). With a page table keys and values are [pages, rows of a page, kv heads, head dim]; with a list of
+    parts and none, [entries >= batch, rows, kv heads, head dim]."""
     args, heads = operands.args, operands.heads
-    q, k, v = operands.q, operands.k, operands.v
+    q, k = operands.q, operands.k
     out, lse = operands.outputs()
     o = operands.like_query(out)
     aligned = _is_aligned(operands, plan)
     if aligned and operands.is_packed:
         # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
         plan = plan._replace(q_held=False)
-    blocks = operands.query_blocks(plan.queries)
-    tiles = blocks * heads.kv * cdiv(heads.q_per_kv, plan.heads_per_tile) * plan.num_splits * operands.storage
+    groups = plan.groups_of(heads)
     # keys of the heads whose tiles run together should stay in the L2
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * k.tensor.element_size()
-    into, into_lse = out, lse
-    strides: tuple[int, ...] = o.b, o.s, o.r
-    if plan.leaves_parts:
-        shape = plan.num_splits, operands.storage, operands.queries, heads.kv * heads.q_per_kv, operands.d_v
-        into, into_lse = out.new_empty(shape, dtype=torch.float32), lse.new_empty((plan.num_splits, *lse.shape))
-        strides = into.stride()[1:4]
-        o_maps: MaybeMaps = (None, None)
+    if listed is None:
+        blocks = operands.query_blocks(plan.queries)
+        tiles = blocks * groups * plan.num_splits * operands.storage
+        together = group_for(keys_bytes, heads.q_per_kv, args.right >= 0)
     else:
-        parts = tuple(columns // plan.store_parts for columns in plan.p_v)
-        o_maps = results_maps(operands, o, _ROWS.value, parts, plan.heads_per_tile)
+        blocks, tiles = listed.tiles.shape[0], listed.parts.shape[1] * groups
+        together = groups_together(groups)
+    into = _results_of(operands, plan, listed, out, lse, o)
     queries = queries_of(operands, q, operands.d_qk)
     if plan.heads_per_tile == 1:
         q_maps = rows_maps(queries, _ROWS.value, plan.p_qk)
     else:
         q_maps = packed_maps(queries, _ROWS.value, plan.p_qk, plan.heads_per_tile)
-    page_size = 0 if page_table is None else k.tensor.shape[1]
-    if page_table is None:
-        k_maps = rows_maps(keys_of(operands, k, operands.d_qk), plan.block_n, plan.p_qk)
-        v_maps = rows_maps(keys_of(operands, v, operands.d_v), plan.block_n, plan.p_v)
-    else:
-        k_maps, v_maps = pages_maps(k, plan.block_n, plan.p_qk), pages_maps(v, plan.block_n, plan.p_v)
+    k_maps, v_maps = _keys_maps(operands, plan, page_table is not None, listed is not None)
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
-        *q_maps, *k_maps, *v_maps, *o_maps, into, into_lse, args.slopes, args.sinks,
-        args.query_starts, args.key_starts, args.query_used, args.key_used, page_table, counter_of(q.tensor),
+        *q_maps, *k_maps, *v_maps, *into.maps, into.o, into.lse, args.slopes, args.sinks, into.partial,
+        args.query_starts, args.key_starts, args.query_used, args.key_used, page_table,
+        *((None, None) if listed is None else (listed.tiles, listed.parts)), counter_of(q.tensor),
         0 if page_table is None else page_table.stride(0),
-        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
-        group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
-        *strides, args.slopes_stride,
+        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, together, tiles,
+        *into.strides, args.slopes_stride,
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,
         BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, STORE_PARTS=plan.store_parts,
         Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, TAKES_TURNS=plan.takes_turns, HEADS_PER_TILE=plan.heads_per_tile,
-        SPLIT_KV=plan.leaves_parts, ALIGNED=aligned, PAGE_SIZE=page_size, STARTS_EARLY=starts_early(operands.target),
+        SPLIT_KV=listed is None and plan.leaves_parts, ALIGNED=aligned,
+        PAGE_SIZE=0 if page_table is None else k.tensor.shape[1], STARTS_EARLY=starts_early(operands.target),
         num_warps=4,
     )  # fmt: skip
-    if plan.leaves_parts:
-        combine(into, into_lse, None, out, lse, (o.b, o.s, o.r))
+    if listed is not None and into.partial is not None:
+        partial, partial_lse = results_in(into.partial, plan.block_m)
+        listed.combine(partial, partial_lse, args.sinks, out, lse, heads.kv, plan.heads_per_tile)
+    elif plan.leaves_parts:
+        combine(into.o, into.lse, None, out, lse, (o.b, o.s, o.r))
     return out, lse
+
+
+def _results_of(
+    operands: Operands, plan: Plan, listed: QueryTiles | None, out: Tensor, lse: Tensor, o: Operand
+) -> _Results:
+    heads = operands.heads
+    if listed is None and plan.leaves_parts:
+        shape = plan.num_splits, operands.storage, operands.queries, heads.kv * heads.q_per_kv, operands.d_v
+        into, into_lse = out.new_empty(shape, dtype=torch.float32), lse.new_empty((plan.num_splits, *lse.shape))
+        return _Results(into, into_lse, into.stride()[1:4], (None, None))
+    parts = tuple(columns // plan.store_parts for columns in plan.p_v)
+    # a box of more heads than share keys would reach into the next kv head's
+    none: MaybeMaps = (None, None)
+    maps = none if plan.partial else results_maps(operands, o, _ROWS.value, parts, plan.heads_per_tile)
+    partial = None
+    if listed is not None:
+        # one tensor, for a second address would take two registers of the consumers
+        partial = lse.new_empty((listed.slots, plan.groups_of(heads), plan.block_m * (operands.d_v + 1)))
+    return _Results(out, lse, (o.b, o.s, o.r), maps, partial)
+
+
+def _keys_maps(operands: Operands, plan: Plan, in_pages: bool, of_cache: bool) -> tuple[Maps, Maps]:
+    k, v = operands.k, operands.v
+    if in_pages:
+        return pages_maps(k, plan.block_n, plan.p_qk), pages_maps(v, plan.block_n, plan.p_v)
+    if of_cache:
+        return cache_maps(k, plan.block_n, plan.p_qk), cache_maps(v, plan.block_n, plan.p_v)
+    keys, values = keys_of(operands, k, operands.d_qk), keys_of(operands, v, operands.d_v)
+    return rows_maps(keys, plan.block_n, plan.p_qk), rows_maps(values, plan.block_n, plan.p_v)
 
 
 def _is_aligned(operands: Operands, plan: Plan) -> bool:

@@ -7,9 +7,11 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     TILE_FIRST,
     TILE_HEAD,
     TILE_K_LEN,
+    TILE_PARTS,
     TILE_Q_CAPACITY,
     TILE_Q_LEN,
     TILE_Q_START,
+    TILE_SLOT,
     TILE_SPLIT,
     TURN,
     VALUES_FREE,
@@ -213,6 +215,62 @@ def parts_of(o, STORE_PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _store_whole(
+    o, inverse, i, o_desc, o_smem, o_ptr, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv, strides,
+    STORE_PARTS: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """The results of a tile, divided by their sums."""
+    pieces = ()
+    for n in gl.static_range(len(o)):
+        piece = o[n] * by_row(inverse, o[n])
+        if CONFIG.ragged:  # rows of no sequence may hold NaN
+            piece = gl.where(by_row(i, o[n]) < q_len, piece, 0.0)
+        pieces += (piece,)  # type: ignore[assignment]
+    if o_desc is None:
+        # the heads behind are another kv head's: only of a list
+        base = o_ptr + b_at.to(gl.int64) * strides.ob + (q_start + row).to(gl.int64) * strides.os
+        base += head.to(gl.int64) * strides.oh
+        members = num_q_per_kv - head % num_q_per_kv
+        for n in gl.static_range(len(o)):
+            store_split(
+                pieces[n], n * o[0].shape[1], base, q_capacity - row, members, strides.os, strides.oh, CONFIG.d_v,
+                CONFIG.heads_per_tile,
+            )  # fmt: skip
+    else:
+        parts = ()
+        for n in gl.static_range(len(o)):
+            parts += (parts_of(pieces[n], STORE_PARTS),)  # type: ignore[assignment]
+        for part in gl.static_range(STORE_PARTS):
+            store_result(
+                parts, part, o_desc, o_smem, CONSUMER, o_ptr, b_at, head, row, q_start, q_capacity, strides, CONFIG,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _place_of_part(partial, slot, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    return partial + slot.to(gl.int64) * (ROWS * (CONFIG.d_v + 1))
+
+
+@gluon.jit
+def _store_listed_part(
+    o, inverse, partial, slot, head, rows, num_q_per_kv, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
+):
+    """The results of a part of a list, behind the LSE of its rows."""
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    ROWS: gl.constexpr = o[0].shape[0]
+    stride = gl.to_tensor(HEADS_PER_TILE * CONFIG.d_v)
+    stride_h = gl.to_tensor(CONFIG.d_v)
+    base = _place_of_part(partial, slot, ROWS * CONFIG.consumers, CONFIG)
+    base += ROWS * (CONFIG.consumers + CONSUMER * CONFIG.d_v)
+    members = num_q_per_kv - head % num_q_per_kv
+    for n in gl.static_range(len(o)):
+        store_split(
+            o[n] * by_row(inverse, o[n]), n * o[0].shape[1], base, rows, members, stride, stride_h, CONFIG.d_v,
+            HEADS_PER_TILE,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _consume_tile(
     visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
     CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
@@ -245,10 +303,13 @@ def _consume_tile(
     if CONFIG.bottom_right:
         offset = k_len - q_len
     split = None
-    if num_splits is not None:
+    parts = num_splits
+    if num_splits is not None or CONFIG.listed:
         split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    if CONFIG.listed:
+        parts = read_tile_field(tile_smem, pair, TILE_PARTS)
     begin, end, full_end, at_right, masked = blocks_of(
-        first, offset, q_len, k_len, window, split, num_splits, QUERIES * CONSUMERS, BLOCK_N, CONFIG
+        first, offset, q_len, k_len, window, split, parts, QUERIES * CONSUMERS, BLOCK_N, CONFIG
     )
     row = first + CONSUMER * QUERIES
     positions = row + offset + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
@@ -329,6 +390,8 @@ def _consume_tile(
     q_capacity = read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
     if num_splits is not None:
         split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    if CONFIG.listed:
+        slot_of_part = read_tile_field(tile_smem, pair, TILE_SLOT)
     # every field has been read: the loader may write the descriptor of the tile after the next here
     mbarrier.arrive(tile_empty.index(pair), count=1)
     # the next tile's first scores, while this one's results are finished; after the last tile they are unused
@@ -361,6 +424,9 @@ def _consume_tile(
         # a sink counts once, though every split sees it
         if num_splits is not None:
             weight = gl.where(split == 0, weight, 0.0)
+        # the combination of parts counts it
+        if CONFIG.listed:
+            weight = gl.where(slot_of_part < 0, weight, 0.0)
         total = total * rescale + weight
         m = with_sink
     # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
@@ -381,9 +447,16 @@ def _consume_tile(
         lse_base += lane * queries
     is_row = i < q_capacity
     # the last tile of a group may have fewer heads
-    if HEADS_PER_TILE > 1 and num_splits is not None:
+    if HEADS_PER_TILE > 1 and num_q_per_kv is not None:
         is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
-    gl.store(lse_base + i, lse, mask=is_row)  # [64]
+    if CONFIG.listed:
+        # a part's LSE lies ahead of its results. By masks: with a branch softcap spilled 8 bytes
+        is_cut = slot_of_part >= 0
+        of_part = _place_of_part(results.partial, slot_of_part, ROWS * CONSUMERS, CONFIG) + CONSUMER * ROWS
+        gl.store(of_part + gl.arange(0, ROWS, row_layout), lse, mask=is_row & is_cut)  # [64]
+        gl.store(lse_base + i, lse, mask=is_row & (slot_of_part < 0))  # [64]
+    else:
+        gl.store(lse_base + i, lse, mask=is_row)  # [64]
 
     o = _added(o_later, p, len(k_smem))
     give_back(VALUES_FREE, last, CONSUMERS)
@@ -406,17 +479,21 @@ def _consume_tile(
                 CONFIG.d_v,
                 HEADS_PER_TILE,
             )
-    else:
-        parts = ()
-        for n in gl.static_range(len(o)):
-            piece = o[n] * by_row(inverse, o[n])
-            if CONFIG.ragged:  # rows of no sequence may hold NaN
-                piece = gl.where(by_row(i, o[n]) < q_len, piece, 0.0)
-            parts += (parts_of(piece, STORE_PARTS),)  # type: ignore[assignment]
-        for part in gl.static_range(STORE_PARTS):
-            store_result(
-                parts, part, o_desc, o_smem, CONSUMER, results.o, b_at, head, row, q_start, q_capacity, strides, CONFIG,
+    elif CONFIG.listed:
+        if slot_of_part >= 0:
+            _store_listed_part(
+                o, inverse, results.partial, slot_of_part, head, q_capacity - row, num_q_per_kv, CONFIG, CONSUMER
+            )
+        else:
+            _store_whole(
+                o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,
+                strides, STORE_PARTS, CONFIG, CONSUMER,
             )  # fmt: skip
+    else:
+        _store_whole(
+            o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,
+            strides, STORE_PARTS, CONFIG, CONSUMER,
+        )  # fmt: skip
 
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
     return visited, taken, next_head, s

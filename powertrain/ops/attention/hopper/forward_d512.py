@@ -66,8 +66,9 @@ def _hopper_attention_fwd_d512_kernel(
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
     CONFIG: gl.constexpr = ForwardConfig(
-        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, False, PACKED, RAGGED, D[0], D[1], False, 2, False, 1, 0, STARTS_EARLY
-    )
+        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, False, PACKED, RAGGED, D[0], D[1], False, 2, False, 1, 0, STARTS_EARLY,
+        PACKED, False,
+    )  # fmt: skip
     ROWS: gl.constexpr = _ROWS
     COLS: gl.constexpr = _COLS
     q_smem = alloc_pipeline_stages(dtype, len(P_QK), ROWS, COLS)
@@ -94,7 +95,7 @@ def _hopper_attention_fwd_d512_kernel(
     num_q_per_kv, blocks, swizzle, tiles = int32(num_q_per_kv), int32(blocks), int32(swizzle), int32(tiles)
     left, right = int32(left), int32(right)
     heads = kv_heads * num_q_per_kv
-    results = Results(o_ptr, lse_ptr, slopes_ptr, sinks_ptr)
+    results = Results(o_ptr, lse_ptr, slopes_ptr, sinks_ptr, None)
     sizes = ConsumerSizes(batch, queries, heads, None, None)
     strides = ResultStrides(stride_ob, stride_os, stride_oh, slopes_step)
     window = Window(left, right)

@@ -1,14 +1,17 @@
 """The loader warp of the Hopper forward: fetches tiles, publishes their descriptors, loads q, k and v by TMA."""
 
+from powertrain.ops.attention.decode_schedule import TILE_FIELDS as LIST_FIELDS
 from powertrain.ops.attention.hopper.forward_tiles import (
     KEYS_FREE,
     TILE_B,
     TILE_FIRST,
     TILE_HEAD,
     TILE_K_LEN,
+    TILE_PARTS,
     TILE_Q_CAPACITY,
     TILE_Q_LEN,
     TILE_Q_START,
+    TILE_SLOT,
     TILE_SPLIT,
     VALUES_FREE,
     as_tile,
@@ -61,9 +64,12 @@ def _load_rows(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG:
     if CONFIG.page_size > 0:
         _load_pages(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
     else:
-        if CONFIG.packed:
+        if CONFIG.keys_packed:
             # a sequence is a coordinate of descriptors of whole tensors, so packed ones need no descriptor of their own
             b = gl.to_tensor(0)
+        elif CONFIG.packed:
+            # of rows of no sequence there are no keys
+            b = gl.minimum(b, batch - 1)
         for i in gl.static_range(len(smem)):
             tma_load(descs[i], [b, kv, row, i * smem[0].shape[2]], bar, as_tile(smem[i].index(stage)))
 
@@ -99,9 +105,36 @@ def _load_part(desc, smem, bar, where, column, part: gl.constexpr, BOX: gl.const
 
 
 @gluon.jit
+def _listed_tile(tile, work, sizes, head_groups, CONFIG: gl.constexpr):
+    """A part of a list: (sequence, tile of it, group of heads, its first query, queries, rows, keys, part, parts, where
+    its results are, -1 if those of the tile). No rows of an entry without a tile. `swizzle` groups of heads at a time
+    run together."""
+    entries = sizes.tiles // head_groups
+    turn = tile // (entries * sizes.swizzle)
+    within = tile - turn * entries * sizes.swizzle
+    at = within // sizes.swizzle
+    group = turn * sizes.swizzle + within % sizes.swizzle
+    of_part = work.parts + at * 3
+    number, split, parts = gl.load(of_part), gl.load(of_part + 1), gl.load(of_part + 2)
+    is_tile = number < sizes.blocks
+    of_tile = work.tiles + gl.where(is_tile, number, 0) * LIST_FIELDS
+    sequence, block, first, count, k_len = (
+        gl.load(of_tile), gl.load(of_tile + 1), gl.load(of_tile + 3), gl.load(of_tile + 4), gl.load(of_tile + 5),
+    )  # fmt: skip
+    if not CONFIG.packed:
+        first = gl.to_tensor(0)
+    capacity = gl.where(is_tile, count, 0)
+    q_len = gl.where(sequence >= 0, capacity, 0)
+    slot = gl.where(parts > 1, at * head_groups + group, -1)
+    # the rows of no sequence, as `find_sequence` numbers them
+    b = gl.where(sequence >= 0, sequence, sizes.batch)
+    return b, block, group, first, q_len, capacity, k_len, split, parts, slot
+
+
+@gluon.jit
 def _load_tile(
-    tile, visited, taken, emptied, counter_ptr, lengths, pages, q_desc, k_desc, v_desc, buffers, sync, sizes,
-    head_groups, window, CONFIG: gl.constexpr,
+    tile, visited, taken, emptied, counter_ptr, lengths, pages, work, q_desc, k_desc, v_desc, buffers, sync,
+    sizes, head_groups, window, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
     free stages of keys so far."""
@@ -119,7 +152,13 @@ def _load_tile(
     BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     V_BYTES: gl.constexpr = BLOCK_N * (v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)) * BYTES
-    if CONFIG.packed:
+    slot = None
+    if CONFIG.listed:
+        b, block, head, q_start, q_len, q_capacity, k_len, split, num_splits, slot = _listed_tile(
+            tile, work, sizes, head_groups, CONFIG
+        )
+        k_start = gl.to_tensor(0)
+    elif CONFIG.packed:
         slot, head = tile_coords(tile, sizes.blocks, head_groups, sizes.swizzle)
         # searched by this warp, ahead of the consumers, who have no time to spare
         b, block = find_sequence(lengths.q_starts, batch, slot, QUERIES)
@@ -127,15 +166,17 @@ def _load_tile(
         block, at = tile_coords(tile, sizes.blocks, batch * head_groups, sizes.swizzle)
         b = at // head_groups
         head = at % head_groups
-    split = None
-    if num_splits is not None:
-        split = head % num_splits
-        head = head // num_splits
+    if not CONFIG.listed:
+        split = None
+        if num_splits is not None:
+            split = head % num_splits
+            head = head // num_splits
     if HEADS_PER_TILE > 1:
         parts = gl.cdiv(num_q_per_kv, HEADS_PER_TILE)
         head = head // parts * num_q_per_kv + head % parts * HEADS_PER_TILE
-    q_start, q_len, q_capacity = sequence_span(lengths.q_starts, lengths.q_used, b, batch, sizes.queries)
-    k_start, k_len, _ = sequence_span(lengths.k_starts, lengths.k_used, b, batch, sizes.keys)
+    if not CONFIG.listed:
+        q_start, q_len, q_capacity = sequence_span(lengths.q_starts, lengths.q_used, b, batch, sizes.queries)
+        k_start, k_len, _ = sequence_span(lengths.k_starts, lengths.k_used, b, batch, sizes.keys)
     first = block * QUERIES
     if first < q_capacity:
         pair = taken & 1
@@ -151,6 +192,9 @@ def _load_tile(
         write_tile_field(tile_smem, pair, TILE_K_LEN, k_len)
         if num_splits is not None:
             write_tile_field(tile_smem, pair, TILE_SPLIT, split)
+        if CONFIG.listed:
+            write_tile_field(tile_smem, pair, TILE_PARTS, num_splits)
+            write_tile_field(tile_smem, pair, TILE_SLOT, slot)
         mbarrier.arrive(tile_full.index(pair), count=1)
         offset = gl.to_tensor(0)
         if CONFIG.bottom_right:
@@ -219,7 +263,7 @@ def _load_tile(
 
 
 @gluon.jit
-def produce(descs, counter_ptr, lengths, pages, buffers, sync, sizes, window, CONFIG: gl.constexpr):
+def produce(descs, counter_ptr, lengths, pages, work, buffers, sync, sizes, window, CONFIG: gl.constexpr):
     """The loader warp: all tiles of this CTA."""
     q_desc, k_desc, v_desc = descs
     await_kernel_before(CONFIG.starts_early)
@@ -238,8 +282,8 @@ def produce(descs, counter_ptr, lengths, pages, buffers, sync, sizes, window, CO
     emptied = gl.to_tensor(v_smem[0].shape[0])  # blocks of keys whose stage is free, counted from the first
     while tile < sizes.tiles:
         tile, visited, taken, emptied = _load_tile(
-            tile, visited, taken, emptied, counter_ptr, lengths, pages, q_desc, k_desc, v_desc, buffers, sync, sizes,
-            head_groups, window, CONFIG,
+            tile, visited, taken, emptied, counter_ptr, lengths, pages, work, q_desc, k_desc, v_desc, buffers, sync,
+            sizes, head_groups, window, CONFIG,
         )  # fmt: skip
     pair = taken & 1
     mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)

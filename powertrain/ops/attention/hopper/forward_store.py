@@ -51,7 +51,7 @@ def store_split(
     o, first: gl.constexpr, base, rows, heads, stride, stride_h, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr
 ):
     """The first `rows` queries and `heads` heads of `o` [rows, columns] to columns `first` on of [rows, heads, D] at
-    `base`, in float32."""
+    `base`, in its dtype."""
     r = gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))
     c = first + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
     query = query_of(r, HEADS_PER_TILE)
@@ -63,7 +63,7 @@ def store_split(
         is_row = is_row & (lane < heads)
     # results of split keys leave in float32, by ordinary stores from registers
     place = base + gl.expand_dims(offset, 1) + gl.expand_dims(c, 0)
-    gl.store(place, o, mask=gl.expand_dims(is_row, 1) & gl.expand_dims(c < D, 0))  # [64, D_V], float32
+    gl.store(place, o.to(base.dtype.element_ty), mask=gl.expand_dims(is_row, 1) & gl.expand_dims(c < D, 0))  # [64, D_V]
 
 
 @gluon.jit

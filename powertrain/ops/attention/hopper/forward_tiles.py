@@ -26,6 +26,10 @@ TILE_Q_LEN = gl.constexpr(4)
 TILE_Q_CAPACITY = gl.constexpr(5)
 TILE_K_LEN = gl.constexpr(6)
 TILE_SPLIT = gl.constexpr(7)
+# of a list of parts alone
+LISTED_FIELDS = gl.constexpr(10)
+TILE_PARTS = gl.constexpr(8)
+TILE_SLOT = gl.constexpr(9)  # of a part's results, -1: the tile is whole
 
 
 class ForwardConfig(NamedTuple):
@@ -47,6 +51,8 @@ class ForwardConfig(NamedTuple):
     heads_per_tile: int  # heads that share keys in one tile
     page_size: int  # keys of a page, a multiple of 16; 0: keys do not lie in pages
     starts_early: bool  # jobs wait for the kernel before
+    keys_packed: bool  # sequences of keys lie one behind the other
+    listed: bool  # tiles and the parts of their keys are those of a list
 
 
 class Results(NamedTuple):
@@ -56,6 +62,8 @@ class Results(NamedTuple):
     lse: Any
     slopes: Any
     sinks: Any
+    # of a list's parts [slots, groups of heads, (D + 1) * rows of a tile]: LSE of all rows, then results; None without
+    partial: Any
 
 
 class ResultStrides(NamedTuple):
@@ -86,12 +94,19 @@ class Pages(NamedTuple):
     row: Any  # its stride
 
 
+class WorkList(NamedTuple):
+    """Tiles and parts of their keys (decode_tiles.py); None without."""
+
+    tiles: Any  # [N, TILE_FIELDS]
+    parts: Any  # [extra + N, 3]
+
+
 class ConsumerSizes(NamedTuple):
     batch: Any
     queries: Any
     heads: Any
     num_splits: Any
-    num_q_per_kv: Any  # None without splits
+    num_q_per_kv: Any  # None without splits and without a list
 
 
 class ForwardBuffers(NamedTuple):

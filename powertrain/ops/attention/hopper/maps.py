@@ -65,6 +65,12 @@ def pages_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
     return rows_maps(Source(x.tensor, (pages, heads, rows, dim), x.b, x.h, x.s), min(block, rows), widths)
 
 
+def cache_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
+    """Of a cache [entries, rows, kv heads, dim]."""
+    entries, rows, heads, dim = x.tensor.shape
+    return rows_maps(Source(x.tensor, (entries, heads, rows, dim), x.b, x.h, x.s), block, pieces)
+
+
 def results_maps(operands: Operands, o: Operand, block: int, pieces: tuple[int, ...], heads_per_tile: int = 1) -> Maps:
     """Of the forward's results, by tiles like those of queries. A row or column outside is not written."""
     heads = operands.heads.kv * operands.heads.q_per_kv

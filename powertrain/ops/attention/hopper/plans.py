@@ -1,9 +1,10 @@
 """Tiles of the Hopper forward, heads that share one, splits of the keys, order of tiles; with the measurements."""
 
 import functools
+import math
 from typing import NamedTuple
 
-from powertrain.ops.attention.operands import Operands
+from powertrain.ops.attention.operands import Heads, Operands
 from powertrain.ops.shapes import cdiv, next_power_of_2
 
 
@@ -40,6 +41,10 @@ class Plan(NamedTuple):
     def queries(self) -> int:
         """Of a tile."""
         return self.block_m // self.heads_per_tile
+
+    def groups_of(self, heads: Heads) -> int:
+        """Heads that share tiles, of all kv heads."""
+        return heads.kv * cdiv(heads.q_per_kv, self.heads_per_tile)
 
 
 def pieces_of(head_dim: int) -> tuple[int, ...]:
@@ -90,6 +95,10 @@ def heads_per_tile_for(repeats: int, queries: int, block_m: int) -> int:
     return pack if 8 * tiles(pack) <= 7 * tiles(1) else 1
 
 
+# not timed yet: 1, 2 and 8 are to be compared
+_TOGETHER = 2
+
+
 @functools.lru_cache(maxsize=1024)
 def num_splits_for(tiles: int, blocks: int, result_bytes: int, sms: int) -> int:
     """Into how many parts the keys of so many tiles, `blocks` each, are cut to fill the SMs; `result_bytes`: of all
@@ -115,6 +124,12 @@ def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
     if not causal:
         return repeats
     return min(8, max(4, next_power_of_2(16 * 2**20 * repeats // max(1, keys_bytes) + 1) // 2))
+
+
+def groups_together(groups: int) -> int:
+    """Groups of heads whose parts of a list are taken in turn, a divisor of all: few, so that the tiles of a chunk of
+    queries find its keys in the L2; many, so that the longest parts of all heads come first."""
+    return math.gcd(groups, _TOGETHER)
 
 
 def plan_of(operands: Operands) -> Plan:

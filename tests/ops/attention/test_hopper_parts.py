@@ -1,0 +1,228 @@
+"""The list of tiles and parts of the Hopper forward over caches: what each CTA would take from it, step by step on the
+host, and the combination of its results, beside the specification. The tiles' kernel itself runs on sm_90 alone."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.decode import decode_attention_ref
+from powertrain.ops.attention.decode_schedule import KeysSeen
+from powertrain.ops.attention.decode_tiles import QueryTiles, results_in
+from powertrain.ops.attention.hopper import forward_pages
+from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
+from powertrain.ops.attention.hopper.plans import groups_together
+from powertrain.ops.shapes import cdiv
+from powertrain.runtime.recording import record
+from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
+from tests.torch_setup import HAS_GPU, INTERPRET
+
+runs_kernels = pytest.mark.skipif(not (HAS_GPU or INTERPRET), reason="kernels run on a GPU or in the interpreter")
+CARD = Target.parse("H200")
+META = torch.device("meta")
+
+
+def _parts_of(tiles: QueryTiles) -> list[tuple[int, int, int, list[int]]]:
+    """(where it is, part, parts, the tile's fields) of every entry with a tile."""
+    fields = tiles.tiles.tolist()
+    entries = enumerate(tiles.parts[0].tolist())
+    return [(at, part, parts, fields[n]) for at, (n, part, parts) in entries if n < len(fields)]
+
+
+def _blocks_of_part(tile: list[int], part: int, parts: int, queries: int, block_n: int, right: int) -> tuple[int, int]:
+    """As `blocks_of` (hopper/forward_tiles.py) has them, without a left window."""
+    _, block, _, _, count, length = tile
+    last = min((block + 1) * queries, count) - 1 + length - count
+    end = max(min(length, last + right + 1), 0) if right >= 0 else length
+    end = max(cdiv(end, block_n), 1)
+    share = cdiv(end, parts)
+    begin = min(part * share, end)
+    return begin, max(min(begin + share, end), begin + 1)
+
+
+class _Problem:
+    """Random sequences over a dense cache; packed queries, or `equal` ones of each sequence."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        draws = random.Random(seed)
+        torch.manual_seed(seed)
+        batch, most = draws.choice([1, 3, 20]), draws.choice([40, 700])
+        self.lengths = [draws.choice([0, 1, draws.randint(0, most), most]) for _ in range(batch)]
+        self.equal = draws.choice([0, 0, 1, 7, 30])
+        counts = [self.equal or draws.choice([0, 1, 1, draws.randint(0, 60)]) for _ in range(batch)]
+        before, behind = (0, 0) if self.equal else (draws.choice([0, 19]), draws.choice([0, 40]))
+        self.kv_heads, self.ratio = draws.choice([1, 2]), draws.choice([1, 3, 4, 7])
+        # heads of a tile: the last tile of a kv head may have fewer
+        self.pack = draws.choice([1, 2, 4, 8]) if self.ratio > 1 else 1
+        self.right, self.rounds, self.least = draws.choice([-1, 0, 2]), draws.choice([1, 3, 50]), draws.choice([16, 96])
+        self.sms, self.most, dim = draws.choice([1, 9, 132]), most, 16
+        starts = before + torch.tensor([0, *counts]).cumsum(0)
+        self.queries = self.equal or max(1, int(starts[-1]) + behind)
+        shape = (batch, self.equal) if self.equal else (self.queries,)
+        heads = self.kv_heads * self.ratio
+        self.query = torch.randn(*shape, heads, dim, device=device)
+        self.keys, self.values = (torch.randn(batch, most, self.kv_heads, dim, device=device) for _ in range(2))
+        self.seqlens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        self.starts = None if self.equal else starts.int().to(device)
+        self.sinks = torch.randn(heads, device=device) if draws.random() < 0.3 else None
+
+    def tiles(self, block_m: int, block_n: int) -> QueryTiles:
+        keys = KeysSeen(self.seqlens, None, 0, self.most, -1, self.right)
+        groups = self.kv_heads * cdiv(self.ratio, self.pack)
+        return QueryTiles.of(
+            self.starts, keys, self.queries, self.pack, groups, self.most, (block_m, block_n, 1),
+            replace(CARD, num_sms=self.sms), self.rounds, self.least,
+        )  # fmt: skip
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        window, causal = ((-1, self.right), self.right == 0) if self.right > 0 else ((-1, -1), self.right == 0)
+        return decode_attention_ref(
+            self.query, self.keys, self.values, self.seqlens, is_causal=causal, window_size=window, sinks=self.sinks,
+            cu_seqlens_q=self.starts,
+        )  # fmt: skip
+
+    def attended(self, tiles: QueryTiles, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+        """Results where every tile is whole, and NaN elsewhere, then combined."""
+        queries, heads, dim = block_m // self.pack, self.query.shape[-2], self.query.shape[-1]
+        of_kv = cdiv(self.ratio, self.pack)
+        groups = self.kv_heads * of_kv
+        rows = self.query.reshape(-1, heads, dim)
+        out = torch.full_like(rows, torch.nan)
+        lse = rows.new_full((heads, rows.shape[0]), torch.nan)
+        partial = rows.new_full((tiles.slots, groups, block_m * (dim + 1)), torch.nan)
+        for at, part, parts, tile in _parts_of(tiles):
+            sequence, block, _, start, count, _ = tile
+            for group in range(groups):
+                kv, lane = group // of_kv, group % of_kv * self.pack
+                mine = list(range(kv * self.ratio + lane, kv * self.ratio + min(lane + self.pack, self.ratio)))
+                if block * queries >= count:
+                    continue
+                local = torch.arange(block * queries, min((block + 1) * queries, count))
+                o, its_lse = self._block(tile, local, mine, kv, part, parts, queries, block_n)
+                if parts == 1:
+                    if self.sinks is not None and sequence >= 0:
+                        sink = self.sinks[mine][None, :]
+                        o, its_lse = (
+                            o * torch.exp(its_lse - torch.logaddexp(its_lse, sink))[..., None],
+                            torch.logaddexp(its_lse, sink),
+                        )
+                    for n, head in enumerate(mine):
+                        out[start + local, head], lse[head, start + local] = o[:, n], its_lse[:, n]
+                    continue
+                assert at < tiles.slots
+                of_part = partial[at, group]
+                for n in range(len(mine)):
+                    place = (local - block * queries) * self.pack + n
+                    of_part[place] = its_lse[:, n]
+                    of_part[block_m:].view(block_m, dim)[place] = o[:, n]
+        if self.equal:
+            out, lse = out.view_as(self.query), lse.view(heads, -1, self.equal).transpose(0, 1).contiguous()
+        tiles.combine(*results_in(partial, block_m), self.sinks, out, lse, self.kv_heads, self.pack)
+        return out, lse
+
+    def _block(
+        self, tile: list[int], local: Tensor, heads: list[int], kv: int, part: int, parts: int, queries: int,
+        block_n: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(o, lse) of some queries and heads over a part's keys, without the sink."""
+        sequence, _, _, start, count, length = tile
+        shape = len(local), len(heads)
+        if sequence < 0:
+            return self.keys.new_zeros(*shape, self.keys.shape[-1]), self.keys.new_full(shape, -torch.inf)
+        begin, end = (n * block_n for n in _blocks_of_part(tile, part, parts, queries, block_n, self.right))
+        columns = torch.arange(begin, max(begin, min(end, length)))
+        q = self.query.reshape(-1, *self.query.shape[-2:])[start + local][:, heads]
+        k, v = (x[sequence, columns, kv] for x in (self.keys, self.values))
+        s = torch.einsum("qhd,nd->qhn", q, k) * q.shape[-1] ** -0.5
+        if self.right >= 0:
+            hidden = columns[None] > (local + length - count)[:, None] + self.right
+            s = s.masked_fill(hidden[:, None].to(s.device), -torch.inf)
+        lse = torch.logsumexp(s, -1) if len(columns) else s.new_full(shape, -torch.inf)
+        weights = torch.exp(s - lse.clamp(min=-1e30)[..., None])
+        return torch.einsum("qhn,nd->qhd", weights, v), lse
+
+
+@runs_kernels
+@pytest.mark.kernels
+@pytest.mark.parametrize("seed", range(30))
+def test_random_problems(seed: int, device: torch.device) -> None:
+    problem, block_m, block_n = _Problem(seed, device), 16, 16
+    out, lse = problem.attended(problem.tiles(block_m, block_n), block_m, block_n)
+    expected, expected_lse = problem.expected()
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+@runs_kernels
+@pytest.mark.parametrize("chunks", [[512], [2048, 2048], [300] * 80], ids=["one", "two", "tiles of two blocks"])
+def test_the_longest_come_first_and_no_part_is_longer_than_a_share(chunks: list[int], device: torch.device) -> None:
+    """Blocks are those that a tile sees: of a chunk's first queries a part of the keys."""
+    counts, lengths = [*chunks, *([1] * 20)], [*(n + 1000 for n in chunks), *range(500, 20500, 1000)]
+    starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    keys = KeysSeen(torch.tensor(lengths, dtype=torch.int32, device=device), None, 0, 32768, -1, 0)
+    tiles = QueryTiles.of(starts, keys, int(starts[-1]), 4, 8, 32768, (128, 128, 1), CARD, 3, 3072)
+    blocks, is_cut = [], []
+    for _, part, parts, tile in _parts_of(tiles):
+        sequence, block, seen, _, count, length = tile
+        if sequence < 0 or block * 32 >= count:
+            assert (seen, parts) == (0, 1)
+            continue
+        assert seen == cdiv(min(block * 32 + 31, count - 1) + length - count + 1, 128)
+        begin, end = _blocks_of_part(tile, part, parts, 32, 128, 0)
+        blocks.append(end - begin)
+        is_cut.append(parts > 1)
+    cut = sum(is_cut)
+    assert is_cut == [True] * cut + [False] * (len(is_cut) - cut)
+    whole = blocks[cut:]
+    at_each = cdiv(sum(tile[2] for tile in tiles.tiles.tolist()), 132 // 8)
+    share = max(at_each // 3, min(24, at_each))
+    # in eighths of a share
+    assert all(later <= sooner + 1.25 * share / 8 + 1 for sooner, later in pairwise(whole))
+    assert max(blocks) <= 1.25 * share + 1
+
+
+def test_groups_of_heads_that_run_together() -> None:
+    assert all(groups % groups_together(groups) == 0 for groups in range(1, 65))
+
+
+def _call(queries: int, page: int, value_dim: int = 128) -> PagedCall:
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    lengths = empty(4, dtype=torch.int32)
+    caches = empty(64, page or 4096, 8, 128), empty(64, page or 4096, 8, value_dim)
+    table = empty(4, 64, dtype=torch.int32) if page else None
+    return PagedCall(
+        empty(4, queries, 32, 128), *caches, None, lengths, table, None, None, None, -1, 0, 0.0, 0.09
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(settings().interpret, reason="Gluon has no interpreter")
+def test_why_not() -> None:
+    call, target = _call(8, 64), Target.parse("H200")
+    assert why_not_cache(call, None, target) is None
+    assert why_not_cache(_call(8, 0), None, target) is None
+    for changed, reason in (
+        (call._replace(value_cache=None), "it takes keys and values"),
+        (call._replace(left=5), "it has no left window and no cache_leftpad"),
+        (_call(8, 24), "it takes pages of 16, 32, 64 and multiples of 128, got 24"),
+        (_call(8, 0, 264), "head dims must be multiples of 8 to 256, are 128 and 264"),
+    ):
+        assert why_not_cache(changed, None, target) == reason
+    assert why_not_cache(call, call.seqlens, target) == "it has no cache_batch_idx"
+    assert why_not_cache(call, None, Target.parse("A100")) == "it is made for sm_90"
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("page", [0, 64])
+def test_what_one_call_launches(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with record("H200") as wanted:
+        out, lse = launch_pages(_call(8, page), 8, Target.parse("H200"))
+    names = [spec.kernel.name for spec in wanted.specs]
+    assert names == ["_tiles_kernel", "_schedule_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel"]
+    assert (out.shape, lse.shape) == ((4, 8, 32, 128), (4, 32, 8)) and out.is_contiguous() and lse.is_contiguous()
+    assert forward_pages.ROUNDS >= 1
