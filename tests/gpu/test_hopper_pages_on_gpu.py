@@ -10,7 +10,7 @@ from torch import Tensor
 from powertrain.ops.attention import decode_kernels
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.hopper import forward_pages
-from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
+from powertrain.ops.attention.hopper.forward_pages import Cut, PagedCall, launch_pages, why_not_cache
 from powertrain.runtime.target import Target
 
 pytestmark = [
@@ -26,6 +26,8 @@ CUDA = torch.device("cuda")
 def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few the rows are; and never the universal kernel."""
     monkeypatch.setattr(decode_kernels, "PACKED_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_kernels, "EQUAL_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_kernels, "FILLING_LEAST_ROWS", 0)
     monkeypatch.setattr(decode_kernels, "_work_of", None)
 
 
@@ -82,8 +84,7 @@ def test_pages(dims: tuple[int, int], page: int) -> None:
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (16, 2), (28, 4), (32, 32)], ids=str)
 @pytest.mark.parametrize("rounds, least", [(64, 64), (3, 512), (1, 1 << 20)])
 def test_heads_and_parts(rounds: int, least: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_pages, "ROUNDS", rounds)
-    monkeypatch.setattr(forward_pages, "LEAST_KEYS", least)
+    monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(rounds, least, 8))
     for sizes in (SIZES, [(1, n) for n in (5, 4000, 1, 77)], [(512, 4096)]):
         for sinks in (None, torch.randn(heads[0], device=CUDA)):
             _check(_problem(sizes, 64, heads), sinks=sinks)
@@ -91,7 +92,7 @@ def test_heads_and_parts(rounds: int, least: int, heads: tuple[int, int], monkey
 
 def test_more_tiles_than_the_schedule_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 chunks of 300 queries are 240 tiles and 82 beside them; one sequence is long."""
-    monkeypatch.setattr(forward_pages, "LEAST_KEYS", 128)
+    monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(3, 128, 2))
     _check(_problem([(300, 300 + n) for n in range(79)] + [(1, 30000)], 64, (2, 2), (64, 64)))
 
 
@@ -190,7 +191,7 @@ def test_packed_queries_over_dense_caches(dims: tuple[int, int]) -> None:
 def test_equal_queries(heads: tuple[int, int], queries: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also more than there are keys, and sequences without any."""
     for least in (128, 3072):
-        monkeypatch.setattr(forward_pages, "LEAST_KEYS", least)
+        monkeypatch.setattr(forward_pages, "cut_for", lambda rows, least=least: Cut(3, least, 8))
         for lengths in ((700, 3000, 5, 0, 64), (4000,), (130, 2000) * 10):
             sizes = [(queries, length) for length in lengths]
             problem = _problem(sizes, page, heads) if page else _dense(sizes, max(lengths) + 3, heads=heads)
@@ -205,3 +206,22 @@ def test_new_keys_count() -> None:
     problem.pop("cu_seqlens_q")
     problem["query"] = problem["query"].unflatten(0, (3, 2))
     _check_call(problem, 2, num_new=2)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_equal_queries_whose_keys_are_appended(page: int) -> None:
+    sizes = [(8, 700), (8, 3000), (8, 8)]
+    problem = _problem(sizes, page) if page else _dense(sizes, 3003)
+    problem.pop("cu_seqlens_q")
+    problem["query"] = problem["query"].unflatten(0, (3, 8))
+    key_new, value_new = (torch.randn(3, 8, 2, 128, device=CUDA).bfloat16() for _ in range(2))
+    before = {**problem, "cache_seqlens": problem["cache_seqlens"] - 8}
+    out, lse = decode_attention(**before, key_new=key_new, value_new=value_new, return_lse=True)
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in problem.items()}
+    expected, expected_lse = decode_attention_ref(**wide)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-7)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_packed_queries_over_dense_caches_are_sent_here() -> None:
+    _check(_dense(SIZES, 1003))

@@ -24,7 +24,7 @@ from powertrain.ops.attention.decode_schedule import (
 from powertrain.ops.attention.decode_tiles import QueryTiles
 from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
 from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
-from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_pages
+from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
@@ -436,18 +436,25 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
     return why_not_mla(call, target)
 
 
-# rows (queries times heads of a kv head) of a sequence on average from which packed queries are taken by the Hopper
-# forward. Of fewer the lengths decide, which this kernel's parts follow and the Hopper forward's do not. us, one H200,
-# 16 rows 390 and 380, 34 rows 406 and 394, 67 rows 427 and 416, 1024 rows 4119 and 2126
-PACKED_LEAST_ROWS = 16
+# rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves: packed
+# queries; as many of each sequence; as many of each of so many sequences that tiles of their heads fill all SMs. With
+# fewer rows the universal kernel is as fast, or has more parts for the SMs. us, one H100, universal and Hopper: 32 of
+# 500 to 32k keys in pages H32/8, 1 query 491, 482; 4 510, 490; 8 520, 495; 32 652, 512; 64 1157, 615; H28/4, 8
+# queries 276, 280; 16 of 8192, 8
+# queries 200, 199; 4 of 3000 H28/4 28, 35; chunks of 1 to 16 529, 502; H16/16 D64, 8 queries 501, 513
+PACKED_LEAST_ROWS, EQUAL_LEAST_ROWS, FILLING_LEAST_ROWS = 16, 128, 16
 
 
-def why_not_many(call: PagedCall, target: Target) -> str | None:
-    """Why the universal kernel serves packed queries and not the Hopper forward, or None."""
-    rows = call.query.shape[0] * call.query.shape[1] // max(1, call.key_cache.shape[2])
-    if rows < PACKED_LEAST_ROWS * call.seqlens.shape[0]:
-        return f"it is for {PACKED_LEAST_ROWS} rows of a sequence or more, got {rows} of {call.seqlens.shape[0]}"
-    return why_not_pages(call, target)
+def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None = None) -> str | None:
+    """Why the universal kernel serves and not the Hopper forward, or None."""
+    kv_heads, batch = max(1, call.key_cache.shape[2]), call.seqlens.shape[0]
+    rows = call.query.shape[:-1].numel() // kv_heads
+    least = PACKED_LEAST_ROWS
+    if call.query_starts is None:
+        least = FILLING_LEAST_ROWS if batch * kv_heads > target.num_sms else EQUAL_LEAST_ROWS
+    if rows < least * batch:
+        return f"it is for {least} rows of a sequence or more, got {rows} of {batch}"
+    return why_not_cache(call, cache_batch_idx, target)
 
 
 def _decode_outputs(
@@ -522,14 +529,14 @@ def _decode(
     max_queries: int,
 ) -> tuple[Tensor, Tensor]:
     target = Target.of(query.device)
-    if query_starts is not None:
-        paged_call = PagedCall(
-            query[0], key_cache, value_cache, query_starts, cache_seqlens, page_table, cache_leftpad, alibi_slopes,
-            sinks, left, right, softcap, scale,
-        )  # fmt: skip
-        if why_not_many(paged_call, target) is None:
-            out, lse = launch_pages(paged_call, max_queries, target)
-            return out[None], lse[None]
+    is_packed = query_starts is not None
+    cache_call = PagedCall(
+        query[0] if is_packed else query, key_cache, value_cache, query_starts, cache_seqlens, page_table,
+        cache_leftpad, alibi_slopes, sinks, left, right, softcap, scale, num_new,
+    )  # fmt: skip
+    if num_splits == 0 and why_not_many(cache_call, target, cache_batch_idx) is None:
+        out, lse = launch_pages(cache_call, max_queries, target)
+        return (out[None], lse[None]) if is_packed else (out, lse)
     out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
     _, sq, h, dqk = query.shape
     most = sq if query_starts is None else max_queries  # of a sequence

@@ -55,7 +55,7 @@ from powertrain.ops.attention.hopper.maps import (
     rows_maps,
 )
 from powertrain.ops.attention.hopper.pieces import by_piece
-from powertrain.ops.attention.hopper.plans import Plan, group_for, groups_together
+from powertrain.ops.attention.hopper.plans import Plan, group_for
 from powertrain.ops.attention.hopper.primitives import (
     Lengths,
     Window,
@@ -196,10 +196,15 @@ class _Results(NamedTuple):
 
 
 def launch_forward(
-    operands: Operands, plan: Plan, page_table: Tensor | None = None, listed: QueryTiles | None = None
+    operands: Operands,
+    plan: Plan,
+    page_table: Tensor | None = None,
+    listed: QueryTiles | None = None,
+    together: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). With a page table keys and values are [pages, rows of a page, kv heads, head dim]; with a list of
-    parts and none, [entries >= batch, rows, kv heads, head dim]."""
+    parts and none, [entries >= batch, rows, kv heads, head dim]. `together` groups of heads, a divisor of all, take the
+    same entry of the list one after another."""
     args, heads = operands.args, operands.heads
     q, k = operands.q, operands.k
     out, lse = operands.outputs()
@@ -217,7 +222,6 @@ def launch_forward(
         together = group_for(keys_bytes, heads.q_per_kv, args.right >= 0)
     else:
         blocks, tiles = listed.tiles.shape[0], listed.parts.shape[1] * groups
-        together = groups_together(groups)
     into = _results_of(operands, plan, listed, out, lse, o)
     queries = queries_of(operands, q, operands.d_qk)
     if plan.heads_per_tile == 1:
