@@ -4,6 +4,8 @@ import gc
 import importlib
 import inspect
 import pkgutil
+import shutil
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -68,6 +70,45 @@ def test_odd_layouts(text: str, tmp_path: Path) -> None:
     function = getattr(function, "__func__", function)
     function.__module__ = "powertrain.odd"
     assert source_lines(function) == inspect.getsourcelines(function)
+
+
+def test_a_formatted_string_is_one_token() -> None:
+    """From Python 3.12 on it is many."""
+    source = 'x = f"{a!r:>{width}} {{b}} {f\'{c}\'}" + rf"""\n{d}\n"""  # comment\nif x:\n    y\n'
+    assert list(function_source.source_tokens(source)) == [
+        "x", "=", 'f"{a!r:>{width}} {{b}} {f\'{c}\'}"', "+", 'rf"""\n{d}\n"""', ";",
+        "if", "x", ":", ";", "INDENT", "y", ";", "DEDENT", "",
+    ]  # fmt: skip
+
+
+_HASH = """
+import hashlib, importlib.util, sys
+spec = importlib.util.spec_from_file_location("function_source", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+tokens = [" ".join(module.source_tokens(open(path).read())) for path in sys.argv[2:]]
+print(hashlib.sha256("\\n".join(tokens).encode()).hexdigest())
+"""
+
+
+def _hash_of(python: str) -> str | None:
+    files = [
+        function_source.__file__,
+        gluon_compat.__file__,
+        *sorted(map(str, Path(powertrain.ops.__path__[0]).rglob("*.py"))),
+    ]
+    done = subprocess.run([python, "-c", _HASH, *files], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+@pytest.mark.parametrize("version", [f"3.{minor}" for minor in range(10, 16)])
+def test_keys_are_the_same_on_other_versions_of_python(version: str) -> None:
+    """A kernel pack is made on one machine and used on others."""
+    found = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
+    theirs = next((one for python in found if python and (one := _hash_of(str(python)))), None)
+    if theirs is None:
+        pytest.skip(f"no Python {version} here")
+    assert theirs == _hash_of(sys.executable)
 
 
 @pytest.mark.skipif(settings().interpret, reason="the interpreter has no JITFunction")

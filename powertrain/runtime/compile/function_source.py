@@ -1,4 +1,5 @@
-"""Source lines of our device functions, as `inspect.getsourcelines` gives them, at a twentieth of its time.
+"""Source lines of our device functions, as `inspect.getsourcelines` gives them, at a twentieth of its time; and their
+tokens, of which keys of kernels are made.
 
 Triton asks for the source of every device function when its module is imported, and the kernel's key does so again.
 `inspect` finds the end of each by Python's tokenizer, written in Python: a third of the import of attention's kernels.
@@ -7,7 +8,10 @@ asked. Must not import torch: the compile workers import this module and no torc
 """
 
 import inspect
+import io
 import linecache
+import tokenize
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -53,3 +57,43 @@ class Inspect:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(inspect, name)
+
+
+_LAYOUT = (tokenize.COMMENT, tokenize.NL)
+# from Python 3.12 on a formatted string is many tokens, before it was one: a kernel pack made by one version must hold
+# kernels for the others
+_OPENS, _CLOSES = (
+    tuple(kind for kind, name in tokenize.tok_name.items() if name in names)
+    for names in (("FSTRING_START", "TSTRING_START"), ("FSTRING_END", "TSTRING_END"))
+)
+
+
+def source_tokens(source: str) -> Iterator[str]:
+    """The tokens of Python code without comments, line numbers and layout, the same on every version of Python. An
+    indent is a token too: `a` inside and after an `if` are different programs."""
+    lines = source.splitlines(keepends=True)
+    depth, start = 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in _OPENS:
+            depth += 1
+            start = start if depth > 1 else token.start
+        elif token.type in _CLOSES:
+            depth -= 1
+            if not depth:
+                yield _between(lines, start, token.end)
+        elif depth:
+            continue
+        elif token.type in (tokenize.INDENT, tokenize.DEDENT):
+            yield tokenize.tok_name[token.type]
+        elif token.type == tokenize.NEWLINE:
+            yield ";"
+        elif token.type not in _LAYOUT:
+            yield token.string
+
+
+def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    """The text from one (row, column) to another, rows counted from 1."""
+    text = lines[start[0] - 1 : end[0]]
+    text[-1] = text[-1][: end[1]]
+    text[0] = text[0][start[1] :]
+    return "".join(text)

@@ -4,11 +4,9 @@ Must not import torch: the compile workers import this module and no torch.
 """
 
 import hashlib
-import io
 import os
 import subprocess
 import sys
-import tokenize
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -28,7 +26,7 @@ if settings().interpret:
 import triton
 import triton.runtime.jit
 
-from powertrain.runtime.compile.function_source import Inspect, source_lines
+from powertrain.runtime.compile.function_source import Inspect, source_lines, source_tokens
 
 # before a module of kernels is imported; other libraries' functions are found as before
 triton.runtime.jit.inspect = Inspect()
@@ -49,22 +47,10 @@ def _is_device_function(value: Any) -> bool:
 
 @cache  # kernels share device functions
 def _tokens(function: FunctionType) -> str:
-    """The source without comments, line numbers and layout."""
-    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     # a nested function's source is indented, which tokenize refuses
     lines, _ = source_lines(function)
     indent = len(lines[0]) - len(lines[0].lstrip())
-    source = "".join(line[indent:] if line.strip() else "\n" for line in lines)
-    # an indent is a token too: `a` inside and after an `if` are different programs
-    kept = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.INDENT, tokenize.DEDENT):
-            kept.append(tokenize.tok_name[token.type])
-        elif token.type == tokenize.NEWLINE:
-            kept.append(";")
-        elif token.type not in skip:
-            kept.append(token.string)
-    return " ".join(kept)
+    return " ".join(source_tokens("".join(line[indent:] if line.strip() else "\n" for line in lines)))
 
 
 def source_hash(function: FunctionType) -> str:
