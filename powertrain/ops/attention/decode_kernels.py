@@ -120,61 +120,114 @@ def _entry_of_block(
         return cache_entry(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
 
 
+@triton.jit
+def _offset_of_block(block, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of a block's keys in their entries: [BLOCK_N]."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE) + tl.arange(0, BLOCK_N)
+    else:
+        return row_of_entry(block * BLOCK_N + tl.arange(0, BLOCK_N), PAGE_SIZE)
+
+
+@triton.jit
+def _load_part(parts_ptr, at):
+    """(sequence or tile, which of its parts, how many it has) of an entry of decode_schedule.py's table."""
+    of_part = parts_ptr + at * 3
+    return tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
+
+
+@triton.jit
+def _load_tile(tiles_ptr, number):
+    """(sequence, tile of it, its first query, how many it has) of a tile of packed queries; sequence -1: none."""
+    of_tile = tiles_ptr + number * TILE_FIELDS
+    sequence, tile = tl.load(of_tile), tl.load(of_tile + 1)  # scalars
+    first_query, count = tl.load(of_tile + 3).to(tl.int64), tl.load(of_tile + 4)  # scalars
+    return sequence, tile, first_query, count
+
+
+@triton.jit
+def _blocks_of_part(first, last, number, split, parts, tiles_ptr, BLOCK_N: tl.constexpr):
+    """(begin, end) of the blocks of a part of the keys first to last."""
+    blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
+    if tiles_ptr is not None:
+        # none of a tile behind a sequence's queries, though there are keys
+        blocks = tl.load(tiles_ptr + number * TILE_FIELDS + 2)  # scalar
+    share = tl.cdiv(blocks, parts)
+    begin = first // BLOCK_N + split * share
+    return begin, tl.minimum(begin + share, first // BLOCK_N + blocks)
+
+
+class _ScoreMods(NamedTuple):
+    """What turns q k^T into masked scores."""
+
+    scale: Any
+    softcap: Any
+    slope: Any  # ALiBi's, in units of log 2, [BLOCK_M]
+    left: Any
+    right: Any
+
+
+@triton.jit
+def _masked_scores(
+    product, position, cols, inside, mods, HAS_SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log 2 of queries at these positions and keys `cols`; -inf where a key is not seen."""
+    if HAS_SOFTCAP:
+        s = (mods.softcap * LOG2E) * tanh(product * (mods.scale / mods.softcap), False)
+    else:
+        s = product * (mods.scale * LOG2E)
+    if HAS_SLOPES:
+        s -= mods.slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
+    visible = inside[None, :]
+    if HAS_LEFT:
+        visible = visible & (cols[None, :] >= position[:, None] - mods.left)
+    if HAS_RIGHT:
+        visible = visible & (cols[None, :] <= position[:, None] + mods.right)
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
+def _online_softmax(s, top, total):
+    """(weights, factor of earlier sums, new maximum, new sum) of a block of scores."""
+    new_top = tl.maximum(top, tl.max(s, axis=1))
+    # a row that has seen nothing has the maximum -inf; less 0 its weights are 0, not NaN
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s - safe[:, None])
+    alpha = tl.exp2(top - safe)
+    return p, alpha, new_top, total * alpha + tl.sum(p, axis=1)
+
+
+@triton.jit
+def _add_sink(sink, top, total):
+    """(factor of earlier sums, new maximum, new sum) of one more score a row, which has no value."""
+    new_top = tl.maximum(top, sink)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    alpha = tl.exp2(top - safe)
+    return alpha, new_top, total * alpha + tl.exp2(sink - safe)
+
+
+@triton.jit
+def _normalized(acc, alpha, top, total):
+    """(output, LSE in nats) of sums, which lack the last factor alpha; 0 and -inf of rows that see no key."""
+    seen = total > 0.0
+    factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
+    tile_out = scale_tile(acc, factor[:, None])
+    return tile_out, tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
+
+
 @kernel()
 def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    seqlens_ptr,
-    page_table_ptr,
-    batch_idx_ptr,
-    leftpad_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    parts_ptr,
-    tiles_ptr,
-    batches,
-    num_queries,
-    kv_heads,
-    ratio,
-    num_new,
-    capacity,
-    num_parts,
-    left,
-    right,
-    page_row,
-    slopes_row,
-    scale,
-    softcap,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    HEAD_DIM_QK: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PIECES_QK: tl.constexpr,
-    PIECES_V: tl.constexpr,
-    SHARES_KEYS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, seqlens_ptr, page_table_ptr, batch_idx_ptr, leftpad_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, parts_ptr, tiles_ptr,
+    batches, num_queries, kv_heads, ratio, num_new, capacity, num_parts, left, right, page_row, slopes_row,
+    scale, softcap,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr, PIECES_QK: tl.constexpr, PIECES_V: tl.constexpr,
+    SHARES_KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
     """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
     UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each. With
     `tiles` (decode_tiles.py) queries are packed, `num_queries` in all, and `batches` counts tiles."""
@@ -182,35 +235,28 @@ def _decode_kernel(
     if tiles_ptr is not None:
         kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
         part = tl.program_id(0) // kv_heads
-        of_part = parts_ptr + part * 3
-        number, split, parts = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
+        number, split, parts = _load_part(parts_ptr, part)
         if number >= batches:
             return
-        of_tile = tiles_ptr + number * TILE_FIELDS
-        sequence, tile = tl.load(of_tile), tl.load(of_tile + 1)  # scalars
-        first_query, count = tl.load(of_tile + 3).to(tl.int64), tl.load(of_tile + 4)  # scalars
+        sequence, tile, first_query, count = _load_tile(tiles_ptr, number)
         # rows of no sequence have no keys; addresses by the first one's are safe
         is_sequence, batch, row_batch = sequence >= 0, tl.maximum(sequence, 0).to(tl.int64), kv_head * 0
         slot = part.to(tl.int64)
-    elif parts_ptr is not None:
-        tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
-        tile = tl.program_id(0) % tiles
-        kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-        part = tl.program_id(1)
-        of_part = parts_ptr + (tile * num_parts + part) * 3
-        number, split, parts = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
-        if number >= batches:
-            return
-        # results of first parts lie behind those of all others, where the combination finds them
-        batch, slot = number.to(tl.int64), tl.where(split == 0, num_parts - batches + number, part).to(tl.int64)
-        is_sequence, row_batch, first_query, count = True, batch, 0, num_queries
     else:
         tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
         tile = tl.program_id(0) % tiles
         kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-        batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
-        split, parts = tl.program_id(1), num_parts
-        slot = split.to(tl.int64) * batches + batch
+        if parts_ptr is not None:
+            part = tl.program_id(1)
+            number, split, parts = _load_part(parts_ptr, tile * num_parts + part)
+            if number >= batches:
+                return
+            # results of first parts lie behind those of all others, where the combination finds them
+            batch, slot = number.to(tl.int64), tl.where(split == 0, num_parts - batches + number, part).to(tl.int64)
+        else:
+            batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+            number, split, parts = batch, tl.program_id(1), num_parts
+            slot = split.to(tl.int64) * batches + batch
         is_sequence, row_batch, first_query, count = True, batch, 0, num_queries
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -220,13 +266,7 @@ def _decode_kernel(
     length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, is_sequence, num_new, capacity)
     position = query + (length - count)
     first, last = key_range(length, pad, tile, count, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
-    blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
-    if tiles_ptr is not None:
-        # none of a tile behind a sequence's queries, though there are keys
-        blocks = tl.load(tiles_ptr + number * TILE_FIELDS + 2)  # scalar
-    share = tl.cdiv(blocks, parts)
-    begin = first // BLOCK_N + split * share
-    end = tl.minimum(begin + share, first // BLOCK_N + blocks)
+    begin, end = _blocks_of_part(first, last, number, split, parts, tiles_ptr, BLOCK_N)
 
     q_rows = (row_batch * stride_qb + (first_query + query).to(tl.int64) * stride_qs + head * stride_qh) * UNIT
     q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
@@ -236,6 +276,7 @@ def _decode_kernel(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
+    mods = _ScoreMods(scale, softcap, slope, left, right)
 
     entry = _entry_of_block(
         page_table_ptr, batch_idx_ptr, batch, begin, first, last, page_row, PAGE_SIZE, BLOCK_N
@@ -243,34 +284,14 @@ def _decode_kernel(
     for block in range(begin, end):
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (cols >= first) & (cols < last)
-        if PAGE_SIZE % BLOCK_N == 0:
-            offset = row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE) + tl.arange(0, BLOCK_N)
-        else:
-            offset = row_of_entry(cols, PAGE_SIZE)
+        offset = _offset_of_block(block, PAGE_SIZE, BLOCK_N)
         k_rows = (entry * stride_kb + kv_head * stride_kh + offset * stride_ks) * UNIT
         v_rows = (entry * stride_vb + kv_head * stride_vh + offset * stride_vs) * UNIT
 
         k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_N, HEAD_DIM_QK]
         s = _products(q, k, FMA, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if HAS_SOFTCAP:
-            s = (softcap * LOG2E) * tanh(s * (scale / softcap), False)
-        else:
-            s = s * (scale * LOG2E)
-        if slopes_ptr is not None:
-            s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
-        visible = inside[None, :]
-        if HAS_LEFT:
-            visible = visible & (cols[None, :] >= position[:, None] - left)
-        if HAS_RIGHT:
-            visible = visible & (cols[None, :] <= position[:, None] + right)
-        s = tl.where(visible, s, float("-inf"))
-
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - safe[:, None])
-        alpha = tl.exp2(top - safe)
-        total = total * alpha + tl.sum(p, axis=1)
-        top = new_top
+        s = _masked_scores(s, position, cols, inside, mods, slopes_ptr is not None, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)
+        p, alpha, top, total = _online_softmax(s, top, total)
         if SHARES_KEYS:
             v = k
         else:
@@ -282,22 +303,14 @@ def _decode_kernel(
             )  # fmt: skip
         acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
 
+    alpha = tl.full([BLOCK_M], 1.0, tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
         # else the combination adds it
         sink = tl.where(is_sequence & (parts == 1), sink, float("-inf"))
-        new_top = tl.maximum(top, sink)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        alpha = tl.exp2(top - safe)
-        total = total * alpha + tl.exp2(sink - safe)
-        top = new_top
-    else:
-        alpha = tl.full([BLOCK_M], 1.0, tl.float32)
-    seen = total > 0.0
-    factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
+        alpha, top, total = _add_sink(sink, top, total)
+    tile_out, lse = _normalized(acc, alpha, top, total)
     heads = kv_heads * ratio
-    tile_out = scale_tile(acc, factor[:, None])
-    lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
     if parts == 1:
         row = (row_batch * num_queries + first_query + query) * heads + head
         of_lse = (row_batch * heads + head) * num_queries + first_query + query
