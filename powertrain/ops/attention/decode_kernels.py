@@ -470,6 +470,113 @@ def _decode_outputs(
     return query.new_empty(b, sq, h, head_dim_v), query.new_empty((b, h, sq), dtype=torch.float32)
 
 
+class _Call(NamedTuple):
+    """The arguments of `decode_op`, in the order of its schema."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor | None
+    head_dim_v: int
+    cache_seqlens: Tensor
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    num_new: int
+    left: int
+    right: int
+    softcap: float
+    scale: float
+    num_splits: int
+    allow_tf32: bool
+    query_starts: Tensor | None
+    max_queries: int
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key_cache.shape[2]
+
+    @property
+    def ratio(self) -> int:
+        """Query heads of a kv head."""
+        return self.query.shape[2] // self.kv_heads if self.kv_heads else 1
+
+    @property
+    def page_size(self) -> int:
+        """0: no pages."""
+        return 0 if self.page_table is None else self.key_cache.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence may have."""
+        return self.key_cache.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def queries(self) -> int:
+        """The most queries of a sequence."""
+        return self.query.shape[1] if self.query_starts is None else self.max_queries
+
+    @property
+    def seen(self) -> int:
+        """The most keys of a sequence that are read: queries are its last positions, so of a window those before."""
+        return min(self.capacity, self.left + self.queries) if self.left >= 0 else self.capacity
+
+    @property
+    def sees_right(self) -> int:
+        """The right bound, or -1 where it bounds nothing: one query a sequence stands at the last key. Packed queries
+        keep it, since results must not depend on `max_queries`."""
+        return self.right if self.query.shape[1] > 1 else -1
+
+    def keys(self) -> KeysSeen:
+        return KeysSeen(
+            self.cache_seqlens, self.cache_leftpad, self.num_new, self.capacity, self.left, self.sees_right
+        )  # fmt: skip
+
+    def of_mla(self) -> MlaCall:
+        return MlaCall(
+            self.query, self.key_cache, self.value_cache, self.head_dim_v, self.page_table, self.cache_batch_idx,
+            self.cache_leftpad, self.alibi_slopes, self.left, self.softcap, self.scale,
+        )  # fmt: skip
+
+    def of_pages(self) -> PagedCall:
+        assert self.query_starts is not None
+        return PagedCall(
+            self.query[0], self.key_cache, self.value_cache, self.query_starts, self.cache_seqlens, self.page_table,
+            self.cache_leftpad, self.alibi_slopes, self.sinks, self.left, self.right, self.softcap, self.scale,
+        )  # fmt: skip
+
+
+class _Operands(NamedTuple):
+    """Queries, keys and values as the universal kernel reads them."""
+
+    value: Tensor
+    fma: bool  # products on the CUDA cores, in float32
+    pieces_qk: tuple[int, ...]  # powers of 2 that a head dim is the sum of
+    pieces_v: tuple[int, ...]
+    shares_keys: bool  # the values are the first pieces of the keys
+    strides: list[int]  # of query, keys, values, three each
+    unit: int  # of the strides
+
+    @staticmethod
+    def of(call: _Call, target: Target) -> "_Operands":
+        fma = not target.has_tensor_core_dot or (call.query.dtype is torch.float32 and not call.allow_tf32)
+        wide, narrow = (pieces(d, 64 if fma else 512) for d in (call.query.shape[-1], call.head_dim_v))
+        shares = call.value_cache is None and narrow == wide[: len(narrow)]
+        value = call.key_cache if call.value_cache is None else call.value_cache
+        strides = [t.stride(dim) for t in (call.query, call.key_cache, value) for dim in range(3)]
+        unit = 8 if all(s % 8 == 0 for s in strides) else 1
+        return _Operands(value, fma, wide, narrow, shares, [s // unit for s in strides], unit)
+
+
+def _plan_of(call: _Call, operands: _Operands, target: Target) -> _Plan:
+    is_short = call.cache_seqlens.shape[0] * call.kv_heads * cdiv(call.seen, LEAST_KEYS) <= target.num_sms
+    return _plan(
+        call.queries * call.ratio, sum(operands.pieces_qk), sum(operands.pieces_v), operands.shares_keys,
+        call.query.element_size(), call.page_size, is_short, operands.unit == 8, operands.fma, target,
+    )  # fmt: skip
+
+
 class _Work(NamedTuple):
     """The attention kernel's programs, and memory for results of parts."""
 
@@ -483,28 +590,25 @@ class _Work(NamedTuple):
     partial_lse: Tensor | None = None
 
 
-def _work_of(
-    query: Tensor, out: Tensor, lse: Tensor, keys: KeysSeen, kv_heads: int, seen: int, tile: tuple[int, int, int],
-    num_splits: int, query_starts: Tensor | None, target: Target,
-) -> _Work:  # fmt: skip
+def _work_of(call: _Call, out: Tensor, lse: Tensor, tile: tuple[int, int, int], target: Target) -> _Work:
     """`tile`: rows, keys of a block, programs on an SM."""
-    b, sq, h = query.shape[:3]
-    ratio = h // kv_heads if kv_heads else 1
+    query, kv_heads, ratio, keys, seen = call.query, call.kv_heads, call.ratio, call.keys(), call.seen
+    b, sq = query.shape[:2]
     programs = kv_heads * cdiv(sq * ratio, tile[0])
-    if query_starts is not None:
-        tiles = QueryTiles.of(query_starts, keys, sq, ratio, kv_heads, seen, tile, target)
+    if call.query_starts is not None:
+        tiles = QueryTiles.of(call.query_starts, keys, sq, ratio, kv_heads, seen, tile, target)
         partial = query.new_empty((tiles.slots, kv_heads, tile[0], out.shape[-1]), dtype=torch.float32)
         partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
         slots = tiles.parts.shape[1]
         return _Work((kv_heads * slots, 1), tiles.tiles.shape[0], slots, tiles.parts, None, tiles, partial, partial_lse)
     parts = table = None
     # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
-    if num_splits == 0 and 1 < b <= 1 << 15:
+    if call.num_splits == 0 and 1 < b <= 1 << 15:
         parts, table = schedule(keys, b, sq, ratio, programs, seen, tile, target)
         shape: tuple[int, ...] = (parts.shape[1],)
         grid = programs, parts.shape[1]
     else:
-        num_splits = num_splits or _choose_splits(b * programs, seen, tile[2], target)
+        num_splits = call.num_splits or _choose_splits(b * programs, seen, tile[2], target)
         grid, shape = (b * programs, num_splits), (num_splits, b)
         if num_splits == 1:
             return _Work(grid, b, 1)
@@ -513,89 +617,53 @@ def _work_of(
     return _Work(grid, b, shape[0], parts, table, None, partial, partial_lse)
 
 
-def _decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    head_dim_v: int,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    num_new: int,
-    left: int,
-    right: int,
-    softcap: float,
-    scale: float,
-    num_splits: int,
-    allow_tf32: bool,
-    query_starts: Tensor | None,
-    max_queries: int,
-) -> tuple[Tensor, Tensor]:
-    target = Target.of(query.device)
-    if query_starts is not None:
-        paged_call = PagedCall(
-            query[0], key_cache, value_cache, query_starts, cache_seqlens, page_table, cache_leftpad, alibi_slopes,
-            sinks, left, right, softcap, scale,
-        )  # fmt: skip
-        if why_not_many(paged_call, target) is None:
-            out, lse = launch_pages(paged_call, max_queries, target)
-            return out[None], lse[None]
-    out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
-    _, sq, h, dqk = query.shape
-    most = sq if query_starts is None else max_queries  # of a sequence
-    kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
-    capacity = page_size if page_table is None else page_size * page_table.shape[1]
-    fma = not target.has_tensor_core_dot or (query.dtype is torch.float32 and not allow_tf32)
-    wide, narrow = (pieces(d, 64 if fma else 512) for d in (dqk, head_dim_v))
-    shares = value_cache is None and narrow == wide[: len(narrow)]
-    value = key_cache if value_cache is None else value_cache
-    ratio = h // kv_heads if kv_heads else 1
-    paged = 0 if page_table is None else page_size
-    strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
-    unit = 8 if all(s % 8 == 0 for s in strides) else 1
-    # the queries stand at the end: a window of keys before them is all that is ever read
-    seen = min(capacity, left + most) if left >= 0 else capacity
-    is_short = cache_seqlens.shape[0] * kv_heads * cdiv(seen, LEAST_KEYS) <= target.num_sms
-    plan = _plan(
-        most * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, is_short, unit == 8, fma, target
-    )
-    call = MlaCall(
-        query, key_cache, value_cache, head_dim_v, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, left,
-        softcap, scale,
+def _launch_universal(
+    call: _Call, operands: _Operands, plan: _Plan, work: _Work, out: Tensor, lse: Tensor, target: Target
+) -> None:
+    table, slopes = call.page_table, call.alibi_slopes
+    sq, h, head_dim_qk = call.query.shape[1:]
+    _decode_kernel[work.grid](
+        call.query, call.key_cache, operands.value, call.cache_seqlens, table, call.cache_batch_idx,
+        call.cache_leftpad, slopes, call.sinks, out, lse, work.partial, work.partial_lse, work.parts,
+        work.tiles and work.tiles.tiles, work.entries, sq, call.kv_heads, call.ratio, call.num_new, call.capacity,
+        work.slots, call.left, call.right, 0 if table is None else table.stride(0),
+        h if slopes is not None and slopes.dim() == 2 else 0, call.scale, call.softcap, *operands.strides,
+        HEAD_DIM_QK=head_dim_qk, HEAD_DIM_V=call.head_dim_v, PIECES_QK=operands.pieces_qk,
+        PIECES_V=operands.pieces_v, SHARES_KEYS=operands.shares_keys, HAS_LEFT=call.left >= 0,
+        HAS_RIGHT=call.sees_right >= 0, HAS_SOFTCAP=call.softcap > 0, PAGE_SIZE=call.page_size, FMA=operands.fma,
+        PRECISION="tf32" if call.allow_tf32 else "ieee", UNIT=operands.unit, BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps, num_stages=plan.num_stages,
+        maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
     )  # fmt: skip
-    by_hopper = query_starts is None and why_not_hopper(call, target) is None
-    # of one query a sequence it bounds nothing; of packed queries the caller's `max_queries` chooses tiles alone
-    sees_right = right if sq > 1 else -1
-    keys = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, sees_right)
-    tile = MLA_PLAN if by_hopper else (plan.block_m, plan.block_n, plan.per_sm)
-    work = _work_of(query, out, lse, keys, kv_heads, seen, tile, num_splits, query_starts, target)
-    if by_hopper:
+
+
+def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out [B, S, H, E], lse [B, H, S]) of a `_Call`; of packed queries B is 1."""
+    call = _Call(*arguments)
+    target = Target.of(call.query.device)
+    if call.query_starts is not None:
+        paged = call.of_pages()
+        if why_not_many(paged, target) is None:
+            out, lse = launch_pages(paged, call.max_queries, target)
+            return out[None], lse[None]
+    out, lse = _decode_outputs(*call)
+    mla = call.of_mla()
+    if call.query_starts is None and why_not_hopper(mla, target) is None:
+        work = _work_of(call, out, lse, MLA_PLAN, target)
         launch_mla(
-            call, cache_seqlens, sinks, out, lse, work.partial, work.partial_lse, work.parts, work.grid, work.slots,
-            num_new, sees_right, target,
+            mla, call.cache_seqlens, call.sinks, out, lse, work.partial, work.partial_lse, work.parts, work.grid,
+            work.slots, call.num_new, call.sees_right, target,
         )  # fmt: skip
     else:
-        _decode_kernel[work.grid](
-            query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks,
-            out, lse, work.partial, work.partial_lse, work.parts, work.tiles and work.tiles.tiles, work.entries, sq,
-            kv_heads, ratio, num_new, capacity, work.slots, left, right,
-            0 if page_table is None else page_table.stride(0),
-            h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
-            *(s // unit for s in strides),
-            HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
-            HAS_LEFT=left >= 0, HAS_RIGHT=sees_right >= 0, HAS_SOFTCAP=softcap > 0,
-            PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
-            num_stages=plan.num_stages, maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
-        )  # fmt: skip
+        operands = _Operands.of(call, target)
+        plan = _plan_of(call, operands, target)
+        work = _work_of(call, out, lse, (plan.block_m, plan.block_n, plan.per_sm), target)
+        _launch_universal(call, operands, plan, work, out, lse, target)
     if work.partial is not None and work.partial_lse is not None:
         if work.tiles is not None:
-            work.tiles.combine(work.partial, work.partial_lse, sinks, out, lse, kv_heads)
+            work.tiles.combine(work.partial, work.partial_lse, call.sinks, out, lse, call.kv_heads)
         else:
-            combine(work.partial, work.partial_lse, sinks, out, lse, out.stride()[:3], work.table)
+            combine(work.partial, work.partial_lse, call.sinks, out, lse, out.stride()[:3], work.table)
     return out, lse
 
 
