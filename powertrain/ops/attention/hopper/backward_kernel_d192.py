@@ -13,7 +13,13 @@ order; ALiBi, a softcap and query heads split over tiles are backward_kernel_d25
 Source: FlashAttention-3's tile for this head dim has the same shape (Shah et al. 2024, arXiv:2407.08608).
 """
 
-from powertrain.ops.attention.hopper.backward_tiles import keys_of, place_of, place_of_keys, queries_of
+from powertrain.ops.attention.hopper.backward_tiles import (
+    keys_of,
+    place_of,
+    place_of_keys,
+    queries_of,
+    sums_of,
+)
 from powertrain.ops.attention.hopper.pieces import store_piece
 from powertrain.ops.attention.hopper.primitives import (
     LOG2E,
@@ -126,6 +132,31 @@ def _add_rows(rows, at, weights, stage, sums, use_acc, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _masked_weights(p, low, keys_left, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """`p` [64 queries, 32 keys] with zeros where a query does not see a key.
+
+    low  position of the first query less that of the first key;  keys_left  keys of the sequence from that one on"""
+    layout: gl.constexpr = p.type.layout
+    # most blocks are fully visible
+    masked = keys_left < 32
+    if RIGHT:
+        masked = masked | (low + right < 31)
+    if LEFT:
+        masked = masked | (low + 63 - left > 0)
+    if masked:
+        at = gl.expand_dims(low + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+        j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
+        last = keys_left - 1
+        if RIGHT:
+            last = gl.minimum(at + right, last)
+        seen = j <= last
+        if LEFT:
+            seen = seen & (j >= at - left)
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
 def _put(weights, stage, x, CONSUMER: gl.constexpr):
     """A consumer's 32 keys of p or ds."""
     x = x.to(weights[0].dtype)
@@ -187,22 +218,7 @@ def _consume(
         # of the block before; at the first there is none: use_acc discards the product
         dv = _add_rows(do_smem, before, p_smem, before, dv, i > 1, CONSUMER)
         s = hopper.warpgroup_mma_wait(_PIECES + 2, deps=[s])
-        p = gl.exp2(s * (scale * LOG2E) - lse)
-        masked = own_left < 32
-        if RIGHT:
-            masked = masked | (low + right < 31)
-        if LEFT:
-            masked = masked | (low + 63 - left > 0)
-        if masked:
-            at = gl.expand_dims(low + gl.arange(0, 64, row_layout), 1)
-            j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, s_layout)), 0)
-            last = own_left - 1
-            if RIGHT:
-                last = gl.minimum(at + right, last)
-            seen = j <= last
-            if LEFT:
-                seen = seen & (j >= at - left)
-            p = gl.where(seen, p, 0.0)
+        p = _masked_weights(gl.exp2(s * (scale * LOG2E) - lse), low, own_left, left, right, LEFT, RIGHT)
         # given back with do, when all have multiplied p
         mbarrier.wait(do_empty.index(stage), (i // _STAGES) & 1 ^ 1)
         _put(p_smem, stage, p, CONSUMER)
@@ -294,13 +310,11 @@ def _hopper_attention_bwd_d192_kernel(
         gl.program_id(0), lengths, sizes, 96
     )  # fmt: skip
     begin, count, offset = queries_of(first, k_len, q_len, Window(left, right), CONFIG, 64, 96)
-    tile0 = kv * num_q_per_kv * slots
-    storage = b.to(gl.int64)
-    if q_starts_ptr is not None:
-        tile0 += gl.cdiv(q_start, 64) + b
-        storage = storage * 0
-    else:
-        tile0 += b * kv_heads * num_q_per_kv * slots
+    tile0 = sums_of(b, kv, q_start, sizes, PACKED, 64)
+    # the batch entry in memory: packed sequences share one
+    storage, b_load = b.to(gl.int64), b
+    if PACKED:
+        storage, b_load = storage * 0, gl.to_tensor(0)
     kv64 = kv.to(gl.int64)
     k64 = k_start.to(gl.int64)
     if dk_ptr is not None:
@@ -308,9 +322,6 @@ def _hopper_attention_bwd_d192_kernel(
     if dv_ptr is not None:
         dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
 
-    b_load = b
-    if PACKED:
-        b_load = gl.to_tensor(0)
     end, row = place_of_keys(k_start, k_len, first, keys, CONFIG.ragged_k)
     # the last 32 keys may all lie behind the end: one row of the sequence is loaded then, whose scores are masked
     tail = gl.minimum(row + 64, keys - 1)
