@@ -18,7 +18,7 @@ that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.p
 from typing import Any, NamedTuple
 
 from powertrain.ops.attention.hopper.backward_consumer import consume
-from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, place_of, queries_of
+from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, place_of, queries_of, sums_of
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
 from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, by_piece, load_pieces
 from powertrain.ops.attention.hopper.primitives import (
@@ -78,7 +78,7 @@ def _write_tile(
     """Publish the tile descriptor of `tile`, or of the next fetched tile that has keys, or that none is left."""
     slot = taken & 1
     mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
-    num_q_per_kv, slots, tiles = sizes.num_q_per_kv, sizes.slots, sizes.tiles
+    num_q_per_kv, tiles = sizes.num_q_per_kv, sizes.tiles
     RAGGED_Q: gl.constexpr = CONFIG.ragged_q
     RAGGED_K: gl.constexpr = CONFIG.ragged_k
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
@@ -92,11 +92,7 @@ def _write_tile(
             start = begin
             if DETERMINISTIC:
                 start = begin + count - 1
-            at = kv * num_q_per_kv * slots + start
-            if CONFIG.packed:
-                at += gl.cdiv(q_start, BLOCK_M) + b
-            else:
-                at += b * sizes.kv_heads * num_q_per_kv * slots
+            at = sums_of(b, kv, q_start, sizes, CONFIG.packed, BLOCK_M) + start
             # consumers read a field where they need it, which keeps registers free over their loop
             write_tile_field(tile_smem, slot, TILE_KV, kv)
             write_tile_field(tile_smem, slot, TILE_B, b)
