@@ -194,7 +194,7 @@ def decode_attention(
         key_cache      [C, L, K, D]  C >= B entries of up to L rows; with a page table [pages, page size >= 1, K, D]
         value_cache    [C, L, K, E]  E up to 512; None: the first head_dim_v channels of the keys (MLA), read once
         cache_seqlens  [B] int32     rows of each sequence before the append, on the same device, never read by the host
-                       but on the CPU; more than there is room for raises there, and counts as that elsewhere
+                       but on the CPU; a length above the capacity raises there, and counts as the capacity elsewhere
         key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; rows beyond the capacity are dropped
         page_table     [B, max pages] int32: page p of a sequence is its rows [p * page size, (p + 1) * page size)
         cache_batch_idx  [B] int32   the entry of the cache that serves each sequence (not with pages)

@@ -315,7 +315,7 @@ class _KeySums(NamedTuple):
     memory: Tensor
     dk: Operand | None
     dv: Operand | None
-    parts: int  # that have sums of their own: 1, to which all add, or in turn as many as there are
+    parts: int  # with sums of their own: 1, to which all parts add; if deterministic, one for each part
 
     @staticmethod
     def of(operands: Operands, schedule: Schedule, rows: int, need_dk: bool, need_dv: bool) -> "_KeySums":

@@ -96,7 +96,7 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
     mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
     # an arrival does not wait: the producer meets both consumers there
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
-    # consumers take turns, so that one's exponentials run beside the other's products
+    # consumers issue products by turns, so that one's exponentials run beside the other's products
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
     named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     stage = at % DS_STAGES
@@ -200,7 +200,7 @@ def _add_products(
     ds16 = as_operands(ds, dk)
     if NEXT:
         mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
-    # a store ahead of the turn's barrier: ptxas had moved the computation of ds behind it, into the turn
+    # a store before the barrier: ptxas had moved the computation of ds behind it, while the other consumer waited
     if DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
@@ -222,7 +222,8 @@ def _consume_block(
     k_left, mods, CONFIG: gl.constexpr, EARLY: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with the contribution of block number `at` of queries. EARLY: its queries are there, those of number
-    `after` are waited for beside the products, LSE is loaded ahead of the scores, the turn passed on behind them."""
+    `after` are waited for beside the products, LSE is loaded ahead of the scores, and the other consumer may issue its
+    products as soon as these are issued."""
     q_smem, do_smem = smem.q, smem.do
     STAGES: gl.constexpr = q_smem[0].shape[0]
     s_layout: gl.constexpr = zeros.type.layout
@@ -439,8 +440,8 @@ def consume(
     STAGES: gl.constexpr = q_smem[0].shape[0]
     BLOCK_M: gl.constexpr = q_smem[0].shape[1]
     # AHEAD: a block's scores are asked for behind the products of the one before, where there are registers for both.
-    # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. Where
-    # tiles add in turn neither was faster
+    # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. With
+    # the fixed order of dq_order.py neither was faster
     AHEAD: gl.constexpr = CONFIG.ahead and not CAP and not DETERMINISTIC
     PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or DETERMINISTIC) and grads.slopes is None
     EARLY: gl.constexpr = CONFIG.early and PLAIN
@@ -467,8 +468,7 @@ def consume(
             slopes = grads.slopes + b * slopes_stride + kv * num_q_per_kv
             is_sequence = b < batch
         dk, dv = no_sums(k_smem), no_sums(v_smem)
-        # one barrier for each of two tiles in turn: of a barrier that only some tiles use the phase could be two
-        # ahead
+        # two barriers, used by every other tile each: a barrier that only some tiles use could be two phases ahead
         mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
         mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         low = distance

@@ -190,7 +190,7 @@ def _add_to_dq(
     sum_ptr, order_ptr, tile, at, i, k_smem, ds_smem, ds_empty, before, owed, owed_turn, PART: gl.constexpr,
 ):  # fmt: skip
     """Add block number `at` of ds, when it is there, times the keys to tile number `tile` of the sums; give ds back.
-    With `order_ptr` after turn `before`, when turn `owed_turn` at the tile `owed` has been passed on."""
+    With `order_ptr`, the flag of tile `owed` is set to `owed_turn` first, and the flag of `tile` must be `before`."""
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     BLOCK_M: gl.constexpr = ds_smem.shape[2]
     W_QK: gl.constexpr = k_smem[0].shape[2] + (k_smem[1].shape[2] if len(k_smem) > 1 else 0)
@@ -283,7 +283,7 @@ def _produce(
     rest = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     waits_from = gl.to_tensor(0)  # the first block to which another tile adds before this one
-    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for, and whose turn it was
+    owed = gl.to_tensor(-1)  # the tile of sums whose flag is yet to be set, and the turn to set it to
     owed_turn = gl.to_tensor(0)
     begins = gl.to_tensor(1)
     while kv >= 0:

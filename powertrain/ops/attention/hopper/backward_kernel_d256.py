@@ -172,7 +172,7 @@ def _produce(
     block = begin
     if DETERMINISTIC:
         block = end - 1
-    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for
+    owed = gl.to_tensor(-1)  # the tile of sums whose flag is yet to be set
     for i in range(total):
         tile = tile0 + repeat * slots + block
         stage = i % STAGES
