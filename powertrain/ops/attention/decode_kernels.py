@@ -459,7 +459,7 @@ def why_not_many(call: PagedCall, target: Target) -> str | None:
     """Why the universal kernel serves packed queries and not the Hopper forward, or None."""
     rows = call.query.shape[0] * call.query.shape[1] // max(1, call.key_cache.shape[2])
     if rows < PACKED_LEAST_ROWS * call.seqlens.shape[0]:
-        return f"it is for {PACKED_LEAST_ROWS} rows of a sequence or more, got {rows} of {call.seqlens.shape[0]}"
+        return f"it is for {PACKED_LEAST_ROWS} rows or more a sequence, got {rows} of {call.seqlens.shape[0]} sequences"
     return why_not_pages(call, target)
 
 

@@ -58,7 +58,7 @@ def why_not_96_keys(operands: Operands) -> str | None:
     if not 128 < min(dims) <= max(dims) <= 192:
         return f"head dims must be 136 to 192, are {dims[0]} and {dims[1]}"
     if args.deterministic or args.softcap > 0 or args.slopes is not None:
-        return "it has no fixed order of sums, no softcap and no ALiBi"
+        return "it has no deterministic order, no softcap and no ALiBi"
     return None
 
 
