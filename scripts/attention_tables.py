@@ -143,7 +143,7 @@ def _ours(name: str) -> tuple[str, ...]:
         return (
             "sm_90",
             "fp16, bf16",
-            "to 256, or both of 257 to 512 (backward: both the same; packed above 448); v apart and a multiple of 8",
+            "to 256, or both of 257 to 512 (backward: both the same); v apart and a multiple of 8",
             layouts,
             masks,
             "deterministic if asked",

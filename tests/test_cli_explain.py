@@ -248,7 +248,7 @@ def test_fp8_of_a_run_without_a_gpu(run_file: str) -> None:
     assert len(rows) == 5
     for *_, fp8, bf16, saved, saved_bf16, _wire in rows:
         assert 0 < float(fp8) < float(bf16) and 0 < float(saved) < float(saved_bf16)
-    assert "wire: 0 of these weights gathered in FP8 by 8 ranks; once for all layers" in h200
+    assert "wire: 8 ranks gather 0 of these weights in FP8; all weights once: " in h200
     assert "sm_80 has no FP8 products" in a100 and "0 layers in FP8" in a100
     assert "5 layers in FP8: no rate was measured on sm_89" in ada
 
@@ -291,7 +291,7 @@ def test_fp8_of_experts(run_file: str) -> None:
     ("recipe", "wire", "row_bytes", "said"),
     [
         ("row", "bf16", 7184, "with fp8.wire fp8"),
-        ("block", "fp8", 7392, "so they travel here"),
+        ("block", "fp8", 7392, "as this config sends them"),
         ("tensor", "fp8", 0, ""),
     ],
 )
@@ -312,7 +312,7 @@ def test_fp8_of_rows_to_other_ranks(run_file: str, recipe: str, wire: str, row_b
     if row_bytes:
         fp8 = 3 * rows * row_bytes / 2**20
         assert f"in FP8 with scales, {said}: {row_bytes} bytes a row, {fp8:.0f} MiB a forward" in output
-        assert f"which stay as they are, {fp8 + 3 * there:.0f} MiB" in output
+        assert f"which are sent in the model's dtype, {fp8 + 3 * there:.0f} MiB" in output
         assert "experts spread over 4" in output
     else:
         assert "in FP8: by row and by block only" in output

@@ -32,9 +32,13 @@ def show(files: list[str], arch: list[str]) -> None:
             Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
             raise typer.Exit(2) from None
         tokens = config.train.micro_batch_size * config.train.seq_length
-        console.print(f"{target.name}: fp8.recipe {config.fp8.recipe}, {tokens} tokens in a micro-batch; times of one")
-        console.print("layer, forward and backward, expected from rates measured on one H200: at 16384x14336x4096, of")
-        console.print("experts at 32768 rows for 32 of 4096x7168")
+        console.print(
+            f"{target.name}: fp8.recipe {config.fp8.recipe}, {tokens} tokens in a micro-batch. Expected times"
+        )
+        console.print(
+            "of one layer, forward and backward, from rates measured on one H200: layers at 16384x14336x4096,"
+        )
+        console.print("experts at 32768 rows for 32 experts of 4096x7168")
         console.print(_table(lines))
         console.print(_sums(lines, target))
         console.print(_wire(lines, shard_ranks(config)))
@@ -81,24 +85,24 @@ def _wire(lines: "tuple[Line, ...]", ranks: int) -> str:
     sent = sum(line.count * (line.wire[0] if line.wire[1] is None else line.wire[1]) for line in lines)
     fp8 = sum(line.count for line in lines if line.wire[1] is not None)
     whole = f"{plain / 2**20:.0f} MiB in 16 bits" + (f", {sent / 2**20:.0f} MiB with fp8.wire fp8" if fp8 else "")
-    return f"wire: {fp8} of these weights gathered in FP8 by {ranks} ranks; once for all layers {whole}\n"
+    return f"wire: {ranks} ranks gather {fp8} of these weights in FP8; all weights once: {whole}\n"
 
 
 def _sent(sent: "SentRows") -> str:
     """Bytes of the rows that go to experts on other ranks, in 16 bits and in FP8."""
     (plain, plain_all), layers = sent.bytes_(False), "1 layer" if sent.count == 1 else f"{sent.count} layers"
     lines = [
-        f"rows to {sent.name} of {layers}, over {sent.ranks} ranks: a rank sends {sent.rows} to others on the mean, if "
+        f"rows to {sent.name} of {layers}, over {sent.ranks} ranks: a rank sends {sent.rows} to others on average, if "
         "tokens choose every expert equally often",
-        f"  as they are: {sent.plain} bytes a row, {plain / 2**20:.0f} MiB a forward; with results and backward "
-        f"{plain_all / 2**20:.0f} MiB",
+        f"  in the model's dtype: {sent.plain} bytes a row, {plain / 2**20:.0f} MiB a forward; with results and "
+        f"backward {plain_all / 2**20:.0f} MiB",
     ]
     if sent.fp8 is None:
         return "\n".join([*lines, "  in FP8: by row and by block only, whose scales are a row's own\n"])
     fp8, fp8_all = sent.bytes_(True)
-    state = "so they travel here" if sent.is_fp8 else "with fp8.wire fp8"
+    state = "as this config sends them" if sent.is_fp8 else "with fp8.wire fp8"
     lines.append(
         f"  in FP8 with scales, {state}: {sent.fp8} bytes a row, {fp8 / 2**20:.0f} MiB a forward; with results and "
-        f"backward, which stay as they are, {fp8_all / 2**20:.0f} MiB\n"
+        f"backward, which are sent in the model's dtype, {fp8_all / 2**20:.0f} MiB\n"
     )
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from powertrain.ops.attention import attention, decode_attention, varlen_attention
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
+from tests.cuda_graph import captured
 from tests.ops.attention.problems import BY_NAME, CONFIGS, Config, errors, make
 
 pytestmark = pytest.mark.gpu
@@ -51,20 +52,6 @@ def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> li
     return [torch.randn(shape, device=CUDA, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def _captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """`step` warmed up and captured, with what it returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
-
-
 def _equal(ours: Any, theirs: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -78,7 +65,7 @@ def test_a_graph_of_forward_and_backward(backend: str | None) -> None:
         out = attention(*leaves, is_causal=True, backend=backend)
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
-    graph, results = _captured(step)
+    graph, results = captured(step, warm_ups=2)
     for _ in range(2):
         with torch.no_grad():
             for x in (*leaves, dout):
@@ -100,7 +87,7 @@ def test_a_graph_of_packed_sequences_takes_other_lengths(backend: str | None) ->
         )
         return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
-    graph, results = _captured(step)
+    graph, results = captured(step, warm_ups=2)
     for lengths in ([0, 1000, 1000, 1000, 1000], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 128, 640, 901, 990]):
         starts.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()

@@ -14,15 +14,11 @@ from powertrain.ops.attention.backends import cudnn_backward
 from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
+from tests.gpu.arch import ON_SM90
 from tests.ops.attention.attention_launches import any_order
 from tests.ops.attention.problems import BY_NAME, Config, errors, make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
 SEEDS = range(6)

@@ -15,6 +15,7 @@ from powertrain.ops.fp8.quantize import fp8_quantize, same_bits, special_values
 from powertrain.quant import Block, Row, quantize_model, update_scales
 from powertrain.quant import Tensor as TensorRecipe
 from powertrain.runtime.errors import WarmUpFirst
+from tests.cuda_graph import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,18 +158,11 @@ def test_eager_compiled_and_graph_have_the_same_bits(recipe: object) -> None:
     compiled = _grads(torch.compile(model, fullgraph=True, backend="aot_eager"), x)
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
     static = x.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        _grads(model, static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = _grads(model, static)
+    graph, grads = captured(lambda: _grads(model, static))
     for weight in model.parameters():
         weight.data.mul_(2)  # a replay quantizes the weights of then
     graph.replay()
-    again = [t.clone() for t in captured]
+    again = [t.clone() for t in grads]
     assert all(torch.equal(a, b) for a, b in zip(again, _grads(model, x), strict=True))
 
 

@@ -17,14 +17,10 @@ from powertrain.ops.gemm.row_invariant import row_invariant_linear_
 from powertrain.runtime import recording
 from powertrain.runtime.dispatch import disable
 from powertrain.testing.numerics import check
+from tests.gpu.arch import ON_SM90
 from tests.ops.gemm_launches import operands
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda", 0)
 ROWS = (300, 0, 400, 600)  # of four chunks: none of whole tiles, one empty
 SIZE = (sum(ROWS), 520, 328)

@@ -7,14 +7,10 @@ import pytest
 import torch
 
 from powertrain.ops.attention import attention
+from tests.gpu.arch import ON_SM90
 from tests.ops.attention.attention_launches import any_order
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-]
+pytestmark = ON_SM90
 # forward and gradients: absolute, relative
 TOLERANCES = {torch.float16: ((4e-3, 4e-4), (0.2, 2e-2)), torch.bfloat16: ((2e-2, 5e-3), (0.9, 0.1))}
 

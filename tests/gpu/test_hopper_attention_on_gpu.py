@@ -20,15 +20,12 @@ from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
 from powertrain.testing import numerics
+from tests.cuda_graph import captured
+from tests.gpu.arch import ON_SM90
 from tests.ops.attention.attention_launches import any_order
 from tests.ops.attention.problems import CONFIGS, Config, errors, make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
 SEEDS = range(8)
@@ -194,14 +191,7 @@ def test_a_graph_of_packed_sequences_takes_other_lengths() -> None:
         )
         return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for lengths in ([0, 1000, 1000, 1000, 1000], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 128, 640, 901, 990]):
         starts.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()

@@ -8,13 +8,9 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.attention.hopper import backend, backward_d512, backward_plans
+from tests.gpu.arch import ON_SM90
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda")
 
 

@@ -18,14 +18,11 @@ from powertrain.ops.attention.triton.backward import attention_backward
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
+from tests.cuda_graph import captured
+from tests.gpu.arch import ON_SM90
 from tests.ops.attention.problems import CONFIGS, Config, errors, make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
 SEEDS = range(12)
@@ -367,15 +364,7 @@ def test_a_graph_of_packed_sequences_takes_other_lengths(taken: list[str | None]
         out = varlen_attention(*leaves, starts, max_seqlen_q=1000, is_causal=True, backend="triton")
         return torch.autograd.grad(out, leaves, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step, warm_ups=2)
     for lengths in ([0, 1000, 1000, 1000, 1000], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 128, 640, 901, 990]):
         starts.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()

@@ -12,14 +12,10 @@ from torch import Tensor
 from powertrain.ops.attention import attention, combine, varlen_attention
 from powertrain.ops.attention.hopper import backward, backward_d512, forward, forward_d512
 from powertrain.runtime import driver, steering
+from tests.gpu.arch import ON_SM90
 from tests.ops.attention.attention_launches import any_order
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda")
 
 

@@ -20,14 +20,11 @@ from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
 from powertrain.testing import numerics
+from tests.cuda_graph import captured
+from tests.gpu.arch import ON_SM90
 from tests.ops.attention import problems
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-]
+pytestmark = ON_SM90
 PLAIN = problems._Plain.name  # registered there
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -227,14 +224,7 @@ def test_a_graph_takes_other_lengths() -> None:
     with record() as wanted:
         step()
     assert [spec.constants.get("SPLIT_KV") for spec in wanted.specs] == [True, None]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for queries, keys in (([0, 32, 32, 32], [0, 4000, 4000, 4000]), ([0, 1, 2, 3], [0, 1, 2, 900]), ([0] * 4, [0] * 4)):
         starts.copy_(torch.tensor(queries, dtype=torch.int32))
         k_starts.copy_(torch.tensor(keys, dtype=torch.int32))

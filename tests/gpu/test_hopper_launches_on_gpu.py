@@ -3,22 +3,17 @@
 import random
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention
 from powertrain.ops.gemm.gemm import LAYOUTS, gemm
 from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue
+from tests.gpu.arch import ON_SM90
 from tests.ops.attention.attention_launches import any_order
 from tests.ops.gemm_launches import operands
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda")
 Step = Callable[[], list[Tensor]]
 

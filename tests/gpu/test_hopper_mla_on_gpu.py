@@ -8,13 +8,9 @@ from torch import Tensor
 
 from powertrain.ops.attention import decode_kernels
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
+from tests.gpu.arch import ON_SM90
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
-]
+pytestmark = ON_SM90
 NEVER = 1 << 30
 
 

@@ -12,13 +12,10 @@ from powertrain.ops.attention.decode import decode_attention, decode_attention_r
 from powertrain.ops.attention.hopper import forward_pages
 from powertrain.ops.attention.hopper.forward_pages import Cut, PagedCall, launch_pages, why_not_cache
 from powertrain.runtime.target import Target
+from tests.gpu.arch import ON_SM90
+from tests.ops.attention.test_decode_packed import check_a_graph
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda")
 
 
@@ -27,7 +24,7 @@ def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few the rows are; and never the universal kernel."""
     monkeypatch.setattr(decode_kernels, "PACKED_LEAST_ROWS", 0)
     monkeypatch.setattr(decode_kernels, "EQUAL_LEAST_ROWS", 0)
-    monkeypatch.setattr(decode_kernels, "FILLING_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_kernels, "FEW_LEAST_ROWS", 0)
     monkeypatch.setattr(decode_kernels, "_work_of", None)
 
 
@@ -126,22 +123,7 @@ def test_random_problems() -> None:
 
 
 def test_a_graph_follows_starts_and_lengths() -> None:
-    problem = _problem([(5, 300), (1, 700), (20, 40)], 16)
-    fixed = {**problem, "max_seqlen_q": 26}
-    for _ in range(2):
-        decode_attention(**fixed)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_attention(**fixed)
-    for starts, lengths in (
-        ([0, 5, 6, 26], [300, 700, 40]),
-        ([0, 0, 24, 26], [16, 650, 3]),
-        ([2, 3, 4, 5], [0, 1, 40]),
-    ):
-        problem["cu_seqlens_q"].copy_(torch.tensor(starts))
-        problem["cache_seqlens"].copy_(torch.tensor(lengths))
-        graph.replay()
-        assert torch.equal(out, decode_attention(**fixed))
+    check_a_graph(_problem([(5, 300), (1, 700), (20, 40)], 16), max_seqlen_q=26)
 
 
 def _dense(sizes: list[tuple[int, int]], capacity: int, **options: Any) -> dict[str, Any]:

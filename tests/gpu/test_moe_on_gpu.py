@@ -9,6 +9,7 @@ from torch import Tensor
 import powertrain
 from powertrain.models import build, configure
 from powertrain.nn.moe import MoE, Router
+from tests.cuda_graph import captured
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -48,14 +49,7 @@ def test_no_host_synchronisation() -> None:
 def test_a_graph_follows_the_routing() -> None:
     layer, x = _layer().eval(), torch.randn(300, 256, device=CUDA, dtype=torch.bfloat16)
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            layer(x)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = layer(x)
+        graph, y = captured(lambda: layer(x))
         for scale in (1.0, -3.0):
             x.copy_(torch.randn_like(x) * scale)
             graph.replay()

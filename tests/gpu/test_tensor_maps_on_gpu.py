@@ -9,13 +9,9 @@ from torch import Tensor
 from powertrain.runtime.gluon_compat import gl, mbarrier, tma_load
 from powertrain.runtime.launch import gluon_kernel
 from powertrain.runtime.tensor_maps import takes_zero_strides, tensor_map
+from tests.gpu.arch import ON_SM90
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
-    ),
-]
+pytestmark = ON_SM90
 CUDA = torch.device("cuda")
 
 

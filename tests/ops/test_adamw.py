@@ -11,6 +11,7 @@ import powertrain
 from powertrain.ops import adamw as module
 from powertrain.ops.adamw import AdamW, adamw_ref
 from powertrain.ops.grad_norm import clip_grad_norm_
+from tests.cuda_graph import captured
 
 SHAPES = [(3,), (7, 5), (20000,), ()]  # an unaligned size, a second chunk, a scalar
 OPTIONS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -404,14 +405,7 @@ def test_cuda_graph(device: torch.device) -> None:
         clip_grad_norm_(params, 1.0)
         optimizer.step()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for _ in range(2):
         graph.replay()
     for _ in range(3):

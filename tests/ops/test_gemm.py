@@ -144,7 +144,7 @@ def test_errors(call: object, message: str) -> None:
         ((8192, 8192, 2048), "hopper", ""),
         ((2048, 14336, 8192), "hopper", ""),
         ((8192, 4096, 1024), "cublas", "K must be at least 2048"),
-        ((2048, 8192, 2048), "cublas", "it fills the GPU 4 times"),
+        ((2048, 8192, 2048), "cublas", "its tiles are 4 waves"),
         ((2048, 17152, 4096), "cublas", "less than 95%"),
         ((16384, 2560, 8192), "cublas", "N must be at least 4096, is 2560"),
         ((16384, 6144, 4096), "cublas", "it was measured at 0.98 to 0.996"),

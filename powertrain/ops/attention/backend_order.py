@@ -204,9 +204,11 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
         return Order(names, backwards, f"fixed, {fixed.why}", {})
     planned = _PLANNED[problem.needs_grad]
     nearest, files = near(points, case)
-    known = f"measured ({kind}; asked for {case}, the nearest is {nearest}): {', '.join(files)}"
-    known += f"; cuDNN counts {planned:g} times, for it plans every new shape" if "cudnn" in known_costs else ""
-    known += f"; the rest fixed, {fixed.why}"
+    known = f"by measured times ({kind}; this is {case}, the nearest measured is {nearest}): {', '.join(files)}"
+    known += (
+        f"; cuDNN's times are multiplied by {planned:g}, as it plans every new shape" if "cudnn" in known_costs else ""
+    )
+    known += f"; backends that were not measured are in a fixed order, {fixed.why}"
     return Order(by_cost(names, known_costs, planned), backwards, known, estimates)
 
 

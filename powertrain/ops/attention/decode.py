@@ -23,7 +23,7 @@ Sources: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); page
 arXiv:2309.06180; semantics of appending, rotary positions and leftpad: flash_attn_with_kvcache of flash-attn 2.8.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -194,7 +194,7 @@ def decode_attention(
         key_cache      [C, L, K, D]  C >= B entries of up to L rows; with a page table [pages, page size >= 1, K, D]
         value_cache    [C, L, K, E]  E up to 512; None: the first head_dim_v channels of the keys (MLA), read once
         cache_seqlens  [B] int32     rows of each sequence before the append, on the same device, never read by the host
-                       but on the CPU; more than there is room for raises there, and counts as that elsewhere
+                       but on the CPU; a length above the capacity raises there, and counts as the capacity elsewhere
         key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; rows beyond the capacity are dropped
         page_table     [B, max pages] int32: page p of a sequence is its rows [p * page size, (p + 1) * page size)
         cache_batch_idx  [B] int32   the entry of the cache that serves each sequence (not with pages)
@@ -234,63 +234,130 @@ def decode_attention(
         query = query[None]
     else:
         checks.require(max_seqlen_q is None, _OP, "max_seqlen_q", "be given with cu_seqlens_q", max_seqlen_q)
-    dense = (query, key_cache, value_cache, key_new, value_new)
-    for name, x in zip(("query", "key_cache", "value_cache", "key_new", "value_new"), dense, strict=True):
-        checks.require(x is None or x.dim() == 4, _OP, name, f"have 4 dims ({layout})", x if x is None else [*x.shape])
-    if layout == "bhsd":
-        query, key_cache = query.transpose(1, 2), key_cache.transpose(1, 2)
-        value_cache, key_new, value_new = (x if x is None else x.transpose(1, 2) for x in dense[2:])
-    dv = _check_cache(query, key_cache, value_cache, head_dim_v)
-    _check_new(key_cache, value_cache, key_new, value_new)
-    batch = cache_seqlens.numel() if is_packed else query.shape[0]
-    vectors = cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks
-    _check_vectors(query, batch, key_cache, *vectors)
+    query, keys, values, key_new, value_new = _in_bshd(layout, query, key_cache, value_cache, key_new, value_new)
+    head_dim_v = _check_cache(query, keys, values, head_dim_v)
+    _check_new(keys, values, key_new, value_new)
+    cache = _Cache(keys, values, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
+    _check_vectors(query, cache_seqlens.numel() if is_packed else query.shape[0], cache, alibi_slopes, sinks)
     softcap = 0.0 if softcap is None else softcap
     checks.require(softcap >= 0, _OP, "softcap", "be at least 0, or None", softcap)
     checks.require(num_splits is None or num_splits >= 1, _OP, "num_splits", "be at least 1 or None", num_splits)
-    wants = (query, key_cache, value_cache, key_new, value_new, sinks, alibi_slopes)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wants):
-        raise NotImplementedError(
-            f"{_OP} has no gradients: call it under torch.no_grad(), or use powertrain.attention for training"
-        )
+    _refuse_gradients(query, keys, values, key_new, value_new, sinks, alibi_slopes)
     refuse_invariant("decode_attention", "compute whole sequences, without a KV cache")
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
+    _check_lengths(cache)
 
-    capacity = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    if cache_seqlens.device.type == "cpu" and cache_seqlens.numel() and not is_traced(cache_seqlens):
-        longest = int(cache_seqlens.max())
-        checks.require(
-            longest <= capacity, _OP, "cache_seqlens", f"be at most {capacity}, the cache's capacity", longest
-        )
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right
     if rotary is not None:
         query, key_new = _rotate(query, key_new, rotary, rotary_interleaved, cache_seqlens, left >= 0 or right >= 0)
     if key_new is not None:
         append = append_op if runs_kernel else _append_ref
-        append(key_new, value_new, key_cache, value_cache, cache_seqlens, page_table, cache_batch_idx)
+        append(key_new, value_new, keys, values, cache_seqlens, page_table, cache_batch_idx)
     num_new = 0 if key_new is None else key_new.shape[1]
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = _Scores(left, right, float(softcap), scale, alibi_slopes, sinks)
     if runs_kernel:
-        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
-        out, lse = decode_op(
-            query, key_cache, value_cache, dv, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, slopes,
-            None if sinks is None else sinks.contiguous(), num_new, left, right, float(softcap), scale,
-            num_splits or 0, torch.backends.cuda.matmul.allow_tf32, cu_seqlens_q,
-            query.shape[1] if max_seqlen_q is None else max_seqlen_q,
-        )  # fmt: skip
-        out, lse = (out[0], lse[0]) if is_packed else (out, lse)
+        out, lse = _by_kernel(query, cache, scores, head_dim_v, num_new, num_splits, cu_seqlens_q, max_seqlen_q)
     else:
-        with without_autocast(query.device):
-            out, lse = decode_attention_ref(
-                query[0] if is_packed else query, key_cache, value_cache,
-                (cache_seqlens + num_new).clamp(max=capacity), page_table=page_table, cache_batch_idx=cache_batch_idx,
-                cache_leftpad=cache_leftpad, is_causal=is_causal, window_size=(left, right), softcap=softcap,
-                alibi_slopes=alibi_slopes, sinks=sinks, scale=scale, head_dim_v=dv, cu_seqlens_q=cu_seqlens_q,
-            )  # fmt: skip
+        out, lse = _by_reference(query, cache, scores, head_dim_v, num_new, cu_seqlens_q)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
+
+
+class _Cache(NamedTuple):
+    """Keys and values that a call attends to, layout "bshd", and where each sequence finds its own."""
+
+    keys: Tensor  # [C, L, K, D]
+    values: Tensor | None  # [C, L, K, E]
+    seqlens: Tensor  # [B], before the append
+    page_table: Tensor | None
+    batch_idx: Tensor | None
+    leftpad: Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """The most rows that a sequence may have."""
+        return self.keys.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+
+class _Scores(NamedTuple):
+    """What makes scores of q kᵀ; bounds of the window as `window_bounds` returns them, 0 on the right if causal."""
+
+    left: int
+    right: int
+    softcap: float
+    scale: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+def _by_kernel(
+    query: Tensor,
+    cache: _Cache,
+    scores: _Scores,
+    head_dim_v: int,
+    num_new: int,
+    num_splits: int | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+) -> tuple[Tensor, Tensor]:
+    slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.float().contiguous()
+    sinks = None if scores.sinks is None else scores.sinks.contiguous()
+    out, lse = decode_op(
+        query, cache.keys, cache.values, head_dim_v, cache.seqlens, cache.page_table, cache.batch_idx, cache.leftpad,
+        slopes, sinks, num_new, scores.left, scores.right, scores.softcap, scores.scale, num_splits or 0,
+        torch.backends.cuda.matmul.allow_tf32, cu_seqlens_q, query.shape[1] if max_seqlen_q is None else max_seqlen_q,
+    )  # fmt: skip
+    return (out, lse) if cu_seqlens_q is None else (out[0], lse[0])
+
+
+def _by_reference(
+    query: Tensor, cache: _Cache, scores: _Scores, head_dim_v: int, num_new: int, cu_seqlens_q: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    with without_autocast(query.device):
+        return decode_attention_ref(
+            query if cu_seqlens_q is None else query[0], cache.keys, cache.values,
+            (cache.seqlens + num_new).clamp(max=cache.capacity), page_table=cache.page_table,
+            cache_batch_idx=cache.batch_idx, cache_leftpad=cache.leftpad, is_causal=False,
+            window_size=(scores.left, scores.right), softcap=scores.softcap, alibi_slopes=scores.alibi_slopes,
+            sinks=scores.sinks, scale=scores.scale, head_dim_v=head_dim_v, cu_seqlens_q=cu_seqlens_q,
+        )  # fmt: skip
+
+
+def _in_bshd(
+    layout: Layout,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_new: Tensor | None,
+    value_new: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The tensors, checked to have four dims, as views in layout "bshd"."""
+    tensors = (query, key_cache, value_cache, key_new, value_new)
+    for name, x in zip(("query", "key_cache", "value_cache", "key_new", "value_new"), tensors, strict=True):
+        checks.require(x is None or x.dim() == 4, _OP, name, f"have 4 dims ({layout})", x if x is None else [*x.shape])
+    if layout == "bshd":
+        return tensors
+    rest = (x if x is None else x.transpose(1, 2) for x in tensors[2:])
+    return query.transpose(1, 2), key_cache.transpose(1, 2), *rest  # type: ignore[return-value]
+
+
+def _refuse_gradients(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            f"{_OP} has no gradients: call it under torch.no_grad(), or use powertrain.attention for training"
+        )
+
+
+def _check_lengths(cache: _Cache) -> None:
+    """Lengths on the CPU are at most the capacity; those on a GPU are never read."""
+    seqlens, capacity = cache.seqlens, cache.capacity
+    if seqlens.device.type == "cpu" and seqlens.numel() and not is_traced(seqlens):
+        longest = int(seqlens.max())
+        must = f"be at most {capacity}, the cache's capacity"
+        checks.require(longest <= capacity, _OP, "cache_seqlens", must, longest)
 
 
 def _rotate(
@@ -383,16 +450,12 @@ def _check_packed(
 def _check_vectors(
     query: Tensor,
     batch: int,
-    key_cache: Tensor,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
+    cache: _Cache,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    heads = query.shape[2]
-    vectors = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    heads, page_table = query.shape[2], cache.page_table
+    vectors = {"cache_seqlens": cache.seqlens, "cache_batch_idx": cache.batch_idx, "cache_leftpad": cache.leftpad}
     checks.same_device(_OP, "query", query, **vectors, page_table=page_table, alibi_slopes=alibi_slopes, sinks=sinks)
     for name, x in {**vectors, "page_table": page_table}.items():
         if x is None:
@@ -406,12 +469,11 @@ def _check_vectors(
         checks.require(fits, _OP, "page_table", f"have shape [{batch}, max pages]", list(page_table.shape))
         unit = page_table.stride(1) == 1 or page_table.shape[1] < 2
         checks.require(unit, _OP, "page_table", "have a last dim of stride 1", "another")
-        checks.require(cache_batch_idx is None, _OP, "cache_batch_idx", "be None with a page_table", "a tensor")
-        checks.require(key_cache.shape[1] >= 1, _OP, "key_cache", "have pages of at least 1 row", 0)
-    elif cache_batch_idx is None:
-        checks.require(
-            key_cache.shape[0] >= batch, _OP, "key_cache", f"have {batch} entries (batch)", key_cache.shape[0]
-        )
+        checks.require(cache.batch_idx is None, _OP, "cache_batch_idx", "be None with a page_table", "a tensor")
+        checks.require(cache.keys.shape[1] >= 1, _OP, "key_cache", "have pages of at least 1 row", 0)
+    elif cache.batch_idx is None:
+        entries = cache.keys.shape[0]
+        checks.require(entries >= batch, _OP, "key_cache", f"have {batch} entries (batch)", entries)
     if alibi_slopes is not None:
         expected = (heads,) if alibi_slopes.dim() == 1 else (batch, heads)
         checks.shape(_OP, "alibi_slopes", alibi_slopes, expected, "heads, or batch and heads")

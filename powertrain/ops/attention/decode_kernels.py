@@ -120,61 +120,114 @@ def _entry_of_block(
         return cache_entry(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
 
 
+@triton.jit
+def _offset_of_block(block, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of a block's keys in their entries: [BLOCK_N]."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE) + tl.arange(0, BLOCK_N)
+    else:
+        return row_of_entry(block * BLOCK_N + tl.arange(0, BLOCK_N), PAGE_SIZE)
+
+
+@triton.jit
+def _load_part(parts_ptr, at):
+    """(sequence or tile, which of its parts, how many it has) of an entry of decode_schedule.py's table."""
+    of_part = parts_ptr + at * 3
+    return tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
+
+
+@triton.jit
+def _load_tile(tiles_ptr, number):
+    """(sequence, tile of it, its first query, how many it has) of a tile of packed queries; sequence -1: none."""
+    of_tile = tiles_ptr + number * TILE_FIELDS
+    sequence, tile = tl.load(of_tile), tl.load(of_tile + 1)  # scalars
+    first_query, count = tl.load(of_tile + 3).to(tl.int64), tl.load(of_tile + 4)  # scalars
+    return sequence, tile, first_query, count
+
+
+@triton.jit
+def _blocks_of_part(first, last, number, split, parts, tiles_ptr, BLOCK_N: tl.constexpr):
+    """(begin, end) of the blocks of a part of the keys first to last."""
+    blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
+    if tiles_ptr is not None:
+        # none of a tile behind a sequence's queries, though there are keys
+        blocks = tl.load(tiles_ptr + number * TILE_FIELDS + 2)  # scalar
+    share = tl.cdiv(blocks, parts)
+    begin = first // BLOCK_N + split * share
+    return begin, tl.minimum(begin + share, first // BLOCK_N + blocks)
+
+
+class _ScoreMods(NamedTuple):
+    """What turns q k^T into masked scores."""
+
+    scale: Any
+    softcap: Any
+    slope: Any  # ALiBi's, in units of log 2, [BLOCK_M]
+    left: Any
+    right: Any
+
+
+@triton.jit
+def _masked_scores(
+    product, position, cols, inside, mods, HAS_SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log 2 of queries at these positions and keys `cols`; -inf where a key is not seen."""
+    if HAS_SOFTCAP:
+        s = (mods.softcap * LOG2E) * tanh(product * (mods.scale / mods.softcap), False)
+    else:
+        s = product * (mods.scale * LOG2E)
+    if HAS_SLOPES:
+        s -= mods.slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
+    visible = inside[None, :]
+    if HAS_LEFT:
+        visible = visible & (cols[None, :] >= position[:, None] - mods.left)
+    if HAS_RIGHT:
+        visible = visible & (cols[None, :] <= position[:, None] + mods.right)
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
+def _online_softmax(s, top, total):
+    """(weights, factor of earlier sums, new maximum, new sum) of a block of scores."""
+    new_top = tl.maximum(top, tl.max(s, axis=1))
+    # a row that has seen nothing has the maximum -inf; less 0 its weights are 0, not NaN
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s - safe[:, None])
+    alpha = tl.exp2(top - safe)
+    return p, alpha, new_top, total * alpha + tl.sum(p, axis=1)
+
+
+@triton.jit
+def _add_sink(sink, top, total):
+    """(factor of earlier sums, new maximum, new sum) of one more score a row, which has no value."""
+    new_top = tl.maximum(top, sink)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    alpha = tl.exp2(top - safe)
+    return alpha, new_top, total * alpha + tl.exp2(sink - safe)
+
+
+@triton.jit
+def _normalized(acc, alpha, top, total):
+    """(output, LSE in nats) of sums, which lack the last factor alpha; 0 and -inf of rows that see no key."""
+    seen = total > 0.0
+    factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
+    tile_out = scale_tile(acc, factor[:, None])
+    return tile_out, tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
+
+
 @kernel()
 def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    seqlens_ptr,
-    page_table_ptr,
-    batch_idx_ptr,
-    leftpad_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    parts_ptr,
-    tiles_ptr,
-    batches,
-    num_queries,
-    kv_heads,
-    ratio,
-    num_new,
-    capacity,
-    num_parts,
-    left,
-    right,
-    page_row,
-    slopes_row,
-    scale,
-    softcap,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    HEAD_DIM_QK: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PIECES_QK: tl.constexpr,
-    PIECES_V: tl.constexpr,
-    SHARES_KEYS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, seqlens_ptr, page_table_ptr, batch_idx_ptr, leftpad_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, parts_ptr, tiles_ptr,
+    batches, num_queries, kv_heads, ratio, num_new, capacity, num_parts, left, right, page_row, slopes_row,
+    scale, softcap,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr, PIECES_QK: tl.constexpr, PIECES_V: tl.constexpr,
+    SHARES_KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
     """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
     UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each. With
     `tiles` (decode_tiles.py) queries are packed, `num_queries` in all, and `batches` counts tiles."""
@@ -182,35 +235,28 @@ def _decode_kernel(
     if tiles_ptr is not None:
         kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
         part = tl.program_id(0) // kv_heads
-        of_part = parts_ptr + part * 3
-        number, split, parts = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
+        number, split, parts = _load_part(parts_ptr, part)
         if number >= batches:
             return
-        of_tile = tiles_ptr + number * TILE_FIELDS
-        sequence, tile = tl.load(of_tile), tl.load(of_tile + 1)  # scalars
-        first_query, count = tl.load(of_tile + 3).to(tl.int64), tl.load(of_tile + 4)  # scalars
+        sequence, tile, first_query, count = _load_tile(tiles_ptr, number)
         # rows of no sequence have no keys; addresses by the first one's are safe
         is_sequence, batch, row_batch = sequence >= 0, tl.maximum(sequence, 0).to(tl.int64), kv_head * 0
         slot = part.to(tl.int64)
-    elif parts_ptr is not None:
-        tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
-        tile = tl.program_id(0) % tiles
-        kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-        part = tl.program_id(1)
-        of_part = parts_ptr + (tile * num_parts + part) * 3
-        number, split, parts = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
-        if number >= batches:
-            return
-        # results of first parts lie behind those of all others, where the combination finds them
-        batch, slot = number.to(tl.int64), tl.where(split == 0, num_parts - batches + number, part).to(tl.int64)
-        is_sequence, row_batch, first_query, count = True, batch, 0, num_queries
     else:
         tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
         tile = tl.program_id(0) % tiles
         kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-        batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
-        split, parts = tl.program_id(1), num_parts
-        slot = split.to(tl.int64) * batches + batch
+        if parts_ptr is not None:
+            part = tl.program_id(1)
+            number, split, parts = _load_part(parts_ptr, tile * num_parts + part)
+            if number >= batches:
+                return
+            # results of first parts lie behind those of all others, where the combination finds them
+            batch, slot = number.to(tl.int64), tl.where(split == 0, num_parts - batches + number, part).to(tl.int64)
+        else:
+            batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+            number, split, parts = batch, tl.program_id(1), num_parts
+            slot = split.to(tl.int64) * batches + batch
         is_sequence, row_batch, first_query, count = True, batch, 0, num_queries
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -220,13 +266,7 @@ def _decode_kernel(
     length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, is_sequence, num_new, capacity)
     position = query + (length - count)
     first, last = key_range(length, pad, tile, count, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
-    blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
-    if tiles_ptr is not None:
-        # none of a tile behind a sequence's queries, though there are keys
-        blocks = tl.load(tiles_ptr + number * TILE_FIELDS + 2)  # scalar
-    share = tl.cdiv(blocks, parts)
-    begin = first // BLOCK_N + split * share
-    end = tl.minimum(begin + share, first // BLOCK_N + blocks)
+    begin, end = _blocks_of_part(first, last, number, split, parts, tiles_ptr, BLOCK_N)
 
     q_rows = (row_batch * stride_qb + (first_query + query).to(tl.int64) * stride_qs + head * stride_qh) * UNIT
     q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
@@ -236,6 +276,7 @@ def _decode_kernel(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
+    mods = _ScoreMods(scale, softcap, slope, left, right)
 
     entry = _entry_of_block(
         page_table_ptr, batch_idx_ptr, batch, begin, first, last, page_row, PAGE_SIZE, BLOCK_N
@@ -243,34 +284,14 @@ def _decode_kernel(
     for block in range(begin, end):
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (cols >= first) & (cols < last)
-        if PAGE_SIZE % BLOCK_N == 0:
-            offset = row_of_entry(block * BLOCK_N + tl.zeros([], tl.int32), PAGE_SIZE) + tl.arange(0, BLOCK_N)
-        else:
-            offset = row_of_entry(cols, PAGE_SIZE)
+        offset = _offset_of_block(block, PAGE_SIZE, BLOCK_N)
         k_rows = (entry * stride_kb + kv_head * stride_kh + offset * stride_ks) * UNIT
         v_rows = (entry * stride_vb + kv_head * stride_vh + offset * stride_vs) * UNIT
 
         k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_N, HEAD_DIM_QK]
         s = _products(q, k, FMA, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if HAS_SOFTCAP:
-            s = (softcap * LOG2E) * tanh(s * (scale / softcap), False)
-        else:
-            s = s * (scale * LOG2E)
-        if slopes_ptr is not None:
-            s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
-        visible = inside[None, :]
-        if HAS_LEFT:
-            visible = visible & (cols[None, :] >= position[:, None] - left)
-        if HAS_RIGHT:
-            visible = visible & (cols[None, :] <= position[:, None] + right)
-        s = tl.where(visible, s, float("-inf"))
-
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - safe[:, None])
-        alpha = tl.exp2(top - safe)
-        total = total * alpha + tl.sum(p, axis=1)
-        top = new_top
+        s = _masked_scores(s, position, cols, inside, mods, slopes_ptr is not None, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)
+        p, alpha, top, total = _online_softmax(s, top, total)
         if SHARES_KEYS:
             v = k
         else:
@@ -282,22 +303,14 @@ def _decode_kernel(
             )  # fmt: skip
         acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
 
+    alpha = tl.full([BLOCK_M], 1.0, tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
         # else the combination adds it
         sink = tl.where(is_sequence & (parts == 1), sink, float("-inf"))
-        new_top = tl.maximum(top, sink)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        alpha = tl.exp2(top - safe)
-        total = total * alpha + tl.exp2(sink - safe)
-        top = new_top
-    else:
-        alpha = tl.full([BLOCK_M], 1.0, tl.float32)
-    seen = total > 0.0
-    factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
+        alpha, top, total = _add_sink(sink, top, total)
+    tile_out, lse = _normalized(acc, alpha, top, total)
     heads = kv_heads * ratio
-    tile_out = scale_tile(acc, factor[:, None])
-    lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
     if parts == 1:
         row = (row_batch * num_queries + first_query + query) * heads + head
         of_lse = (row_batch * heads + head) * num_queries + first_query + query
@@ -436,22 +449,22 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
     return why_not_mla(call, target)
 
 
-# rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves: packed
-# queries; as many of each sequence; as many of each of so many sequences that tiles of their heads fill all SMs. With
-# fewer rows the universal kernel is as fast, or has more parts for the SMs. us, one H100, universal and Hopper: 32 of
-# 500 to 32k keys in pages H32/8, 1 query 491, 482; 4 510, 490; 8 520, 495; 32 652, 512; 64 1157, 615; H28/4, 8
-# queries 276, 280; 16 of 8192, 8
-# queries 200, 199; 4 of 3000 H28/4 28, 35; chunks of 1 to 16 529, 502; H16/16 D64, 8 queries 501, 513
-PACKED_LEAST_ROWS, EQUAL_LEAST_ROWS, FILLING_LEAST_ROWS = 16, 128, 16
+# rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves: of packed
+# queries, and of as many of each sequence, where sequences times kv heads are more than half of the SMs; where they are
+# fewer. Below, the universal kernel is as fast or has more parts for the SMs. us, one H100, universal and Hopper: 32
+# sequences of 500 to 32k keys in pages H32/8, 1 query 487, 482; 4 508, 491; 8 518, 495; 32 650, 516; 64 1149, 604;
+# packed single tokens 507, 496; chunks of 1 to 16 529, 505; H16/16 D64, 8 queries 502, 533; 16 of 8192, 8 queries 200,
+# 203; 4 of 3000 H28/4 28, 37; 1 of 131072 203, 215
+PACKED_LEAST_ROWS, EQUAL_LEAST_ROWS, FEW_LEAST_ROWS = 1, 16, 128
 
 
 def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None = None) -> str | None:
     """Why the universal kernel serves and not the Hopper forward, or None."""
     kv_heads, batch = max(1, call.key_cache.shape[2]), call.seqlens.shape[0]
     rows = call.query.shape[:-1].numel() // kv_heads
-    least = PACKED_LEAST_ROWS
-    if call.query_starts is None:
-        least = FILLING_LEAST_ROWS if batch * kv_heads > target.num_sms else EQUAL_LEAST_ROWS
+    least = PACKED_LEAST_ROWS if call.query_starts is not None else EQUAL_LEAST_ROWS
+    if 2 * batch * kv_heads <= target.num_sms:
+        least = FEW_LEAST_ROWS
     if rows < least * batch:
         return f"it is for {least} rows of a sequence or more, got {rows} of {batch}"
     return why_not_cache(call, cache_batch_idx, target)
@@ -462,6 +475,114 @@ def _decode_outputs(
 ) -> tuple[Tensor, Tensor]:
     b, sq, h = query.shape[:3]
     return query.new_empty(b, sq, h, head_dim_v), query.new_empty((b, h, sq), dtype=torch.float32)
+
+
+class _Call(NamedTuple):
+    """The arguments of `decode_op`, in the order of its schema."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor | None
+    head_dim_v: int
+    cache_seqlens: Tensor
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    num_new: int
+    left: int
+    right: int
+    softcap: float
+    scale: float
+    num_splits: int
+    allow_tf32: bool
+    query_starts: Tensor | None
+    max_queries: int
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key_cache.shape[2]
+
+    @property
+    def ratio(self) -> int:
+        """Query heads of a kv head."""
+        return self.query.shape[2] // self.kv_heads if self.kv_heads else 1
+
+    @property
+    def page_size(self) -> int:
+        """0: no pages."""
+        return 0 if self.page_table is None else self.key_cache.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence may have."""
+        return self.key_cache.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def queries(self) -> int:
+        """The most queries of a sequence."""
+        return self.query.shape[1] if self.query_starts is None else self.max_queries
+
+    @property
+    def seen(self) -> int:
+        """The most keys of a sequence that are read: queries are its last positions, so of a window those before."""
+        return min(self.capacity, self.left + self.queries) if self.left >= 0 else self.capacity
+
+    @property
+    def sees_right(self) -> int:
+        """The right bound, or -1 where it bounds nothing: one query a sequence stands at the last key. Packed queries
+        keep it, since results must not depend on `max_queries`."""
+        return self.right if self.query.shape[1] > 1 else -1
+
+    def keys(self) -> KeysSeen:
+        return KeysSeen(
+            self.cache_seqlens, self.cache_leftpad, self.num_new, self.capacity, self.left, self.sees_right
+        )  # fmt: skip
+
+    def of_mla(self) -> MlaCall:
+        return MlaCall(
+            self.query, self.key_cache, self.value_cache, self.head_dim_v, self.page_table, self.cache_batch_idx,
+            self.cache_leftpad, self.alibi_slopes, self.left, self.softcap, self.scale,
+        )  # fmt: skip
+
+    def of_pages(self) -> PagedCall:
+        query = self.query if self.query_starts is None else self.query[0]
+        return PagedCall(
+            query, self.key_cache, self.value_cache, self.query_starts, self.cache_seqlens, self.page_table,
+            self.cache_leftpad, self.alibi_slopes, self.sinks, self.left, self.right, self.softcap, self.scale,
+            self.num_new,
+        )  # fmt: skip
+
+
+class _Operands(NamedTuple):
+    """Queries, keys and values as the universal kernel reads them."""
+
+    value: Tensor
+    fma: bool  # products on the CUDA cores, in float32
+    pieces_qk: tuple[int, ...]  # powers of 2 that a head dim is the sum of
+    pieces_v: tuple[int, ...]
+    shares_keys: bool  # the values are the first pieces of the keys
+    strides: list[int]  # of query, keys, values, three each
+    unit: int  # of the strides
+
+    @staticmethod
+    def of(call: _Call, target: Target) -> "_Operands":
+        fma = not target.has_tensor_core_dot or (call.query.dtype is torch.float32 and not call.allow_tf32)
+        wide, narrow = (pieces(d, 64 if fma else 512) for d in (call.query.shape[-1], call.head_dim_v))
+        shares = call.value_cache is None and narrow == wide[: len(narrow)]
+        value = call.key_cache if call.value_cache is None else call.value_cache
+        strides = [t.stride(dim) for t in (call.query, call.key_cache, value) for dim in range(3)]
+        unit = 8 if all(s % 8 == 0 for s in strides) else 1
+        return _Operands(value, fma, wide, narrow, shares, [s // unit for s in strides], unit)
+
+
+def _plan_of(call: _Call, operands: _Operands, target: Target) -> _Plan:
+    is_short = call.cache_seqlens.shape[0] * call.kv_heads * cdiv(call.seen, LEAST_KEYS) <= target.num_sms
+    return _plan(
+        call.queries * call.ratio, sum(operands.pieces_qk), sum(operands.pieces_v), operands.shares_keys,
+        call.query.element_size(), call.page_size, is_short, operands.unit == 8, operands.fma, target,
+    )  # fmt: skip
 
 
 class _Work(NamedTuple):
@@ -477,28 +598,25 @@ class _Work(NamedTuple):
     partial_lse: Tensor | None = None
 
 
-def _work_of(
-    query: Tensor, out: Tensor, lse: Tensor, keys: KeysSeen, kv_heads: int, seen: int, tile: tuple[int, int, int],
-    num_splits: int, query_starts: Tensor | None, target: Target,
-) -> _Work:  # fmt: skip
+def _work_of(call: _Call, out: Tensor, lse: Tensor, tile: tuple[int, int, int], target: Target) -> _Work:
     """`tile`: rows, keys of a block, programs on an SM."""
-    b, sq, h = query.shape[:3]
-    ratio = h // kv_heads if kv_heads else 1
+    query, kv_heads, ratio, keys, seen = call.query, call.kv_heads, call.ratio, call.keys(), call.seen
+    b, sq = query.shape[:2]
     programs = kv_heads * cdiv(sq * ratio, tile[0])
-    if query_starts is not None:
-        tiles = QueryTiles.of(query_starts, keys, sq, ratio, kv_heads, seen, tile, target)
+    if call.query_starts is not None:
+        tiles = QueryTiles.of(call.query_starts, keys, sq, ratio, kv_heads, seen, tile, target)
         partial = query.new_empty((tiles.slots, kv_heads, tile[0], out.shape[-1]), dtype=torch.float32)
         partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
         slots = tiles.parts.shape[1]
         return _Work((kv_heads * slots, 1), tiles.tiles.shape[0], slots, tiles.parts, None, tiles, partial, partial_lse)
     parts = table = None
     # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
-    if num_splits == 0 and 1 < b <= 1 << 15:
+    if call.num_splits == 0 and 1 < b <= 1 << 15:
         parts, table = schedule(keys, b, sq, ratio, programs, seen, tile, target)
         shape: tuple[int, ...] = (parts.shape[1],)
         grid = programs, parts.shape[1]
     else:
-        num_splits = num_splits or _choose_splits(b * programs, seen, tile[2], target)
+        num_splits = call.num_splits or _choose_splits(b * programs, seen, tile[2], target)
         grid, shape = (b * programs, num_splits), (num_splits, b)
         if num_splits == 1:
             return _Work(grid, b, 1)
@@ -507,89 +625,52 @@ def _work_of(
     return _Work(grid, b, shape[0], parts, table, None, partial, partial_lse)
 
 
-def _decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    head_dim_v: int,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    num_new: int,
-    left: int,
-    right: int,
-    softcap: float,
-    scale: float,
-    num_splits: int,
-    allow_tf32: bool,
-    query_starts: Tensor | None,
-    max_queries: int,
-) -> tuple[Tensor, Tensor]:
-    target = Target.of(query.device)
-    is_packed = query_starts is not None
-    cache_call = PagedCall(
-        query[0] if is_packed else query, key_cache, value_cache, query_starts, cache_seqlens, page_table,
-        cache_leftpad, alibi_slopes, sinks, left, right, softcap, scale, num_new,
+def _launch_universal(
+    call: _Call, operands: _Operands, plan: _Plan, work: _Work, out: Tensor, lse: Tensor, target: Target
+) -> None:
+    table, slopes = call.page_table, call.alibi_slopes
+    sq, h, head_dim_qk = call.query.shape[1:]
+    _decode_kernel[work.grid](
+        call.query, call.key_cache, operands.value, call.cache_seqlens, table, call.cache_batch_idx,
+        call.cache_leftpad, slopes, call.sinks, out, lse, work.partial, work.partial_lse, work.parts,
+        work.tiles and work.tiles.tiles, work.entries, sq, call.kv_heads, call.ratio, call.num_new, call.capacity,
+        work.slots, call.left, call.right, 0 if table is None else table.stride(0),
+        h if slopes is not None and slopes.dim() == 2 else 0, call.scale, call.softcap, *operands.strides,
+        HEAD_DIM_QK=head_dim_qk, HEAD_DIM_V=call.head_dim_v, PIECES_QK=operands.pieces_qk,
+        PIECES_V=operands.pieces_v, SHARES_KEYS=operands.shares_keys, HAS_LEFT=call.left >= 0,
+        HAS_RIGHT=call.sees_right >= 0, HAS_SOFTCAP=call.softcap > 0, PAGE_SIZE=call.page_size, FMA=operands.fma,
+        PRECISION="tf32" if call.allow_tf32 else "ieee", UNIT=operands.unit, BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps, num_stages=plan.num_stages,
+        maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
     )  # fmt: skip
-    if num_splits == 0 and why_not_many(cache_call, target, cache_batch_idx) is None:
-        out, lse = launch_pages(cache_call, max_queries, target)
-        return (out[None], lse[None]) if is_packed else (out, lse)
-    out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
-    _, sq, h, dqk = query.shape
-    most = sq if query_starts is None else max_queries  # of a sequence
-    kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
-    capacity = page_size if page_table is None else page_size * page_table.shape[1]
-    fma = not target.has_tensor_core_dot or (query.dtype is torch.float32 and not allow_tf32)
-    wide, narrow = (pieces(d, 64 if fma else 512) for d in (dqk, head_dim_v))
-    shares = value_cache is None and narrow == wide[: len(narrow)]
-    value = key_cache if value_cache is None else value_cache
-    ratio = h // kv_heads if kv_heads else 1
-    paged = 0 if page_table is None else page_size
-    strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
-    unit = 8 if all(s % 8 == 0 for s in strides) else 1
-    # the queries stand at the end: a window of keys before them is all that is ever read
-    seen = min(capacity, left + most) if left >= 0 else capacity
-    is_short = cache_seqlens.shape[0] * kv_heads * cdiv(seen, LEAST_KEYS) <= target.num_sms
-    plan = _plan(
-        most * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, is_short, unit == 8, fma, target
-    )
-    call = MlaCall(
-        query, key_cache, value_cache, head_dim_v, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, left,
-        softcap, scale,
-    )  # fmt: skip
-    by_hopper = query_starts is None and why_not_hopper(call, target) is None
-    # of one query a sequence it bounds nothing; of packed queries the caller's `max_queries` chooses tiles alone
-    sees_right = right if sq > 1 else -1
-    keys = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, sees_right)
-    tile = MLA_PLAN if by_hopper else (plan.block_m, plan.block_n, plan.per_sm)
-    work = _work_of(query, out, lse, keys, kv_heads, seen, tile, num_splits, query_starts, target)
-    if by_hopper:
+
+
+def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out [B, S, H, E], lse [B, H, S]) of a `_Call`; of packed queries B is 1."""
+    call = _Call(*arguments)
+    target = Target.of(call.query.device)
+    many = call.of_pages()
+    if call.num_splits == 0 and why_not_many(many, target, call.cache_batch_idx) is None:
+        out, lse = launch_pages(many, call.queries, target)
+        return (out, lse) if call.query_starts is None else (out[None], lse[None])
+    out, lse = _decode_outputs(*call)
+    mla = call.of_mla()
+    if call.query_starts is None and why_not_hopper(mla, target) is None:
+        work = _work_of(call, out, lse, MLA_PLAN, target)
         launch_mla(
-            call, cache_seqlens, sinks, out, lse, work.partial, work.partial_lse, work.parts, work.grid, work.slots,
-            num_new, sees_right, target,
+            mla, call.cache_seqlens, call.sinks, out, lse, work.partial, work.partial_lse, work.parts, work.grid,
+            work.slots, call.num_new, call.sees_right, target,
         )  # fmt: skip
     else:
-        _decode_kernel[work.grid](
-            query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks,
-            out, lse, work.partial, work.partial_lse, work.parts, work.tiles and work.tiles.tiles, work.entries, sq,
-            kv_heads, ratio, num_new, capacity, work.slots, left, right,
-            0 if page_table is None else page_table.stride(0),
-            h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
-            *(s // unit for s in strides),
-            HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
-            HAS_LEFT=left >= 0, HAS_RIGHT=sees_right >= 0, HAS_SOFTCAP=softcap > 0,
-            PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, STARTS_EARLY=starts_early(target), num_warps=plan.num_warps,
-            num_stages=plan.num_stages, maxnreg=plan.registers if plan.registers and plan.num_warps == 4 else None,
-        )  # fmt: skip
+        operands = _Operands.of(call, target)
+        plan = _plan_of(call, operands, target)
+        work = _work_of(call, out, lse, (plan.block_m, plan.block_n, plan.per_sm), target)
+        _launch_universal(call, operands, plan, work, out, lse, target)
     if work.partial is not None and work.partial_lse is not None:
         if work.tiles is not None:
-            work.tiles.combine(work.partial, work.partial_lse, sinks, out, lse, kv_heads)
+            work.tiles.combine(work.partial, work.partial_lse, call.sinks, out, lse, call.kv_heads)
         else:
-            combine(work.partial, work.partial_lse, sinks, out, lse, out.stride()[:3], work.table)
+            combine(work.partial, work.partial_lse, call.sinks, out, lse, out.stride()[:3], work.table)
     return out, lse
 
 

@@ -158,7 +158,7 @@ def why_not(a: Quantized, b: Quantized, out_dtype: torch.dtype, out: Tensor | No
     if missing := gluon_compat.trouble():
         return missing
     if granularity(a) == "block":
-        return "it takes blocks of b alone"
+        return "it takes scales by block of b only, not of a"
     stride = b.data.shape[0] if out is None else out.stride(0)
     if stride * out_dtype.itemsize % 16:
         return f"out's rows must be multiples of 16 bytes apart, are {stride * out_dtype.itemsize} bytes"

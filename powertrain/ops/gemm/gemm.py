@@ -96,9 +96,9 @@ def why_not_hopper(M: int, N: int, K: int, dtype: torch.dtype, target: Target, l
     if K < least_k:
         return f"K must be at least {least_k} to make up for a tile's beginning and end, is {K}"
     if waves < 6:
-        return f"it fills the GPU {waves} times; it was measured faster from 6 times on"
+        return f"its tiles are {waves} waves of {target.num_sms} SMs; it was measured faster from 6 waves on"
     if tiles < 0.95 * waves * target.num_sms:
-        return f"its {tiles} tiles fill {waves} waves of {target.num_sms} SMs by less than 95%"
+        return f"its {tiles} tiles fill less than 95% of {waves} waves of {target.num_sms} SMs"
     return None
 
 

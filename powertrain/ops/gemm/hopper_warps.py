@@ -144,6 +144,44 @@ def give_back(stage, CONFIG: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _wait_for_chunk(flag_ptr, ready):
+    """Until a chunk has arrived."""
+    seen = load_acquire(flag_ptr)
+    # at least, not equal: later calls only raise the flag, and the watchdog ends a wait with a large value
+    while seen < ready:
+        seen = load_acquire(flag_ptr)
+    # TMA reads through the async proxy, which the acquire of an ordinary load does not order
+    fence_proxy_async(seen)
+
+
+@gluon.jit
+def _load_a(desc, local_desc, block, bar, row, local_start, k, is_local, TRANSPOSED: gl.constexpr):
+    """A block of a, from row `row` and column `k` on: [BLOCK_M, BLOCK_K], or transposed."""
+    if local_desc is not None:
+        if is_local:
+            tma_load(local_desc, [row - local_start, k], bar, block)
+        else:
+            tma_load(desc, [row, k], bar, block)
+    elif TRANSPOSED:
+        tma_load(desc, [k, row], bar, block)
+    else:
+        tma_load(desc, [row, k], bar, block)
+
+
+@gluon.jit
+def _load_b(desc, up_desc, block, bar, col, k, TRANSPOSED: gl.constexpr):
+    """A block of b: [BLOCK_N, BLOCK_K], the second half of the rows from `up` if there is one; or transposed."""
+    if TRANSPOSED:
+        tma_load(desc, [k, col], bar, block)
+    elif up_desc is not None:
+        HALF: gl.constexpr = block.shape[0] // 2
+        tma_load(desc, [col, k], bar, block.slice(0, HALF, 0))
+        tma_load(up_desc, [col, k], bar, block.slice(HALF, HALF, 0))
+    else:
+        tma_load(desc, [col, k], bar, block)
+
+
+@gluon.jit
 def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexpr):
     """The loader warp: the blocks of a and b of all tiles of this CTA."""
     M, N, K, chunks = sizes
@@ -174,9 +212,11 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
         b_desc = tma.make_tensor_descriptor(operands.b, [K, N], [strides.b, 1], [BLOCK_K, BLOCK_N], b_layout)
     else:
         b_desc = tma.make_tensor_descriptor(operands.b, [N, K], [strides.b, 1], [B_COLS, BLOCK_K], b_layout)
+    up_desc: gl.constexpr = None
     if operands.up is not None:
         up_desc = tma.make_tensor_descriptor(operands.up, [N, K], [strides.up, 1], [B_COLS, BLOCK_K], b_layout)
     local_start = gl.to_tensor(0)
+    local_desc: gl.constexpr = None
     if LOCAL:
         local_start = gl.load(bounds_ptr + local_first)  # scalar
         rows = gl.load(bounds_ptr + local_end) - local_start  # scalar
@@ -199,12 +239,7 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
         if GATHERED:
             # a CTA without a tile of this chunk does not wait for it
             if (tile < tiles) & (is_local == 0):
-                seen = load_acquire(flags_ptr + chunk * flag_step)
-                # at least, not equal: later calls only raise the flag, and the watchdog ends a wait with a large value
-                while seen < ready:
-                    seen = load_acquire(flags_ptr + chunk * flag_step)
-                # TMA reads through the async proxy, which the acquire of an ordinary load does not order
-                fence_proxy_async(seen)
+                _wait_for_chunk(flags_ptr + chunk * flag_step, ready)
         for t in range(tile, tiles, gl.num_programs(0)):
             tile_m, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)
             row = start + tile_m * BLOCK_M
@@ -217,23 +252,8 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
                 bar = full.index(stage)
                 # ahead of the loads: all bytes of a and b end one phase, also where TMA fills with zeros
                 mbarrier.expect(bar, BYTES)
-                a_block = a_smem.index(stage)
-                if LOCAL:
-                    if is_local:
-                        tma_load(local_desc, [row - local_start, k], bar, a_block)  # [BLOCK_M, BLOCK_K]
-                    else:
-                        tma_load(a_desc, [row, k], bar, a_block)  # [BLOCK_M, BLOCK_K]
-                elif A_T:
-                    tma_load(a_desc, [k, row], bar, a_block)  # [BLOCK_K, BLOCK_M]
-                else:
-                    tma_load(a_desc, [row, k], bar, a_block)  # [BLOCK_M, BLOCK_K]
-                if B_T:
-                    tma_load(b_desc, [k, col], bar, b_smem.index(stage))  # [BLOCK_K, BLOCK_N]
-                elif operands.up is not None:
-                    tma_load(b_desc, [col, k], bar, b_smem.index(stage).slice(0, B_COLS, 0))  # [B_COLS, BLOCK_K]
-                    tma_load(up_desc, [col, k], bar, b_smem.index(stage).slice(B_COLS, B_COLS, 0))  # [B_COLS, BLOCK_K]
-                else:
-                    tma_load(b_desc, [col, k], bar, b_smem.index(stage))  # [B_COLS, BLOCK_K]
+                _load_a(a_desc, local_desc, a_smem.index(stage), bar, row, local_start, k, is_local, A_T)
+                _load_b(b_desc, up_desc, b_smem.index(stage), bar, col, k, B_T)
                 stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         tile = _behind(tile, tiles)
         chunk, start, end = next_chunk, next_start, next_end
@@ -271,27 +291,81 @@ def _halves(x, layout: gl.constexpr):
 
 
 @gluon.jit
+def _multiply(acc, buffers, blocks, stage, phase, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """acc [ROWS, BLOCK_N] plus the products of all `blocks` of K, the last one under way; the next stage, its phase."""
+    STAGES: gl.constexpr = buffers.a.shape[0]
+    ROWS: gl.constexpr = CONFIG.block_m // CONFIG.consumers
+    for k in range(blocks):
+        mbarrier.wait(buffers.full.index(stage), phase)
+        a_block = buffers.a.index(stage)
+        if CONFIG.a_transposed:
+            a_block = a_block.slice(CONSUMER * ROWS, ROWS, 1).permute((1, 0))
+        else:
+            a_block = a_block.slice(CONSUMER * ROWS, ROWS, 0)
+        b_block = buffers.b.index(stage)
+        if not CONFIG.b_transposed:
+            b_block = b_block.permute((1, 0))
+        # in turns, so that one's products are computed beside the other's end of a tile
+        if CONFIG.consumers == 2:
+            named_barrier_sync(TURN + CONSUMER, 256)
+        acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)  # [ROWS, BLOCK_N]
+        if CONFIG.consumers == 2:
+            named_barrier_arrive(TURN + 1 - CONSUMER, 256)
+        # the one before has finished, and its stage is free
+        acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+        if k > 0:
+            give_back(stage, CONFIG, STAGES)
+        stage, phase = advance(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _leave(acc, buffers, bias_ptr, up_bias_ptr, col, N, c_phase, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """Hand a tile's sums over, with their bias, whole or in halves of the columns; returns the next phase."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    SPLIT: gl.constexpr = CONFIG.split
+    part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N // SPLIT, 16])
+    c_smem = buffers.c
+    c_part = c_smem.index(CONSUMER)
+    c_full = buffers.c_full.index(CONSUMER)
+    c_empty = buffers.c_empty.index(CONSUMER)
+    if CONFIG.at_once:
+        left, right = _halves(acc, part_layout)
+        left = _plus_bias(left, bias_ptr, col, N)
+        right = _plus_bias(right, up_bias_ptr, col + CONFIG.tile_n - BLOCK_N // 2, N)
+        mbarrier.wait(c_empty, c_phase)
+        c_smem.index(2 * CONSUMER).store(left.to(c_smem.dtype))
+        c_smem.index(2 * CONSUMER + 1).store(right.to(c_smem.dtype))
+        hopper.fence_async_shared()
+        mbarrier.arrive(c_full, count=1)
+        c_phase ^= 1
+    elif SPLIT == 1:
+        acc = _plus_bias(acc, bias_ptr, col, N)
+        c_phase = hand_over(acc, c_part, c_full, c_empty, c_phase)
+    else:
+        left, right = _halves(acc, part_layout)
+        left = _plus_bias(left, bias_ptr, col, N)
+        c_phase = hand_over(left, c_part, c_full, c_empty, c_phase)
+        right = _plus_bias(right, bias_ptr, col + BLOCK_N // SPLIT, N)
+        c_phase = hand_over(right, c_part, c_full, c_empty, c_phase)
+    return c_phase
+
+
+@gluon.jit
 def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
     """A consumer: its rows of every tile of this CTA, accumulated in registers."""
     M, N, K, chunks = sizes
-    a_smem, b_smem, c_smem, full, c_full, c_empty = buffers
     CHUNKED: gl.constexpr = order_ptr is not None
-    A_T: gl.constexpr = CONFIG.a_transposed
-    B_T: gl.constexpr = CONFIG.b_transposed
     BLOCK_M: gl.constexpr = CONFIG.block_m
     BLOCK_N: gl.constexpr = CONFIG.block_n
-    BLOCK_K: gl.constexpr = CONFIG.block_k
     GROUP_M: gl.constexpr = CONFIG.group_m
     CONSUMERS: gl.constexpr = CONFIG.consumers
-    SPLIT: gl.constexpr = CONFIG.split
-    AT_ONCE: gl.constexpr = CONFIG.at_once
     TILE_N: gl.constexpr = CONFIG.tile_n
-    STAGES: gl.constexpr = a_smem.shape[0]
+    STAGES: gl.constexpr = buffers.a.shape[0]
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
-    part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N // SPLIT, 16])
     tiles_n = gl.cdiv(N, TILE_N)
-    blocks = gl.cdiv(K, BLOCK_K)
+    blocks = gl.cdiv(K, CONFIG.block_k)
     tile = gl.program_id(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -308,27 +382,7 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
         tiles = tiles_m * tiles_n
         for t in range(tile, tiles, gl.num_programs(0)):
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, acc_layout)
-            for k in range(blocks):
-                mbarrier.wait(full.index(stage), phase)
-                a_block = a_smem.index(stage)
-                if A_T:
-                    a_block = a_block.slice(CONSUMER * ROWS, ROWS, 1).permute((1, 0))
-                else:
-                    a_block = a_block.slice(CONSUMER * ROWS, ROWS, 0)
-                b_block = b_smem.index(stage)
-                if not B_T:
-                    b_block = b_block.permute((1, 0))
-                # in turns, so that one's products are computed beside the other's end of a tile
-                if CONSUMERS == 2:
-                    named_barrier_sync(TURN + CONSUMER, 256)
-                acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)  # [ROWS, BLOCK_N]
-                if CONSUMERS == 2:
-                    named_barrier_arrive(TURN + 1 - CONSUMER, 256)
-                # the one before has finished, and its stage is free
-                acc = hopper.warpgroup_mma_wait(1, deps=[acc])
-                if k > 0:
-                    give_back(stage, CONFIG, STAGES)
-                stage, phase = advance(stage, phase, STAGES)
+            acc, stage, phase = _multiply(acc, buffers, blocks, stage, phase, CONFIG, CONSUMER)
             # the accumulators leave registers now, so nothing may be under way
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
             give_back(stage, CONFIG, STAGES)
@@ -336,28 +390,7 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
             if bias_ptr is not None:
                 _, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)
                 col = tile_n * TILE_N
-            c_part = c_smem.index(CONSUMER)
-            c_full_bar = c_full.index(CONSUMER)
-            c_empty_bar = c_empty.index(CONSUMER)
-            if AT_ONCE:
-                left, right = _halves(acc, part_layout)
-                left = _plus_bias(left, bias_ptr, col, N)
-                right = _plus_bias(right, up_bias_ptr, col + TILE_N - BLOCK_N // 2, N)
-                mbarrier.wait(c_empty_bar, c_phase)
-                c_smem.index(2 * CONSUMER).store(left.to(c_smem.dtype))
-                c_smem.index(2 * CONSUMER + 1).store(right.to(c_smem.dtype))
-                hopper.fence_async_shared()
-                mbarrier.arrive(c_full_bar, count=1)
-                c_phase ^= 1
-            elif SPLIT == 1:
-                acc = _plus_bias(acc, bias_ptr, col, N)
-                c_phase = hand_over(acc, c_part, c_full_bar, c_empty_bar, c_phase)
-            else:
-                left, right = _halves(acc, part_layout)
-                left = _plus_bias(left, bias_ptr, col, N)
-                c_phase = hand_over(left, c_part, c_full_bar, c_empty_bar, c_phase)
-                right = _plus_bias(right, bias_ptr, col + BLOCK_N // SPLIT, N)
-                c_phase = hand_over(right, c_part, c_full_bar, c_empty_bar, c_phase)
+            c_phase = _leave(acc, buffers, bias_ptr, up_bias_ptr, col, N, c_phase, CONFIG, CONSUMER)
         tile = _behind(tile, tiles)
         start, end = next_start, next_end
     if CONSUMERS == 2:

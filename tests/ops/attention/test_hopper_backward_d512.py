@@ -109,7 +109,7 @@ def _as_python() -> dict[str, Any]:
     for module, functions in (
         (sequences, ("find_sequence", "sequence_span")),
         (backward_tiles, ("place_of",)),
-        (backward_d512_tiles, ("tile_at", "first_seen", "keys_seen", "queries_that_see", "grouped", "in_turn")),
+        (backward_d512_tiles, ("tile_at", "first_seen", "keys_seen", "queries_that_see", "grouped", "own_item")),
         (backward_d512_scores, ("_item", "_load_pair", "_load")),
         (backward_d512_products, ("_work_of_keys", "_work_of_queries", "_take_stage", "_panels", "_load_rows")),
         (backward_d512_products, ("_load_of_keys", "_load_of_queries")),

@@ -172,7 +172,7 @@ def test_heads_are_split_only_where_that_saves_more_than_it_costs() -> None:
     assert _parts((8, 4096, 32, 32), True) == 1
 
 
-def test_in_turn_heads_are_split_where_a_tile_is_longer_than_an_sms_share() -> None:
+def test_deterministic_heads_are_split_where_a_tile_is_longer_than_an_sms_share() -> None:
     """Each part has sums of its own there, to be stored and read. Their number decides the order of additions, so it is
     the same on GPUs with fewer SMs."""
     for sms in (1, 50, 114):

@@ -1,19 +1,19 @@
-"""Backward of attention for Hopper: backward_kernel.py, or backward_kernel_d256.py for head dims above 128, between
-kernels in Triton.
+"""Backward of attention for Hopper: backward_kernel.py, or backward_kernel_d256.py and backward_kernel_d192.py for head
+dims above 128, between two kernels in Triton.
 
-The first computes delta_i = o_i do_i - dlse_i and writes the zeros to which the second adds sums of dq, in float32 and
-in the order in which its threads hold them; the third brings these into rows and scales them. Tiles of keys add in no
+The first computes delta_i = o_i do_i - dlse_i and sets the sums of dq to zero. The second adds to them, in float32 and
+in the order in which its threads hold dq; the third brings them into rows and scales them. Tiles of keys add in no
 fixed order, and the last bits of dq differ from run to run; with deterministic=True they add in a fixed order
 (hopper/dq_order.py). Where the query heads that share keys are split over tiles, dk and dv are sums too, to which the
-tiles of all parts add; where the same bits are wanted, the parts have sums of their own, which are added up in order.
+tiles of all parts add; with deterministic=True each part has sums of its own, which are added up in order.
 
 Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8. With
 deterministic=True, also 16 bytes for each 64 queries of a head. Where heads are split, also float32 sums of dk and dv;
 with deterministic=True each part has sums of its own.
 FLOPs: five products for each pair that a mask lets see; none twice.
 
-Above head dim 256, and above 192 where it is faster, backward_d512.py follows the first launch instead; it has no such
-sums and order, and other memory.
+Above head dim 256, and above 192 where it is faster, backward_d512.py follows the first launch instead: it has no such
+sums, is always deterministic, and uses other memory.
 """
 
 from typing import Any, NamedTuple
@@ -208,7 +208,7 @@ def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
     elif any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 128 < min(dims) <= max(dims) <= 256):
         return f"head dims must be multiples of 8, both up to 128 or both of 136 to 256, are {d_qk} and {d_v}"
     if unordered:
-        return "keys must be of one sequence each, in ascending order (cu_seqlens_k_padded says that they are)"
+        return "keys must belong to one sequence each, sequences in ascending order (cu_seqlens_k_padded says so)"
     return None
 
 
@@ -241,7 +241,7 @@ def why_not_backward(operands: Operands) -> str | None:
         if s == 0 or (r == 0 and name == "query" and heads.q_per_kv > 1):
             return f"{name} is expanded, strides {tuple(x.stride())}"
     if 2 * query.numel() // query.shape[-1] >= 2**31 - 2**24:
-        return "TMA counts the rows of all heads in an int32"
+        return "the rows of all heads are more than an int32 counts, as TMA does"
     return None
 
 
@@ -315,7 +315,7 @@ class _KeySums(NamedTuple):
     memory: Tensor
     dk: Operand | None
     dv: Operand | None
-    parts: int  # that have sums of their own: 1, to which all add, or in turn as many as there are
+    parts: int  # with sums of their own: 1, to which all parts add; if deterministic, one for each part
 
     @staticmethod
     def of(operands: Operands, schedule: Schedule, rows: int, need_dk: bool, need_dv: bool) -> "_KeySums":

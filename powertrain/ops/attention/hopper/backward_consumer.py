@@ -4,6 +4,8 @@ A consumer holds dk and dv of its keys in registers and runs over the blocks of 
 rows. Three ways: as _consume_block does, its EARLY form, and AHEAD, one block's scores behind the other's products.
 """
 
+from typing import Any, NamedTuple
+
 from powertrain.ops.attention.hopper.pieces import (
     as_operands,
     first_keys,
@@ -94,7 +96,7 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
     mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
     # an arrival does not wait: the producer meets both consumers there
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
-    # consumers take turns, so that one's exponentials run beside the other's products
+    # consumers issue products by turns, so that one's exponentials run beside the other's products
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
     named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     stage = at % DS_STAGES
@@ -198,7 +200,7 @@ def _add_products(
     ds16 = as_operands(ds, dk)
     if NEXT:
         mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
-    # a store ahead of the turn's barrier: ptxas had moved the computation of ds behind it, into the turn
+    # a store before the barrier: ptxas had moved the computation of ds behind it, while the other consumer waited
     if DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
@@ -220,7 +222,8 @@ def _consume_block(
     k_left, mods, CONFIG: gl.constexpr, EARLY: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with the contribution of block number `at` of queries. EARLY: its queries are there, those of number
-    `after` are waited for beside the products, LSE is loaded ahead of the scores, the turn passed on behind them."""
+    `after` are waited for beside the products, LSE is loaded ahead of the scores, and the other consumer may issue its
+    products as soon as these are issued."""
     q_smem, do_smem = smem.q, smem.do
     STAGES: gl.constexpr = q_smem[0].shape[0]
     s_layout: gl.constexpr = zeros.type.layout
@@ -296,6 +299,128 @@ def _products_ahead(
     return s, dk, dv
 
 
+class _Tile(NamedTuple):
+    """A consumer's part of a tile of keys."""
+
+    slot: Any  # of its descriptor
+    count: Any  # blocks of queries of each head
+    low: Any  # position of the first query to come less that of the first key
+    limit: Any  # that of the query behind a head's last
+    k_left: Any  # keys of the sequence from the first one on
+    slopes: Any  # pointer to the slope of the first head, or None
+    is_sequence: Any  # mask of its loads
+
+
+@gluon.jit
+def _first_distance(tile_smem, slot, CONSUMER: gl.constexpr):
+    """Position of the first query less that of a consumer's first key: read anew, which keeps a register free."""
+    return read_tile_field(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
+
+
+@gluon.jit
+def _add_blocks(
+    dk, dv, first, end, done, tile, k, v, zeros, num_q_per_kv, smem, tile_smem, bars, mods,
+    CONFIG: gl.constexpr, EARLY: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """dk and dv with the contributions of blocks `first` to `end` of a tile, one after the other; `done`: blocks of the
+    tiles before."""
+    BLOCK_M: gl.constexpr = smem.q[0].shape[1]
+    count, low = tile.count, tile.low
+    heads_left = num_q_per_kv + 0
+    for i in range(first, end):
+        number, blocks = i, count
+        if CONFIG.deterministic:
+            number, blocks = num_q_per_kv - heads_left, 1
+        # the next tile's first block is not waited for: its place may be the one to be given back
+        after = done + gl.minimum(i + 1, end - 1)
+        dk, dv = _consume_block(
+            dk, dv, done + i, after, low, k, v, zeros, tile.slopes, number, blocks, tile.is_sequence, smem,
+            bars.block_full, bars.ds_empty, tile.k_left, mods, CONFIG, EARLY, CONSUMER,
+        )  # fmt: skip
+        if CONFIG.deterministic:
+            heads_left -= 1
+            low = gl.where(heads_left == 0, low - BLOCK_M, low)
+            heads_left = gl.where(heads_left == 0, num_q_per_kv, heads_left)
+        else:
+            low += BLOCK_M
+            if low == tile.limit:
+                low = _first_distance(tile_smem, tile.slot, CONSUMER)
+    return dk, dv
+
+
+@gluon.jit
+def _add_blocks_ahead(
+    dk, dv, first, end, done, tile, k, v, zeros, smem, tile_smem, bars, mods,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """The same, a block's scores asked for behind the products of the one before."""
+    STAGES: gl.constexpr = smem.q[0].shape[0]
+    BLOCK_M: gl.constexpr = smem.q[0].shape[1]
+    RIGHT: gl.constexpr = CONFIG.has_right
+    full, ds_empty = bars.block_full, bars.ds_empty
+    count, low = tile.count, tile.low
+    at = done + first
+    if first < end:
+        mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+        s = _ask(k, smem.q, at, zeros)  # [64, BLOCK_M]: keys along the rows
+        p, dp, delta = _weigh_ahead(
+            s, at, low, v, zeros, tile.slopes, first, count, tile.is_sequence, smem, tile.k_left, mods,
+            CONFIG, CONSUMER,
+        )  # fmt: skip
+        # no wgmma may be under way where a loop goes back to its beginning, or ptxas waits after each: so the
+        # loop begins at the results of the exponentials
+        for i in range(first + 1, end):
+            s, dk, dv = _products_ahead(
+                dk, dv, p, dp, delta, done + i - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, False
+            )
+            low += BLOCK_M
+            if low == tile.limit:
+                low = _first_distance(tile_smem, tile.slot, CONSUMER)
+            p, dp, delta = _weigh_ahead(
+                s, done + i, low, v, zeros, tile.slopes, i, count, tile.is_sequence, smem, tile.k_left, mods,
+                CONFIG, CONSUMER,
+            )  # fmt: skip
+        _no_scores, dk, dv = _products_ahead(
+            dk, dv, p, dp, delta, done + end - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, True
+        )
+    return dk, dv
+
+
+@gluon.jit
+def _leave(
+    dk, dv, grads, out_smem, tile_smem, slot, tile_empty, scale, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
+):  # fmt: skip
+    """Store a tile's dk and dv, or add them to the sums; give its descriptor back."""
+    PACKED: gl.constexpr = CONFIG.packed
+    dk_smem, dv_smem = out_smem
+    # reload from shared memory to keep registers free in the loop
+    b = gl.to_tensor(0)
+    if not PACKED:
+        b = read_tile_field(tile_smem, slot, TILE_B)
+    place = [
+        b, read_tile_field(tile_smem, slot, TILE_KV), read_tile_field(tile_smem, slot, TILE_DK_END),
+        read_tile_field(tile_smem, slot, TILE_DK_ROW) + CONSUMER * 64,
+    ]  # fmt: skip
+    # of rows behind a sequence, by gradients that are not finite
+    if CONFIG.ragged_k:
+        k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
+        dv = first_keys(dv, k_left)
+        dk = first_keys(dk, k_left)
+    rows_left = read_tile_field(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
+    if CONFIG.splits_heads:
+        out_tile = read_tile_field(tile_smem, slot, TILE_OUT)
+    mbarrier.arrive(tile_empty.index(slot), count=1)
+    if CONFIG.splits_heads:
+        if grads.dv is not None:
+            _leave_sums(grads.dv, out_tile, dv, not CONFIG.deterministic, CONSUMER)
+        if grads.dk is not None:
+            _leave_sums(grads.dk, out_tile, dk, not CONFIG.deterministic, CONSUMER)
+    if grads.dv is not None and not CONFIG.splits_heads:
+        _store(grads.dv, place, rows_left, dv_smem, dv, PACKED, CONSUMER)
+    if grads.dk is not None and not CONFIG.splits_heads:
+        _store(grads.dk, place, rows_left, dk_smem, scaled(dk, scale), PACKED, CONSUMER)
+
+
 @gluon.jit
 def consume(
     grads, smem, out_smem, tile_smem, bars, sizes, slopes_stride, mods, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
@@ -303,13 +428,11 @@ def consume(
     """A warpgroup that owns 64 keys of a tile: their dk and dv, from all blocks of queries that see them."""
     await_kernel_before(CONFIG.starts_early)
     k_smem, v_smem, q_smem, ds_smem = smem.k, smem.v, smem.q, smem.ds
-    dk_smem, dv_smem = out_smem
     batch, num_q_per_kv = sizes
     right = mods.window.right
     LEFT: gl.constexpr = CONFIG.has_left
     RIGHT: gl.constexpr = CONFIG.has_right
     CAP: gl.constexpr = CONFIG.has_softcap
-    PACKED: gl.constexpr = CONFIG.packed
     RAGGED: gl.constexpr = CONFIG.ragged_k
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
     k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
@@ -317,8 +440,8 @@ def consume(
     STAGES: gl.constexpr = q_smem[0].shape[0]
     BLOCK_M: gl.constexpr = q_smem[0].shape[1]
     # AHEAD: a block's scores are asked for behind the products of the one before, where there are registers for both.
-    # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. Where
-    # tiles add in turn neither was faster
+    # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. With
+    # the fixed order of dq_order.py neither was faster
     AHEAD: gl.constexpr = CONFIG.ahead and not CAP and not DETERMINISTIC
     PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or DETERMINISTIC) and grads.slopes is None
     EARLY: gl.constexpr = CONFIG.early and PLAIN
@@ -345,13 +468,11 @@ def consume(
             slopes = grads.slopes + b * slopes_stride + kv * num_q_per_kv
             is_sequence = b < batch
         dk, dv = no_sums(k_smem), no_sums(v_smem)
-        # one barrier for each of two tiles in turn: of a barrier that only some tiles use the phase could be two
-        # ahead
+        # two barriers, used by every other tile each: a barrier that only some tiles use could be two phases ahead
         mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
         mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         low = distance
         limit = distance + count * BLOCK_M
-        heads_left = num_q_per_kv + 0
         first = gl.to_tensor(0)
         # all heads that share the keys: dk and dv need no additions across tiles
         end = num_q_per_kv * count
@@ -369,79 +490,22 @@ def consume(
         if EARLY:
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1, pred=first < end)
         named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
-        if not AHEAD:
-            for i in range(first, end):
-                number, blocks = i, count
-                if DETERMINISTIC:
-                    number, blocks = num_q_per_kv - heads_left, 1
-                # the next tile's first block is not waited for: its place may be the one to be given back
-                after = done + gl.minimum(i + 1, end - 1)
-                dk, dv = _consume_block(
-                    dk, dv, done + i, after, low, k, v, zeros, slopes, number, blocks,
-                    is_sequence, smem, full, ds_empty, k_left, mods, CONFIG, EARLY, CONSUMER,
-                )  # fmt: skip
-                if DETERMINISTIC:
-                    heads_left -= 1
-                    low = gl.where(heads_left == 0, low - BLOCK_M, low)
-                    heads_left = gl.where(heads_left == 0, num_q_per_kv, heads_left)
-                else:
-                    low += BLOCK_M
-                    if low == limit:
-                        low = read_tile_field(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
-        elif first < end:
-            mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-            s = _ask(k, q_smem, at, zeros)  # [64, BLOCK_M]: keys along the rows
-            p, dp, delta = _weigh_ahead(
-                s, at, low, v, zeros, slopes, first, count, is_sequence, smem, k_left, mods,
-                CONFIG, CONSUMER,
-            )  # fmt: skip
-            # no wgmma may be under way where a loop goes back to its beginning, or ptxas waits after each: so the
-            # loop begins at the results of the exponentials
-            for i in range(first + 1, end):
-                s, dk, dv = _products_ahead(
-                    dk, dv, p, dp, delta, done + i - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, False
-                )
-                low += BLOCK_M
-                if low == limit:
-                    low = read_tile_field(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
-                p, dp, delta = _weigh_ahead(
-                    s, done + i, low, v, zeros, slopes, i, count, is_sequence, smem, k_left, mods,
-                    CONFIG, CONSUMER,
-                )  # fmt: skip
-            _no_scores, dk, dv = _products_ahead(
-                dk, dv, p, dp, delta, done + end - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, True
+        tile = _Tile(slot, count, low, limit, k_left, slopes, is_sequence)
+        if AHEAD:
+            dk, dv = _add_blocks_ahead(
+                dk, dv, first, end, done, tile, k, v, zeros, smem, tile_smem, bars, mods, CONFIG, CONSUMER
             )
+        else:
+            dk, dv = _add_blocks(
+                dk, dv, first, end, done, tile, k, v, zeros, num_q_per_kv, smem, tile_smem, bars, mods,
+                CONFIG, EARLY, CONSUMER,
+            )  # fmt: skip
         named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
         if RIGHT and CONSUMER > 0 and DETERMINISTIC:
             for i in range(end, num_q_per_kv * count):
                 _pass_over(ds_smem, full, ds_empty, done + i, zeros, CONSUMER)
         done += num_q_per_kv * count
-        # reload from shared memory to keep registers free in the loop
-        b = gl.to_tensor(0)
-        if not PACKED:
-            b = read_tile_field(tile_smem, slot, TILE_B)
-        place = [
-            b, read_tile_field(tile_smem, slot, TILE_KV), read_tile_field(tile_smem, slot, TILE_DK_END),
-            read_tile_field(tile_smem, slot, TILE_DK_ROW) + CONSUMER * 64,
-        ]  # fmt: skip
-        # of rows behind a sequence, by gradients that are not finite
-        if RAGGED:
-            k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
-            dv = first_keys(dv, k_left)
-            dk = first_keys(dk, k_left)
-        rows_left = read_tile_field(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
-        if CONFIG.splits_heads:
-            out_tile = read_tile_field(tile_smem, slot, TILE_OUT)
-        mbarrier.arrive(tile_empty.index(slot), count=1)
-        if CONFIG.splits_heads:
-            if grads.dv is not None:
-                _leave_sums(grads.dv, out_tile, dv, not DETERMINISTIC, CONSUMER)
-            if grads.dk is not None:
-                _leave_sums(grads.dk, out_tile, dk, not DETERMINISTIC, CONSUMER)
-        if grads.dv is not None and not CONFIG.splits_heads:
-            _store(grads.dv, place, rows_left, dv_smem, dv, PACKED, CONSUMER)
-        if grads.dk is not None and not CONFIG.splits_heads:
-            _store(grads.dk, place, rows_left, dk_smem, scaled(dk, mods.scale), PACKED, CONSUMER)
+        _leave(dk, dv, grads, out_smem, tile_smem, slot, tile_empty, mods.scale, CONFIG, CONSUMER)
         taken += 1
         mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)
         kv = read_tile_field(tile_smem, taken & 1, TILE_KV)

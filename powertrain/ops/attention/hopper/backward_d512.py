@@ -1,15 +1,15 @@
-"""Backward of attention for Hopper at head dims of 200 to 512: weights to memory once, then products of matrices.
+"""Backward of attention for Hopper at head dims of 200 to 512: p and ds are stored in memory, then multiplied.
 
     p, ds              of tiles of 128 queries by 128 keys, in 16 bits       backward_d512_scores.py
     dv = pᵀ do, dk = scale dsᵀ q, dq = scale ds k                            backward_d512_products.py
 
-dk and dv of 64 keys and 512 columns are 256 KiB, as many as an SM has registers; kernels that keep less compute the
-scores again for each part of the columns. Here a pair of query and key costs 4 bytes written and 6 read beside 10 * 512
-FLOP, so 500 TFLOP/s need 1 TB/s, a fifth of the memory's bandwidth. Every product is computed once, by tensor cores
-that wait for nothing else, and results have the same bits every time: nothing is added by atomics.
+dk and dv of 64 keys and 512 columns are 256 KiB, as many as an SM has registers. A fused kernel would have to keep a
+part of the columns only, and compute the scores again for each part. Here a pair of query and key costs 4 bytes written
+and 6 read beside 10 * 512 FLOP, so 500 TFLOP/s need 1 TB/s, a fifth of the memory's bandwidth. Every product is
+computed once, by matrix products without a softmax between them. Results are deterministic: there are no atomics.
 
-Weights are computed in chunks of query heads, or of queries of one head, for which MEMORY bytes are enough; where a
-chunk has only a part of the queries that see some keys, dk and dv are summed up in float32 from chunk to chunk.
+p and ds are computed in chunks of query heads, or of queries of one head, that fit into MEMORY bytes. Where a chunk has
+only a part of the queries that see some keys, dk and dv are accumulated in float32 from chunk to chunk.
 
 Memory beyond results: 4 bytes a pair of query and key in the same chunk, up to MEMORY and never less than those of 128
 queries; 8 a query and head; where the query heads that share keys are not in one chunk, 4 a key of one head and column
@@ -37,13 +37,13 @@ ROWS = 32  # queries of a block of LSE and delta, of which a program of the firs
 
 
 class Chunk(NamedTuple):
-    """Query heads, counted over the batch, and tiles of queries of a launch."""
+    """The query heads, counted over the batch, and the tiles of queries that one launch computes."""
 
     unit: int
     units: int
     slot: int
     slots: int
-    is_first: bool  # of those that sum up dk and dv of the same heads
+    is_first: bool  # of the chunks that accumulate dk and dv of the same heads
     is_last: bool
 
 

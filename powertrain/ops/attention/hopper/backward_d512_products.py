@@ -16,8 +16,8 @@ from powertrain.ops.attention.hopper.backward_d512_tiles import (
     chunk_of,
     first_seen,
     grouped,
-    in_turn,
     keys_seen,
+    own_item,
     queries_that_see,
     sizes_of,
     tile_at,
@@ -155,7 +155,7 @@ def _load_of_keys(
     all_rows = chunk.units * chunk.slots * TILE
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n, items)
+        index = own_item(n)
         if index < items:
             work, q_start, q_len, offset = _work_of_keys(
                 index, kinds, key_slots, lengths, sizes, chunk, COLUMNS, CONFIG
@@ -192,7 +192,7 @@ def _load_of_queries(
     all_rows = chunk.units * chunk.slots * TILE
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n, items)
+        index = own_item(n)
         if index < items:
             work, k_start, k_len, _offset = _work_of_queries(index, lengths, sizes, chunk, COLUMNS, CONFIG)
             b = work.tile.b
@@ -275,7 +275,7 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     at = gl.to_tensor(0)
     for n in range(gl.cdiv(items, gl.num_programs(0))):
-        index = in_turn(n, items)
+        index = own_item(n)
         if index < items:
             if OF_KEYS:
                 work = _work_of_keys(index, kinds, key_slots, lengths, sizes, chunk, COLUMNS, CONFIG)[0]

@@ -118,6 +118,33 @@ def _numbers(rows_ptr, tile, slots, unit, CONSUMER: gl.constexpr, layout: gl.con
 
 
 @gluon.jit
+def _masked_scores(
+    s, n, low, k_len, slope, scale, softcap, sizes, CONFIG: gl.constexpr, HAS_SLOPES: gl.constexpr
+):  # fmt: skip
+    """Scores in base 2 of q kᵀ [64, 128] of tile number `n` of keys, -inf where a query does not see a key; and the
+    softcap's tanh, if there is one. low: position of the first query."""
+    s_layout: gl.constexpr = s.type.layout
+    positions = low + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    t = s
+    if CONFIG.has_softcap:
+        t = tanh(s * (scale / softcap))
+        s = t * (softcap * LOG2E)
+    else:
+        s = s * (scale * LOG2E)
+    if HAS_SLOPES:
+        key = n * TILE + gl.arange(0, TILE, gl.SliceLayout(0, s_layout))
+        s -= slope * gl.abs(gl.expand_dims(positions, 1) - gl.expand_dims(key, 0)).to(gl.float32)
+    masked = (n + 1) * TILE > k_len
+    if CONFIG.has_right:
+        masked = masked | ((n + 1) * TILE - 1 > low + sizes.right)
+    if CONFIG.has_left:
+        masked = masked | (n * TILE < low + 63 - sizes.left)
+    if masked:
+        s = apply_mask(s, n * TILE, positions, k_len, sizes.left, sizes.right, CONFIG.has_left, CONFIG.has_right)
+    return s, t
+
+
+@gluon.jit
 def _consume(
     rows_ptr, slopes_ptr, w_desc, lengths, smem, bars, sizes, chunk, items, parts, rows_slots, slopes_stride,
     scale, softcap, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
@@ -141,7 +168,6 @@ def _consume(
             unit += tile.b * sizes.kv_heads * sizes.num_q_per_kv
         lse, delta = _numbers(rows_ptr, tile, rows_slots, unit, CONSUMER, row_layout, CONFIG.packed)
         low = tile.first + offset + CONSUMER * 64
-        positions = low + gl.arange(0, 64, row_layout)
         slope = gl.to_tensor(0.0)
         if slopes_ptr is not None:
             at_slope = slopes_ptr + tile.b * slopes_stride + tile.head
@@ -159,23 +185,9 @@ def _consume(
             s = hopper.warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(empty.index((at - 1) % STAGES), count=1)
             dp = _multiply(dp, at + 1, x_smem, y_smem, full, True, CONSUMER)
-            if CONFIG.has_softcap:
-                t = tanh(s * (scale / softcap))
-                s = t * (softcap * LOG2E)
-            else:
-                s = s * (scale * LOG2E)
-            if slopes_ptr is not None:
-                key = n * TILE + gl.arange(0, TILE, gl.SliceLayout(0, s_layout))
-                s -= slope * gl.abs(gl.expand_dims(positions, 1) - gl.expand_dims(key, 0)).to(gl.float32)
-            masked = (n + 1) * TILE > k_len
-            if CONFIG.has_right:
-                masked = masked | ((n + 1) * TILE - 1 > low + sizes.right)
-            if CONFIG.has_left:
-                masked = masked | (n * TILE < low + 63 - sizes.left)
-            if masked:
-                s = apply_mask(
-                    s, n * TILE, positions, k_len, sizes.left, sizes.right, CONFIG.has_left, CONFIG.has_right
-                )
+            s, t = _masked_scores(
+                s, n, low, k_len, slope, scale, softcap, sizes, CONFIG, slopes_ptr is not None
+            )  # fmt: skip
             p = gl.exp2(s - gl.expand_dims(lse, 1))
             # the weights of the tile before have been read
             tma.store_wait(0)

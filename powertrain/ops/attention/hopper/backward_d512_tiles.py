@@ -126,8 +126,9 @@ def queries_that_see(first, q_len, k_len, sizes, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def in_turn(index, total):
-    """Item number `index` of this CTA, of which the odd ones go the other way: long items and short ones meet."""
+def own_item(index):
+    """The item that this CTA computes at step `index`. Odd steps assign items to the CTAs in reverse, so that a CTA
+    gets long items and short ones."""
     programs = gl.num_programs(0)
     number = gl.program_id(0)
     return index * programs + gl.where((index & 1) == 1, programs - 1 - number, number)

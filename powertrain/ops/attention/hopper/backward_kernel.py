@@ -15,8 +15,10 @@ Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, for warp
 that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.py has the idea.
 """
 
+from typing import Any, NamedTuple
+
 from powertrain.ops.attention.hopper.backward_consumer import consume
-from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, place_of, queries_of
+from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, place_of, queries_of, sums_of
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
 from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, by_piece, load_pieces
 from powertrain.ops.attention.hopper.primitives import (
@@ -76,7 +78,7 @@ def _write_tile(
     """Publish the tile descriptor of `tile`, or of the next fetched tile that has keys, or that none is left."""
     slot = taken & 1
     mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
-    num_q_per_kv, slots, tiles = sizes.num_q_per_kv, sizes.slots, sizes.tiles
+    num_q_per_kv, tiles = sizes.num_q_per_kv, sizes.tiles
     RAGGED_Q: gl.constexpr = CONFIG.ragged_q
     RAGGED_K: gl.constexpr = CONFIG.ragged_k
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
@@ -90,11 +92,7 @@ def _write_tile(
             start = begin
             if DETERMINISTIC:
                 start = begin + count - 1
-            at = kv * num_q_per_kv * slots + start
-            if CONFIG.packed:
-                at += gl.cdiv(q_start, BLOCK_M) + b
-            else:
-                at += b * sizes.kv_heads * num_q_per_kv * slots
+            at = sums_of(b, kv, q_start, sizes, CONFIG.packed, BLOCK_M) + start
             # consumers read a field where they need it, which keeps registers free over their loop
             write_tile_field(tile_smem, slot, TILE_KV, kv)
             write_tile_field(tile_smem, slot, TILE_B, b)
@@ -192,7 +190,7 @@ def _add_to_dq(
     sum_ptr, order_ptr, tile, at, i, k_smem, ds_smem, ds_empty, before, owed, owed_turn, PART: gl.constexpr,
 ):  # fmt: skip
     """Add block number `at` of ds, when it is there, times the keys to tile number `tile` of the sums; give ds back.
-    With `order_ptr` after turn `before`, when turn `owed_turn` at the tile `owed` has been passed on."""
+    With `order_ptr`, the flag of tile `owed` is set to `owed_turn` first, and the flag of `tile` must be `before`."""
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     BLOCK_M: gl.constexpr = ds_smem.shape[2]
     W_QK: gl.constexpr = k_smem[0].shape[2] + (k_smem[1].shape[2] if len(k_smem) > 1 else 0)
@@ -214,6 +212,46 @@ def _add_to_dq(
             )  # fmt: skip
 
 
+class _Loads(NamedTuple):
+    """The place of the block of queries to load next."""
+
+    b: Any  # batch entry
+    head: Any
+    end: Any  # of the sequence's rows
+    row: Any
+    tile: Any  # of the sums
+    count: Any  # blocks of a head
+    left: Any  # of its blocks; or heads of this block, if deterministic: `_next`
+
+
+@gluon.jit
+def _loads_of(tile_smem, slot, kv, num_q_per_kv, CONFIG: gl.constexpr):
+    """The first block of the tile whose descriptor lies in `slot`."""
+    b = gl.to_tensor(0)
+    if not CONFIG.packed:
+        b = read_tile_field(tile_smem, slot, TILE_B)
+    head = kv * num_q_per_kv
+    end = read_tile_field(tile_smem, slot, TILE_Q_END)
+    row = read_tile_field(tile_smem, slot, TILE_Q_ROW)
+    tile = read_tile_field(tile_smem, slot, TILE_SUMS)
+    count = read_tile_field(tile_smem, slot, TILE_COUNT)
+    left = count + 0
+    if CONFIG.deterministic:
+        left = num_q_per_kv + 0
+    return _Loads(b, head, end, row, tile, count, left)
+
+
+@gluon.jit
+def _load_next(loads, descs, smem, full, at, num_q_per_kv, slots, CONFIG: gl.constexpr):
+    """Load the next block, number `at`; returns the place of the one behind it."""
+    BLOCK_M: gl.constexpr = smem.q[0].shape[1]
+    _, _, q_desc, do_desc, rows_desc = descs
+    b, head, end, row, tile, count, left = loads
+    _load(q_desc, do_desc, rows_desc, smem.q, smem.do, smem.rows, full, at, (b, head, end, row), tile)
+    head, row, tile, left = _next(head, row, tile, left, count, num_q_per_kv, slots, BLOCK_M, CONFIG.deterministic)
+    return _Loads(b, head, end, row, tile, count, left)
+
+
 @gluon.jit
 def _produce(
     descs, scratch, counter_ptr, lengths, smem, tile_smem, bars, sizes, window, CONFIG: gl.constexpr,
@@ -223,38 +261,29 @@ def _produce(
     await_kernel_before(CONFIG.starts_early)
     sum_ptr, order_ptr = scratch
     num_q_per_kv, slots = sizes.num_q_per_kv, sizes.slots
-    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem.k, smem.v, smem.q, smem.do, smem.rows, smem.ds
     k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
-    tile_full, tile_empty = bars.tile_full, bars.tile_empty
-    STAGES: gl.constexpr = q_smem[0].shape[0]
-    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
-    BLOCK_N: gl.constexpr = k_smem[0].shape[1]
-    PACKED: gl.constexpr = CONFIG.packed
+    STAGES: gl.constexpr = smem.q[0].shape[0]
+    BLOCK_M: gl.constexpr = smem.q[0].shape[1]
+    BLOCK_N: gl.constexpr = smem.k[0].shape[1]
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
     # LSE and delta of a block come by TMA too, so that one mbarrier announces q, do and them
-    k_desc, v_desc, q_desc, do_desc, rows_desc = descs
+    k_desc, v_desc = descs[0], descs[1]
 
     taken = gl.to_tensor(0)  # tiles begun
     at = gl.to_tensor(0)  # blocks multiplied, of all tiles
     loaded = gl.to_tensor(0)  # blocks asked for
     kv = gl.to_tensor(0)
-    b = gl.to_tensor(0)
-    # the blocks to load next: place, count a head, how many are left of the head and of the tile
-    head = gl.to_tensor(0)
-    end = gl.to_tensor(0)
-    row = gl.to_tensor(0)
-    load_tile = gl.to_tensor(0)
-    load_count = gl.to_tensor(1)
-    load_left = gl.to_tensor(1)
+    zero, one = gl.to_tensor(0), gl.to_tensor(1)
+    loads = _Loads(zero, zero, zero, zero, zero, one, one)
     to_load = gl.to_tensor(0)
-    # and to multiply
+    # the block to multiply next: its tile of sums, as of _Loads
     tile = gl.to_tensor(0)
     count = gl.to_tensor(1)
     left_over = gl.to_tensor(1)
     rest = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     waits_from = gl.to_tensor(0)  # the first block to which another tile adds before this one
-    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for, and whose turn it was
+    owed = gl.to_tensor(-1)  # the tile of sums whose flag is yet to be set, and the turn to set it to
     owed_turn = gl.to_tensor(0)
     begins = gl.to_tensor(1)
     while kv >= 0:
@@ -269,31 +298,17 @@ def _produce(
                 if taken > 0:
                     number = fetch_next_tile(counter_ptr, DETERMINISTIC)
             _write_tile(
-                number, taken, tile_smem, tile_full, tile_empty, counter_ptr, lengths, sizes, window,
+                number, taken, tile_smem, bars.tile_full, bars.tile_empty, counter_ptr, lengths, sizes, window,
                 CONFIG, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             todo = rest + 0
             kv = read_tile_field(tile_smem, slot, TILE_KV)
             to_load = gl.to_tensor(0)
             if kv >= 0:
-                if not PACKED:
-                    b = read_tile_field(tile_smem, slot, TILE_B)
-                head = kv * num_q_per_kv
-                end = read_tile_field(tile_smem, slot, TILE_Q_END)
-                row = read_tile_field(tile_smem, slot, TILE_Q_ROW)
-                load_tile = read_tile_field(tile_smem, slot, TILE_SUMS)
-                load_count = read_tile_field(tile_smem, slot, TILE_COUNT)
-                load_left = load_count + 0
-                if DETERMINISTIC:
-                    load_left = num_q_per_kv + 0
-                to_load = load_count * num_q_per_kv
+                loads = _loads_of(tile_smem, slot, kv, num_q_per_kv, CONFIG)
+                to_load = loads.count * num_q_per_kv
             for _ in range(kept(gl.minimum(at + STAGES - loaded, to_load))):
-                _load(
-                    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
-                )
-                head, row, load_tile, load_left = _next(
-                    head, row, load_tile, load_left, load_count, num_q_per_kv, slots, BLOCK_M, DETERMINISTIC
-                )
+                loads = _load_next(loads, descs, smem, full, loaded, num_q_per_kv, slots, CONFIG)
                 loaded += 1
                 to_load -= 1
         else:
@@ -309,15 +324,15 @@ def _produce(
             todo = count * num_q_per_kv - rest
             # for keys that no query sees too: a branch would cost the consumers registers
             # the keys follow when the last ds k of the tile before is done; consumers store dv and dk meanwhile
-            _load_keys(k_desc, k_smem, k_full.index(slot), tile_smem, slot, sizes.num_splits, PACKED)
-            _load_keys(v_desc, v_smem, v_full.index(slot), tile_smem, slot, sizes.num_splits, PACKED)
+            _load_keys(k_desc, smem.k, k_full.index(slot), tile_smem, slot, sizes.num_splits, CONFIG.packed)
+            _load_keys(v_desc, smem.v, v_full.index(slot), tile_smem, slot, sizes.num_splits, CONFIG.packed)
             mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
             mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         for i in range(kept(todo)):
             before = at
             if DETERMINISTIC:
                 before = gl.where(at >= waits_from, turn - BLOCK_N, 0)
-            _add_to_dq(sum_ptr, order_ptr, tile, at, i, k_smem, ds_smem, ds_empty, before, owed, owed_turn, PART)
+            _add_to_dq(sum_ptr, order_ptr, tile, at, i, smem.k, smem.ds, ds_empty, before, owed, owed_turn, PART)
             if DETERMINISTIC:
                 owed = tile + 0
                 owed_turn = turn + 0
@@ -326,12 +341,7 @@ def _produce(
                 tile, tile, tile, left_over, count, num_q_per_kv, slots, BLOCK_M, DETERMINISTIC
             )
             if to_load > 0:
-                _load(
-                    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
-                )
-                head, row, load_tile, load_left = _next(
-                    head, row, load_tile, load_left, load_count, num_q_per_kv, slots, BLOCK_M, DETERMINISTIC
-                )
+                loads = _load_next(loads, descs, smem, full, loaded, num_q_per_kv, slots, CONFIG)
                 loaded += 1
                 to_load -= 1
         taken += 1 - begins

@@ -13,7 +13,15 @@ order; ALiBi, a softcap and query heads split over tiles are backward_kernel_d25
 Source: FlashAttention-3's tile for this head dim has the same shape (Shah et al. 2024, arXiv:2407.08608).
 """
 
-from powertrain.ops.attention.hopper.backward_tiles import keys_of, place_of, place_of_keys, queries_of
+from typing import Any, NamedTuple
+
+from powertrain.ops.attention.hopper.backward_tiles import (
+    keys_of,
+    place_of,
+    place_of_keys,
+    queries_of,
+    sums_of,
+)
 from powertrain.ops.attention.hopper.pieces import store_piece
 from powertrain.ops.attention.hopper.primitives import (
     LOG2E,
@@ -44,6 +52,29 @@ _PIECES = gl.constexpr(3)  # of 64 columns, a consumer's each
 _STAGES = gl.constexpr(2)
 
 
+class _Buffers(NamedTuple):
+    """Tiles in shared memory. q and do: [stages * 3, 64, 64], a piece of 64 columns each; k, v, p and ds have the first
+    64 keys and the last 32 apart."""
+
+    k: Any  # [3, 64, 64], [3, 32, 64]
+    v: Any  # [3, 64, 64], [3, 32, 64]
+    q: Any
+    do: Any
+    rows: Any  # [stages, 128]: LSE and delta
+    p: Any  # [stages, 64, 64], [stages, 64, 32]
+    ds: Any  # [stages, 64, 64], [stages, 64, 32]
+
+
+class _Barriers(NamedTuple):
+    """mbarriers; all but the first have one for each stage."""
+
+    kv_full: Any
+    q_full: Any  # with LSE and delta
+    q_empty: Any  # the three consumers have multiplied q
+    do_full: Any
+    do_empty: Any  # the three consumers have multiplied do
+
+
 @gluon.jit
 def _load(desc, smem, bar, stage, place):
     """A tile in pieces of 64 columns, from piece number `stage` * 3 on."""
@@ -54,11 +85,12 @@ def _load(desc, smem, bar, stage, place):
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, rows_desc, place, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty, begin, end,
-    tile0, slots, num_q_per_kv, STARTS_EARLY: gl.constexpr,
+    q_desc, do_desc, rows_desc, place, smem, bars, begin, end, tile0, slots, num_q_per_kv, CONFIG: gl.constexpr
 ):  # fmt: skip
     """The warpgroup that loads queries, their LSE and delta, and the results' gradients."""
-    await_kernel_before(STARTS_EARLY)
+    await_kernel_before(CONFIG.starts_early)
+    q_smem, do_smem, rows_smem = smem.q, smem.do, smem.rows
+    _, q_full, q_empty, do_full, do_empty = bars
     BYTES: gl.constexpr = 64 * 192 * q_smem.dtype.primitive_bitwidth // 8
     b, head0, q_end, row0 = place
     head = gl.to_tensor(0)
@@ -126,6 +158,31 @@ def _add_rows(rows, at, weights, stage, sums, use_acc, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _masked_weights(p, low, keys_left, window, CONFIG: gl.constexpr):
+    """`p` [64 queries, 32 keys] with zeros where a query does not see a key.
+
+    low  position of the first query less that of the first key;  keys_left  keys of the sequence from that one on"""
+    layout: gl.constexpr = p.type.layout
+    # most blocks are fully visible
+    masked = keys_left < 32
+    if CONFIG.has_right:
+        masked = masked | (low + window.right < 31)
+    if CONFIG.has_left:
+        masked = masked | (low + 63 - window.left > 0)
+    if masked:
+        at = gl.expand_dims(low + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+        j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
+        last = keys_left - 1
+        if CONFIG.has_right:
+            last = gl.minimum(at + window.right, last)
+        seen = j <= last
+        if CONFIG.has_left:
+            seen = seen & (j >= at - window.left)
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
 def _put(weights, stage, x, CONSUMER: gl.constexpr):
     """A consumer's 32 keys of p or ds."""
     x = x.to(weights[0].dtype)
@@ -150,16 +207,15 @@ def _store_columns(sums, smem, ptr, rows_left, capacity, stride, D: gl.constexpr
 
 @gluon.jit
 def _consume(
-    sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
-    kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left, k_capacity,
-    stride_dks, stride_dvs, scale, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr,
-    STARTS_EARLY: gl.constexpr, CONSUMER: gl.constexpr,
+    sum_ptr, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left, k_capacity,
+    stride_dks, stride_dvs, scale, window, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 columns of dk, dv and dq, and computes p and ds of 32 of the 96 keys.
 
     distance  position of the first query less that of the CTA's first key;  k_left  keys from that one on"""
-    await_kernel_before(STARTS_EARLY)
+    await_kernel_before(CONFIG.starts_early)
+    k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem = smem
+    kv_full, q_full, q_empty, do_full, do_empty = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -181,28 +237,13 @@ def _consume(
         lse = gl.expand_dims(rows.slice(0, 64).load(row_layout), 1)
         delta = gl.expand_dims(rows.slice(64, 64).load(row_layout), 1)
         keep_order()
-        s = _ask(q_smem, stage, k_smem, i, zeros, D_QK, CONSUMER)  # [64, 32]
+        s = _ask(q_smem, stage, k_smem, i, zeros, CONFIG.d_qk, CONSUMER)  # [64, 32]
         mbarrier.wait(do_full.index(stage), (i // _STAGES) & 1)
-        dp = _ask(do_smem, stage, v_smem, i, zeros, D_V, CONSUMER)  # [64, 32]
+        dp = _ask(do_smem, stage, v_smem, i, zeros, CONFIG.d_v, CONSUMER)  # [64, 32]
         # of the block before; at the first there is none: use_acc discards the product
         dv = _add_rows(do_smem, before, p_smem, before, dv, i > 1, CONSUMER)
         s = hopper.warpgroup_mma_wait(_PIECES + 2, deps=[s])
-        p = gl.exp2(s * (scale * LOG2E) - lse)
-        masked = own_left < 32
-        if RIGHT:
-            masked = masked | (low + right < 31)
-        if LEFT:
-            masked = masked | (low + 63 - left > 0)
-        if masked:
-            at = gl.expand_dims(low + gl.arange(0, 64, row_layout), 1)
-            j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, s_layout)), 0)
-            last = own_left - 1
-            if RIGHT:
-                last = gl.minimum(at + right, last)
-            seen = j <= last
-            if LEFT:
-                seen = seen & (j >= at - left)
-            p = gl.where(seen, p, 0.0)
+        p = _masked_weights(gl.exp2(s * (scale * LOG2E) - lse), low, own_left, window, CONFIG)
         # given back with do, when all have multiplied p
         mbarrier.wait(do_empty.index(stage), (i // _STAGES) & 1 ^ 1)
         _put(p_smem, stage, p, CONSUMER)
@@ -212,7 +253,7 @@ def _consume(
         # all have stored their p and ds, and have done with the ds of two blocks before
         named_barrier_sync_divergent(_CONSUMERS, 384)
         if sum_ptr is not None:
-            dq = _ask_for_dq(ds_smem, stage, k_smem, i, 32 if CONSUMER == 2 and D_QK <= 160 else 64, CONSUMER)
+            dq = _ask_for_dq(ds_smem, stage, k_smem, i, 32 if CONSUMER == 2 and CONFIG.d_qk <= 160 else 64, CONSUMER)
         dk = _add_rows(q_smem, stage, ds_smem, stage, dk, True, CONSUMER)
         DQ: gl.constexpr = 2 if sum_ptr is not None else 0
         dv = hopper.warpgroup_mma_wait(2 + DQ, deps=dv)
@@ -234,10 +275,43 @@ def _consume(
     # all have read k and v, in whose place dk and dv leave
     named_barrier_sync_divergent(_CONSUMERS, 384)
     if dv_ptr is not None:
-        _store_columns(dv, v_smem, dv_ptr, k_left, k_capacity, stride_dvs, D_V, CONSUMER)
+        _store_columns(dv, v_smem, dv_ptr, k_left, k_capacity, stride_dvs, CONFIG.d_v, CONSUMER)
     if dk_ptr is not None:
         scaled = (dk[0] * scale, dk[1] * scale)
-        _store_columns(scaled, k_smem, dk_ptr, k_left, k_capacity, stride_dks, D_QK, CONSUMER)
+        _store_columns(scaled, k_smem, dk_ptr, k_left, k_capacity, stride_dks, CONFIG.d_qk, CONSUMER)
+
+
+@gluon.jit
+def _alloc_buffers(dtype: gl.constexpr):
+    # panels of 32 keys, one for each consumer
+    half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    k = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
+    v = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
+    q = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
+    do = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
+    p = (
+        gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
+        gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
+    )
+    ds = (
+        gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
+        gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
+    )
+    rows = gl.allocate_shared_memory(gl.float32, [_STAGES, 128], rows_layout)
+    return _Buffers(k, v, q, do, rows, p, ds)
+
+
+@gluon.jit
+def _init_barriers():
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    q_full = alloc_mbarriers(_STAGES, 1)
+    q_empty = alloc_mbarriers(_STAGES, 3)
+    do_full = alloc_mbarriers(_STAGES, 1)
+    do_empty = alloc_mbarriers(_STAGES, 3)
+    hopper.fence_async_shared()
+    return _Barriers(kv_full, q_full, q_empty, do_full, do_empty)
 
 
 @gluon_kernel(archs=(90,))
@@ -250,8 +324,6 @@ def _hopper_attention_bwd_d192_kernel(
     D_QK: gl.constexpr, D_V: gl.constexpr, REGISTERS: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     let_next_kernel_start(STARTS_EARLY)
-    dtype: gl.constexpr = q_desc.dtype
-    BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots = int32(blocks), int32(swizzle), int32(slots)
@@ -265,42 +337,20 @@ def _hopper_attention_bwd_d192_kernel(
         LEFT, RIGHT, BOTTOM_RIGHT, False, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
         D_QK, D_V, False, False, False, False, STARTS_EARLY,
     )  # fmt: skip
-    # panels of 32 keys, one for each consumer
-    half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    k_smem = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
-    v_smem = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
-    q_smem = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
-    do_smem = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
-    p_smem = (
-        gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
-        gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
-    )
-    ds_smem = (
-        gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
-        gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
-    )
-    rows_smem = gl.allocate_shared_memory(gl.float32, [_STAGES, 128], rows_layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    q_full = alloc_mbarriers(_STAGES, 1)
-    q_empty = alloc_mbarriers(_STAGES, 3)
-    do_full = alloc_mbarriers(_STAGES, 1)
-    do_empty = alloc_mbarriers(_STAGES, 3)
-    hopper.fence_async_shared()
+    window = Window(left, right)
+    smem = _alloc_buffers(q_desc.dtype)
+    bars = _init_barriers()
 
     await_kernel_before(STARTS_EARLY)
     b, kv, _, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(
         gl.program_id(0), lengths, sizes, 96
     )  # fmt: skip
-    begin, count, offset = queries_of(first, k_len, q_len, Window(left, right), CONFIG, 64, 96)
-    tile0 = kv * num_q_per_kv * slots
-    storage = b.to(gl.int64)
-    if q_starts_ptr is not None:
-        tile0 += gl.cdiv(q_start, 64) + b
-        storage = storage * 0
-    else:
-        tile0 += b * kv_heads * num_q_per_kv * slots
+    begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, 64, 96)
+    tile0 = sums_of(b, kv, q_start, sizes, PACKED, 64)
+    # the batch entry in memory: packed sequences share one
+    storage, b_load = b.to(gl.int64), b
+    if PACKED:
+        storage, b_load = storage * 0, gl.to_tensor(0)
     kv64 = kv.to(gl.int64)
     k64 = k_start.to(gl.int64)
     if dk_ptr is not None:
@@ -308,42 +358,32 @@ def _hopper_attention_bwd_d192_kernel(
     if dv_ptr is not None:
         dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
 
-    b_load = b
-    if PACKED:
-        b_load = gl.to_tensor(0)
     end, row = place_of_keys(k_start, k_len, first, keys, CONFIG.ragged_k)
     # the last 32 keys may all lie behind the end: one row of the sequence is loaded then, whose scores are masked
     tail = gl.minimum(row + 64, keys - 1)
-    mbarrier.expect(kv_full, 2 * 96 * 192 * BYTES)
-    _load(k_desc, k_smem[0], kv_full, 0, (b_load, kv, end, row))
-    _load(v_desc, v_smem[0], kv_full, 0, (b_load, kv, end, row))
-    _load(k_tail_desc, k_smem[1], kv_full, 0, (b_load, kv, end, tail))
-    _load(v_tail_desc, v_smem[1], kv_full, 0, (b_load, kv, end, tail))
+    mbarrier.expect(bars.kv_full, 2 * 96 * 192 * (q_desc.dtype.primitive_bitwidth // 8))
+    _load(k_desc, smem.k[0], bars.kv_full, 0, (b_load, kv, end, row))
+    _load(v_desc, smem.v[0], bars.kv_full, 0, (b_load, kv, end, row))
+    _load(k_tail_desc, smem.k[1], bars.kv_full, 0, (b_load, kv, end, tail))
+    _load(v_tail_desc, smem.v[1], bars.kv_full, 0, (b_load, kv, end, tail))
     q_end, q_row = place_of(q_start, q_len, gl.to_tensor(0), queries, CONFIG.ragged_q)
     place = (b_load, kv * num_q_per_kv, q_end, q_row)
     distance = begin * 64 + offset - first
     k_left, k_capacity = k_len - first, k_capacity - first
     gl.warp_specialize([
         (_produce, (
-            q_desc, do_desc, rows_desc, place, q_smem, do_smem, rows_smem, q_full, q_empty, do_full, do_empty,
-            begin, begin + count, tile0, slots, num_q_per_kv, STARTS_EARLY,
+            q_desc, do_desc, rows_desc, place, smem, bars, begin, begin + count, tile0, slots, num_q_per_kv, CONFIG,
         )),
         (_consume, (
-            sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
-            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V,
-            STARTS_EARLY, 0,
+            sum_ptr, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            k_capacity, stride_dks, stride_dvs, scale, window, CONFIG, 0,
         )),
         (_consume, (
-            sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
-            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V,
-            STARTS_EARLY, 1,
+            sum_ptr, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            k_capacity, stride_dks, stride_dvs, scale, window, CONFIG, 1,
         )),
         (_consume, (
-            sum_ptr, dk_ptr, dv_ptr, k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
-            k_capacity, stride_dks, stride_dvs, scale, left, right, LEFT, RIGHT, D_QK, D_V,
-            STARTS_EARLY, 2,
+            sum_ptr, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            k_capacity, stride_dks, stride_dvs, scale, window, CONFIG, 2,
         )),
     ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

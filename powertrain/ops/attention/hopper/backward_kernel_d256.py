@@ -10,12 +10,15 @@ Memory beyond results: hopper/backward.py says.
 Source: as hopper/backward.py's.
 """
 
+from typing import Any, NamedTuple
+
 from powertrain.ops.attention.hopper.backward_tiles import (
     fetch_next_tile,
     keys_of,
     place_of,
     place_of_keys,
     queries_of,
+    sums_of,
 )
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
 from powertrain.ops.attention.hopper.pieces import (
@@ -33,6 +36,7 @@ from powertrain.ops.attention.hopper.primitives import (
     BackwardConfig,
     BackwardSizes,
     Lengths,
+    ScoreArguments,
     Window,
     alloc_mbarriers,
     int32,
@@ -50,6 +54,46 @@ from powertrain.runtime.gluon_compat import (
 from powertrain.runtime.launch import gluon_kernel
 
 _PAIR = gl.constexpr(8)  # at which the consumers meet
+
+
+class _Buffers(NamedTuple):
+    """Tiles in shared memory; of k, v, q and do one for each piece of the head dim."""
+
+    k: Any  # [1, BLOCK_N, PIECE]
+    v: Any  # [1, BLOCK_N, PIECE]
+    q: Any  # [STAGES, BLOCK_M, PIECE]
+    do: Any  # [STAGES, BLOCK_M, PIECE]
+    rows: Any  # [STAGES, 2 * BLOCK_M]: LSE and delta
+    p: Any  # [STAGES, BLOCK_N, BLOCK_M]
+    ds: Any  # [STAGES, BLOCK_N, BLOCK_M]
+
+
+class _Barriers(NamedTuple):
+    """mbarriers; those of stages have one for each."""
+
+    kv_full: Any
+    q_full: Any  # with LSE and delta
+    q_empty: Any  # both consumers have multiplied q
+    do_full: Any
+    do_empty: Any  # both consumers have multiplied do
+    ds_full: Any  # both consumers have stored p and ds
+    ds_empty: Any  # the producer has multiplied ds, both consumers p
+    drained: Any  # the producer has read k for the last time
+    dv_full: Any  # dv lies in the place of v
+    dk_full: Any  # dk lies in the place of k
+
+
+class _Tile(NamedTuple):
+    """The keys of a CTA, and the blocks of queries that see them."""
+
+    distance: Any  # position of the first query to come less that of the first key
+    begin: Any  # block of queries
+    end: Any
+    first: Any  # key
+    unseen: Any  # blocks that the tile of the keys before does not see, of all heads
+    sums: Any  # of dq: the tile of the sequence's first block, of the first head
+    k_left: Any  # keys of the sequence from the first one on
+    k_capacity: Any  # rows of dk and dv from the first one on
 
 
 @gluon.jit
@@ -97,20 +141,19 @@ def _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, rows_desc, place, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, first, unseen,
-    tile0, slots, num_q_per_kv, k_left, k_capacity, stride_dks, stride_dvs,
-    D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr, SPLIT_HEADS: gl.constexpr,
-    STARTS_EARLY: gl.constexpr,
+    q_desc, do_desc, rows_desc, place, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, key_tile, slots, num_q_per_kv,
+    stride_dks, stride_dvs, CONFIG: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that loads queries, multiplies ds K and adds it to the sums of dq, and stores dk and dv."""
-    await_kernel_before(STARTS_EARLY)
+    await_kernel_before(CONFIG.starts_early)
     k_smem, v_smem, q_smem, do_smem, rows_smem, _, ds_smem = smem
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full = bars
     STAGES: gl.constexpr = q_smem[0].shape[0]
     BLOCK_M: gl.constexpr = q_smem[0].shape[1]
     BLOCK_N: gl.constexpr = k_smem[0].shape[1]
     W: gl.constexpr = k_smem[0].shape[2] + (k_smem[1].shape[2] if len(k_smem) > 1 else 0)
-    DETERMINISTIC: gl.constexpr = order_ptr is not None
+    DETERMINISTIC: gl.constexpr = CONFIG.deterministic
+    _, begin, end, first, unseen, tile0, k_left, k_capacity = key_tile
     total = (end - begin) * num_q_per_kv
     q_repeat = gl.to_tensor(0)
     q_block = begin
@@ -129,7 +172,7 @@ def _produce(
     block = begin
     if DETERMINISTIC:
         block = end - 1
-    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for
+    owed = gl.to_tensor(-1)  # the tile of sums whose flag is yet to be set
     for i in range(total):
         tile = tile0 + repeat * slots + block
         stage = i % STAGES
@@ -162,14 +205,14 @@ def _produce(
         repeat, block = _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC)
     if DETERMINISTIC:
         signal_successor(order_ptr, owed, first + BLOCK_N)
-    if not SPLIT_HEADS:
+    if not CONFIG.splits_heads:
         mbarrier.arrive(drained, count=1)
         mbarrier.wait(dv_full, 0)
         if dv_ptr is not None:
-            store_rows(v_smem, dv_ptr, k_left, k_capacity, stride_dvs, D_V)
+            store_rows(v_smem, dv_ptr, k_left, k_capacity, stride_dvs, CONFIG.d_v)
         mbarrier.wait(dk_full, 0)
         if dk_ptr is not None:
-            store_rows(k_smem, dk_ptr, k_left, k_capacity, stride_dks, D_QK)
+            store_rows(k_smem, dk_ptr, k_left, k_capacity, stride_dks, CONFIG.d_qk)
 
 
 @gluon.jit
@@ -207,17 +250,77 @@ def _wait_for_sums(sums, AHEAD: gl.constexpr):
 
 
 @gluon.jit
+def _weights(s, lse, low, slope, k_left, mods, CONFIG: gl.constexpr):
+    """p of a consumer's queries, [KEYS, ROWS], from q kᵀ, keys along the rows; and the softcap's tanh, if there is one.
+
+    low  position of the first query less that of the first key"""
+    KEYS: gl.constexpr = s.shape[0]
+    ROWS: gl.constexpr = s.shape[1]
+    s_layout: gl.constexpr = s.type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    left, right = mods.window.left, mods.window.right
+    t = s
+    if CONFIG.has_softcap:
+        t = tanh(s * (mods.scale / mods.softcap))
+        s = t * (mods.softcap * LOG2E)
+    else:
+        s = s * (mods.scale * LOG2E)
+    if slope is not None:
+        j = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)), 1)
+        at = gl.expand_dims(low + gl.arange(0, ROWS, row_layout), 0)
+        s -= slope * gl.abs(at - j).to(gl.float32)
+    p = gl.exp2(s - lse)
+    masked = k_left < KEYS
+    if CONFIG.has_right:
+        masked = masked | (low + right < KEYS - 1)
+    if CONFIG.has_left:
+        masked = masked | (low + ROWS - 1 - left > 0)
+    if masked:
+        j = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)), 1)
+        at = gl.expand_dims(low + gl.arange(0, ROWS, row_layout), 0)
+        last = k_left - 1
+        if CONFIG.has_right:
+            last = gl.minimum(at + right, last)
+        seen = j <= last
+        if CONFIG.has_left:
+            seen = seen & (j >= at - left)
+        p = gl.where(seen, p, 0.0)
+    return p, t
+
+
+@gluon.jit
+def _leave(dk, dv, dk_sum_ptr, dv_sum_ptr, smem, bars, scale, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """A consumer's half of dk and dv: to the sums where heads are split, else to shared memory, for the producer."""
+    if CONFIG.splits_heads:
+        if dv_sum_ptr is not None:
+            leave_halves(dv_sum_ptr, dv, not CONFIG.deterministic, CONSUMER)
+        if dk_sum_ptr is not None:
+            leave_halves(dk_sum_ptr, dk, not CONFIG.deterministic, CONSUMER)
+    else:
+        k_smem, v_smem = smem.k, smem.v
+        dtype: gl.constexpr = k_smem[0].dtype
+        # in the place of v, which both have read; and of k, when the producer has
+        named_barrier_sync_divergent(_PAIR, 256)
+        for i in gl.static_range(len(v_smem)):
+            half_of(v_smem[i].index(0), CONSUMER).store(dv[i].to(dtype))  # [64, COLS]
+        mbarrier.arrive(bars.dv_full, count=1)
+        mbarrier.wait(bars.drained, 0)
+        for i in gl.static_range(len(k_smem)):
+            half_of(k_smem[i].index(0), CONSUMER).store((dk[i] * scale).to(dtype))  # [64, COLS]
+        mbarrier.arrive(bars.dk_full, count=1)
+
+
+@gluon.jit
 def _consume(
-    slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_left, scale, softcap, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    SPLIT_HEADS: gl.constexpr, STARTS_EARLY: gl.constexpr, CONSUMER: gl.constexpr,
+    slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_left, mods,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns half of the columns of dk and dv, and computes half of each block's p and ds.
 
     distance  position of the first query less that of the CTA's first key;  k_left  keys from that one on"""
-    await_kernel_before(STARTS_EARLY)
+    await_kernel_before(CONFIG.starts_early)
     k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem = smem
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full = bars
+    _, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, _, _, _ = bars
     STAGES: gl.constexpr = q_smem[0].shape[0]
     KEYS: gl.constexpr = k_smem[0].shape[1]
     BLOCK_M: gl.constexpr = q_smem[0].shape[1]
@@ -229,7 +332,7 @@ def _consume(
     zeros = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
     dk = no_half_sums(k_smem)
     dv = no_half_sums(v_smem)
-    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(bars.kv_full, 0)
     distance += MINE
     low = distance
     heads_left = num_q_per_kv + 0
@@ -246,35 +349,13 @@ def _consume(
         dv = _multiply(p_smem.index(before), do_smem, before, dv, i > 1, CONSUMER)
         lse = gl.expand_dims(rows.slice(MINE, ROWS).load(row_layout), 0)
         s = hopper.warpgroup_mma_wait(2 * len(v_smem), deps=[s])
-        if CAP:
-            t = tanh(s * (scale / softcap))
-            s = t * (softcap * LOG2E)
-        else:
-            s = s * (scale * LOG2E)
+        slope = None
         if slopes_ptr is not None:
             head = i // count
-            if DETERMINISTIC:
+            if CONFIG.deterministic:
                 head = num_q_per_kv - heads_left
             slope = gl.load(slopes_ptr + head) * LOG2E
-            j = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)), 1)
-            at = gl.expand_dims(low + gl.arange(0, ROWS, row_layout), 0)
-            s -= slope * gl.abs(at - j).to(gl.float32)
-        p = gl.exp2(s - lse)
-        masked = k_left < KEYS
-        if RIGHT:
-            masked = masked | (low + right < KEYS - 1)
-        if LEFT:
-            masked = masked | (low + ROWS - 1 - left > 0)
-        if masked:
-            j = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)), 1)
-            at = gl.expand_dims(low + gl.arange(0, ROWS, row_layout), 0)
-            last = k_left - 1
-            if RIGHT:
-                last = gl.minimum(at + right, last)
-            seen = j <= last
-            if LEFT:
-                seen = seen & (j >= at - left)
-            p = gl.where(seen, p, 0.0)
+        p, t = _weights(s, lse, low, slope, k_left, mods, CONFIG)
         # given back by the producer, and by both consumers
         mbarrier.wait(ds_empty.index(stage), (i // STAGES) & 1 ^ 1)
         # a consumer computes half of the queries' weights and needs all of them for its columns of dv
@@ -282,7 +363,7 @@ def _consume(
         dp = hopper.warpgroup_mma_wait(len(v_smem), deps=[dp])
         delta = gl.expand_dims(rows.slice(BLOCK_M + MINE, ROWS).load(row_layout), 0)
         ds = p * (dp - delta)
-        if CAP:
+        if CONFIG.has_softcap:
             ds *= 1.0 - t * t
         ds_smem.index(stage).slice(MINE, ROWS, 1).store(ds.to(dtype))  # [64, ROWS]
         hopper.fence_async_shared()
@@ -296,7 +377,7 @@ def _consume(
             mbarrier.arrive(ds_empty.index(before), count=1)
         dk = _wait_for_sums(dk, 0)
         mbarrier.arrive(q_empty.index(stage), count=1)
-        if DETERMINISTIC:
+        if CONFIG.deterministic:
             heads_left -= 1
             low = gl.where(heads_left == 0, low - BLOCK_M, low)
             heads_left = gl.where(heads_left == 0, num_q_per_kv, heads_left)
@@ -307,21 +388,7 @@ def _consume(
     if last_block >= 0:
         stage = last_block % STAGES
         dv = _wait_for_sums(_multiply(p_smem.index(stage), do_smem, stage, dv, last_block > 0, CONSUMER), 0)
-    if SPLIT_HEADS:
-        if dv_sum_ptr is not None:
-            leave_halves(dv_sum_ptr, dv, not DETERMINISTIC, CONSUMER)
-        if dk_sum_ptr is not None:
-            leave_halves(dk_sum_ptr, dk, not DETERMINISTIC, CONSUMER)
-    else:
-        # in the place of v, which both have read; and of k, when the producer has
-        named_barrier_sync_divergent(_PAIR, 256)
-        for i in gl.static_range(len(v_smem)):
-            half_of(v_smem[i].index(0), CONSUMER).store(dv[i].to(dtype))  # [64, COLS]
-        mbarrier.arrive(dv_full, count=1)
-        mbarrier.wait(drained, 0)
-        for i in gl.static_range(len(k_smem)):
-            half_of(k_smem[i].index(0), CONSUMER).store((dk[i] * scale).to(dtype))  # [64, COLS]
-        mbarrier.arrive(dk_full, count=1)
+    _leave(dk, dv, dk_sum_ptr, dv_sum_ptr, smem, bars, mods.scale, CONFIG, CONSUMER)
 
 
 @gluon.jit
@@ -329,6 +396,67 @@ def _barrier(arrivals: gl.constexpr):
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=arrivals)
     return bar
+
+
+@gluon.jit
+def _alloc_buffers(
+    dtype: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    # panels of 32 queries, one for each consumer
+    half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    k = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
+    v = alloc_pieces(dtype, 1, BLOCK_N, P_V)
+    q = alloc_pieces(dtype, STAGES, BLOCK_M, P_QK)
+    do = alloc_pieces(dtype, STAGES, BLOCK_M, P_V)
+    p = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
+    ds = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
+    rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_layout)
+    return _Buffers(k, v, q, do, rows, p, ds)
+
+
+@gluon.jit
+def _init_barriers(STAGES: gl.constexpr):
+    kv_full = _barrier(1)
+    q_full = alloc_mbarriers(STAGES, 1)
+    q_empty = alloc_mbarriers(STAGES, 2)
+    do_full = alloc_mbarriers(STAGES, 1)
+    do_empty = alloc_mbarriers(STAGES, 2)
+    ds_full = alloc_mbarriers(STAGES, 2)
+    ds_empty = alloc_mbarriers(STAGES, 3)
+    drained = _barrier(1)
+    dv_full = _barrier(2)
+    dk_full = _barrier(2)
+    hopper.fence_async_shared()
+    return _Barriers(kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full)
+
+
+@gluon.jit
+def _blocks_of(
+    first, k_len, q_len, sizes, window, CONFIG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """Blocks of queries of a tile of keys: (first of all, number, first to come, those that the tile of the keys
+    before does not see, of all heads, position of query 0)."""
+    begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
+    start = begin
+    unseen = gl.to_tensor(0)
+    if CONFIG.deterministic:
+        start = begin + count - 1
+        before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
+        unseen = (begin + count - before - size) * sizes.num_q_per_kv
+    return begin, count, start, unseen, offset
+
+
+@gluon.jit
+def _row_of_sums(kv, b, slot, sizes, splits, CONFIG: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The first row of a tile of keys in the sums of dk and dv that heads in `splits` parts have."""
+    head = kv
+    if not CONFIG.packed:
+        head += b * sizes.kv_heads
+    if not CONFIG.deterministic:  # all parts add to the same sums
+        head = head // splits
+    return (head * sizes.blocks + slot).to(gl.int64) * BLOCK_N
 
 
 @gluon_kernel(archs=(90,))
@@ -346,70 +474,43 @@ def _hopper_attention_bwd_d256_kernel(
     STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     let_next_kernel_start(STARTS_EARLY)
-    dtype: gl.constexpr = q_desc.dtype
-    BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
     W_QK: gl.constexpr = P_QK[0] + (P_QK[1] if len(P_QK) > 1 else 0)
     W_V: gl.constexpr = P_V[0] + (P_V[1] if len(P_V) > 1 else 0)
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    CONFIG: gl.constexpr = BackwardConfig(
+        LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
+        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, False, False, STARTS_EARLY,
+    )  # fmt: skip
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots = int32(blocks), int32(swizzle), int32(slots)
     batch, left, right = int32(batch), int32(left), int32(right)
-    # panels of 32 queries, one for each consumer
-    half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    k_smem = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
-    v_smem = alloc_pieces(dtype, 1, BLOCK_N, P_V)
-    q_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_QK)
-    do_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_V)
-    p_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
-    ds_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
-    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_layout)
-    kv_full = _barrier(1)
-    q_full = alloc_mbarriers(STAGES, 1)
-    q_empty = alloc_mbarriers(STAGES, 2)
-    do_full = alloc_mbarriers(STAGES, 1)
-    do_empty = alloc_mbarriers(STAGES, 2)
-    ds_full = alloc_mbarriers(STAGES, 2)
-    ds_empty = alloc_mbarriers(STAGES, 3)
-    drained = _barrier(1)
-    dv_full = _barrier(2)
-    dk_full = _barrier(2)
-    hopper.fence_async_shared()
+    smem = _alloc_buffers(q_desc.dtype, P_QK, P_V, BLOCK_M, BLOCK_N, STAGES)
+    bars = _init_barriers(STAGES)
 
     await_kernel_before(STARTS_EARLY)
     number = gl.program_id(0)
     if order_ptr is not None:
         number = fetch_next_tile(counter_ptr, True)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
-    PACKED: gl.constexpr = q_starts_ptr is not None
     if SPLIT_HEADS:
         splits = gl.num_programs(0) // (blocks * kv_heads * (1 if PACKED else batch))
         kv_heads = kv_heads * splits
     sizes = BackwardSizes(
         batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None
     )
-    window = Window(left, right)
-    CONFIG: gl.constexpr = BackwardConfig(
-        LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, False, False, STARTS_EARLY,
-    )  # fmt: skip
+    mods = ScoreArguments(scale, softcap, Window(left, right))
     b, kv, slot, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
-    begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
-    start = begin
-    unseen = gl.to_tensor(0)
-    if order_ptr is not None:
-        start = begin + count - 1
-        before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
-        unseen = (begin + count - before - size) * num_q_per_kv
-    tile0 = kv * num_q_per_kv * slots
-    storage = b.to(gl.int64)
+    begin, count, start, unseen, offset = _blocks_of(
+        first, k_len, q_len, sizes, mods.window, CONFIG, BLOCK_M, BLOCK_N
+    )  # fmt: skip
+    sums = sums_of(b, kv, q_start, sizes, PACKED, BLOCK_M)
+    # the batch entry in memory: packed sequences share one
+    storage, b_load = b.to(gl.int64), b
     if slopes_ptr is not None:
         slopes_ptr += storage * slopes_stride_b + kv * num_q_per_kv
-    if q_starts_ptr is not None:
-        tile0 += gl.cdiv(q_start, BLOCK_M) + b
-        storage = storage * 0
-    else:
-        tile0 += b * kv_heads * num_q_per_kv * slots
+    if PACKED:
+        storage, b_load = storage * 0, gl.to_tensor(0)
     kv64 = kv.to(gl.int64)
     k64 = k_start.to(gl.int64)
     kv_load = kv
@@ -419,16 +520,11 @@ def _hopper_attention_bwd_d256_kernel(
     dk_sum_ptr: gl.constexpr = None
     dv_sum_ptr: gl.constexpr = None
     if SPLIT_HEADS:
-        head = kv
-        if not PACKED:
-            head += b * kv_heads
-        if order_ptr is None:  # all parts add to the same sums
-            head = head // splits
-        place = (head * blocks + slot).to(gl.int64) * BLOCK_N
+        row = _row_of_sums(kv, b, slot, sizes, splits, CONFIG, BLOCK_N)
         if dk_ptr is not None:
-            dk_sum_ptr = dk_ptr + place * W_QK
+            dk_sum_ptr = dk_ptr + row * W_QK
         if dv_ptr is not None:
-            dv_sum_ptr = dv_ptr + place * W_V
+            dv_sum_ptr = dv_ptr + row * W_V
     else:
         if dk_ptr is not None:
             dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
@@ -437,31 +533,25 @@ def _hopper_attention_bwd_d256_kernel(
 
     q_descs, k_descs = by_piece(q_desc, q_tail_desc, P_QK), by_piece(k_desc, k_tail_desc, P_QK)
     v_descs, do_descs = by_piece(v_desc, v_tail_desc, P_V), by_piece(do_desc, do_tail_desc, P_V)
-    b_load = b
-    if PACKED:
-        b_load = gl.to_tensor(0)
     k_end, k_row = place_of_keys(k_start, k_len, first, keys, CONFIG.ragged_k)
     q_end, q_row = place_of(q_start, q_len, gl.to_tensor(0), queries, CONFIG.ragged_q)
-    mbarrier.expect(kv_full, BLOCK_N * (W_QK + W_V) * BYTES)
-    load_pieces(k_descs, (b_load, kv_load, k_end, k_row), kv_full, k_smem, 0)
-    load_pieces(v_descs, (b_load, kv_load, k_end, k_row), kv_full, v_smem, 0)
+    mbarrier.expect(bars.kv_full, BLOCK_N * (W_QK + W_V) * (q_desc.dtype.primitive_bitwidth // 8))
+    load_pieces(k_descs, (b_load, kv_load, k_end, k_row), bars.kv_full, smem.k, 0)
+    load_pieces(v_descs, (b_load, kv_load, k_end, k_row), bars.kv_full, smem.v, 0)
     place = (b_load, kv * num_q_per_kv, q_end, q_row)
-
-    smem = (k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem)
-    bars = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full)
     distance = start * BLOCK_M + offset - first
+    tile = _Tile(distance, begin, begin + count, first, unseen, sums, k_len - first, k_capacity - first)
     gl.warp_specialize([
         (_produce, (
-            q_descs, do_descs, rows_desc, place, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, begin + count,
-            first, unseen, tile0, slots, num_q_per_kv, k_len - first, k_capacity - first, stride_dks, stride_dvs,
-            D_QK, D_V, PART, SPLIT_HEADS, STARTS_EARLY,
+            q_descs, do_descs, rows_desc, place, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, tile, slots,
+            num_q_per_kv, stride_dks, stride_dvs, CONFIG, PART,
         )),
         (_consume, (
-            slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
-            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, SPLIT_HEADS, STARTS_EARLY, 0,
+            slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, tile.distance, tile.k_left, mods,
+            CONFIG, 0,
         )),
         (_consume, (
-            slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
-            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, SPLIT_HEADS, STARTS_EARLY, 1,
+            slopes_ptr, dk_sum_ptr, dv_sum_ptr, smem, bars, count, num_q_per_kv, tile.distance, tile.k_left, mods,
+            CONFIG, 1,
         )),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

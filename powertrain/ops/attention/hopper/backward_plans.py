@@ -1,4 +1,4 @@
-"""Tiles of the Hopper backward: their sizes, which of the query heads that share keys each has, and their order."""
+"""Plans of the Hopper backward: which kernel, its tiles, how heads that share keys are split, the order of tiles."""
 
 import functools
 import math
@@ -10,27 +10,29 @@ from powertrain.ops.shapes import cdiv, next_power_of_2
 
 
 class Plan(NamedTuple):
-    """Tiles of block_n keys by block_m queries, so that a consumer's scores, dp, dk and dv leave it registers enough:
-    128 keys in backward_kernel.py, 64 in backward_kernel_d256.py, 96 in backward_kernel_d192.py."""
+    """Tiles of block_n keys by block_m queries. Scores, dp, dk and dv must fit into a consumer's registers: so tiles
+    have 128 keys in backward_kernel.py, 64 in backward_kernel_d256.py, 96 in backward_kernel_d192.py."""
 
     block_m: int = 64
     block_n: int = 128
     stages: int = 3
     ds_stages: int = 2
-    part: int = 32  # columns of dq at a time
-    registers: int = 224  # of a consumer's thread; the producer has 504 less twice as many
-    group: int = 4  # heads at a time
-    group_start: int = 2  # in turn: blocks that the tile before is to be ahead
-    stores_weights: bool = False  # p and ds go to memory, and products follow: backward_d512.py
-    ahead: bool = False  # a block's scores are asked for behind the products of the one before
-    early: bool = False  # without masks, queries are waited for and LSE is loaded early
+    part: int = 32  # columns of dq that the producer computes at a time
+    registers: int = 224  # of a consumer's thread; a thread of the producer has 504 - 2 * registers
+    group: int = 4  # heads whose tiles are scheduled together
+    group_start: int = 2  # deterministic: blocks of queries that a head's tiles should start apart
+    stores_weights: bool = False  # p and ds are stored, and later launches multiply them: backward_d512.py
+    ahead: bool = False  # the next block's scores are issued behind a block's products for dv and dk
+    early: bool = False  # without masks: the wait for queries, and the load of LSE, come before a block's scores
 
 
 def plan_for(d_qk: int, d_v: int) -> Plan:
-    """ms, bf16, one H200, causal: H32 D64 S8192 2.99 with 128 queries a block, 2.71 with 64, 2.59 with 64 columns of dq
-    too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855; H8 D256 S8192 64 columns of dq and 208
-    registers 3.08, 32 and 224 3.23; H16 D96 S8192 224 registers 1.833, 208 with `ahead` 1.781; D80 3 stages 1.597, 4
-    1.596, full S4096 0.802, 0.798; H16 D192 64 columns of dq 5.226, 32 5.139."""
+    """The plan by head dims, for the kernels that do not store p and ds in memory.
+
+    Measured, ms, bf16, one H200, causal: H32 D64 S8192 2.99 with 128 queries a block, 2.71 with 64, 2.59 with 64
+    columns of dq too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855; H8 D256 S8192 64 columns of
+    dq and 208 registers 3.08, 32 and 224 3.23; H16 D96 S8192 224 registers 1.833, 208 with `ahead` 1.781; D80 3 stages
+    1.597, 4 1.596, full S4096 0.802, 0.798; H16 D192 64 columns of dq 5.226, 32 5.139."""
     if max(d_qk, d_v) > 192:
         return Plan(block_n=64, stages=2, part=64, registers=208, group_start=4)
     if max(d_qk, d_v) > 128:
@@ -39,7 +41,7 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
         return Plan(stages=4, part=64, registers=208, group_start=8, ahead=True)
     if max(d_qk, d_v) <= 96:
         return Plan(stages=4 if max(d_qk, d_v) <= 80 else 3, part=64, registers=208, ahead=True)
-    # where dk and dv have not the same width they leave through memory of their own
+    # dk and dv of different widths are stored through shared memory of their own
     return Plan(stages=2 if 80 < min(d_qk, d_v) <= 96 else 3, early=True)
 
 
@@ -56,7 +58,7 @@ def why_not_96_keys(operands: Operands) -> str | None:
     if not 128 < min(dims) <= max(dims) <= 192:
         return f"head dims must be 136 to 192, are {dims[0]} and {dims[1]}"
     if args.deterministic or args.softcap > 0 or args.slopes is not None:
-        return "it has no fixed order of sums, no softcap and no ALiBi"
+        return "it has no deterministic order, no softcap and no ALiBi"
     return None
 
 
@@ -68,18 +70,19 @@ def why_not_weights(d_qk: int, d_v: int) -> str | None:
 
 
 def _queries_of_each(operands: Operands) -> int:
-    """Of packed sequences on average."""
+    """Queries of a sequence; of packed sequences their mean."""
     return operands.queries // max(1, operands.batch) if operands.is_packed else operands.queries
 
 
 def _prefers_weights(operands: Operands) -> bool:
-    """At head dims of 200 to 256, where backward_kernel_d256.py is the other way.
+    """Whether backward_d512.py, which stores p and ds, is faster than backward_kernel_d256.py, which serves head dims
+    of 200 to 256 as well.
 
     ms, one H200, weights in memory and not: D256 causal B2 S8192 8/8 2.85, 3.05; full 5.46, 6.10; B2 S4096 16/4 1.54,
     1.73; B4 S1000 16/4 0.353, 0.380; B8 S2048 8/8 1.14, 0.95; packed 51 of 144 16/16 0.71, 0.44; D224 B2 S8192 8/8
-    2.93, 3.20; S1338 12/1 0.235, 0.144; packed 153 of 63 28/4 4.98, 0.81. In turn the other took 4.18 for the first. So
-    it pays where the sums of dk and dv are long and there are tiles of them for all SMs, or a fixed order is wanted of
-    long sequences."""
+    2.93, 3.20; S1338 12/1 0.235, 0.144; packed 153 of 63 28/4 4.98, 0.81. In a fixed order of sums
+    backward_kernel_d256.py took 4.18 for the first of these. So backward_d512.py is taken where dk and dv are sums over
+    many queries and their tiles fill all SMs, and where long sequences need a fixed order."""
     args = operands.args
     if why_not_weights(operands.d_qk, operands.d_v):
         return False
@@ -94,8 +97,9 @@ def _prefers_weights(operands: Operands) -> bool:
 
 
 def _prefers_96_keys(operands: Operands) -> bool:
-    """At head dims of 168 to 192, by the time of all tiles: a block of 64 queries takes 3.35 us with 96 keys and 2.6
-    with 64, of which there are half as many tiles again for the SMs.
+    """Whether tiles of 96 keys are faster than tiles of 64, at head dims of 168 to 192, by an estimate of the time of
+    all tiles on all SMs: a block of 64 queries takes 3.35 us with 96 keys and 2.6 us with 64, but there are half as
+    many tiles again of 64 keys.
 
     Backward in ms, one H200, 64 keys and 96: B8 S1000 16/16 0.587, 0.477; B2 S8192 5.22, 4.50; B1 S904 8/8 0.066,
     0.078; S417 16/16 0.058, 0.079; B3 S5550 12/1 full 5.13, 6.67; S18787 12/1 12.1, 13.8."""
@@ -118,7 +122,7 @@ def plan_of(operands: Operands) -> Plan:
     if widest > 256 or (widest > 192 and _prefers_weights(operands)):
         return PLAN_OF_WEIGHTS
     if 160 < widest <= 192 and why_not_96_keys(operands) is None and _prefers_96_keys(operands):
-        # which takes no parts of the heads that share keys
+        # its kernel cannot split the heads that share keys
         if schedule_of(operands, plan).num_splits == 1:
             return PLAN_OF_96_KEYS
     return plan
@@ -130,11 +134,11 @@ def dq_width(operands: Operands, plan: Plan) -> int:
 
 
 class Schedule(NamedTuple):
-    """Which tile of keys has which heads, and which tile is next."""
+    """How many tiles a block of keys has, and in which order tiles are computed."""
 
-    num_splits: int  # parts of the query heads that share keys, a tile each
-    group: int  # heads at a time
-    late_blocks: int  # the last blocks of keys of each head, which come behind all others
+    num_splits: int  # parts of the query heads that share keys; each part has a tile of its own
+    group: int  # heads whose tiles are scheduled together
+    late_blocks: int  # the last blocks of keys of each head, whose tiles come after those of all other blocks
 
 
 def schedule_of(operands: Operands, plan: Plan) -> Schedule:
@@ -157,16 +161,18 @@ def schedule_of(operands: Operands, plan: Plan) -> Schedule:
     if args.deterministic:
         group = deterministic_swizzle(plan, queries, repeats, args, num_sms)
     late = 0
-    # with a window nearly all tiles are equal. Wide, S2048 B8 H8 D256: 0.981 without, 0.995
+    # with a window nearly all tiles take the same time. With tiles of 64 keys it is slower: S2048 B8 H8 D256 0.981
+    # without late blocks, 0.995 with them
     if args.right >= 0 and args.left < 0 and not operands.is_packed and plan.block_n == 128:
         late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
     return Schedule(num_splits, group, late)
 
 
-# of the H100 SXM and H200. In turn dk and dv are sums over the parts: their number must be the same on every Hopper GPU
-_SMS_IN_TURN = 132
-# microseconds of a block of 64 queries by padded head dim, 64 keys a tile; from B2 S8192 causal (H8 2.26 ms, H16 5.14,
-# H8 3.08). Narrower ones have 128 keys, and 2.1
+# SMs of the H100 SXM and H200. In a fixed order, dk and dv are sums over the parts, so the number of parts decides how
+# they are rounded: it must be the same on every Hopper GPU
+_SMS_IF_DETERMINISTIC = 132
+# microseconds that a block of 64 queries takes in a tile of 64 keys, by padded head dim; from B2 S8192 causal (H8
+# 2.26 ms, H16 5.14, H8 3.08). Narrower head dims have tiles of 128 keys, and take 2.1
 _BLOCK_US = {160: 2.3, 192: 2.6, 256: 3.1}
 
 
@@ -175,27 +181,37 @@ def head_splits_for(
     tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, deterministic: bool, num_sms: int,
     block_us: float = 2.1, is_wide: bool = False,
 ) -> int:  # fmt: skip
-    """Into how many parts the `repeats` query heads of each of so many tiles are split, a tile each: a divisor.
-    `longest`: blocks of queries of one head in the longest tile; under a causal mask tiles have half of them on
-    average. `keys_bytes`: of dk and dv in float32, zeroed and read once more, which parts add to in the L2; in turn,
-    written and read for each part.
+    """The number of parts, a divisor of `repeats`, into which the query heads that share keys are split. Each part is a
+    tile of its own.
 
-    Reckoned in the time of a block; a tile costs three beside its own. In the time of one memory moves 6 MB, and the
-    sums of the parts cost what 3.4 times `keys_bytes` and 1.1 times for each part do; in turn ten and twice for each.
-    Fitted to head dim 128. `is_wide`, tiles of 64 keys: less is split (forward and backward in 1, 2 and all parts: D256
-    16/4 B2 S2048 0.590, 0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224 28/4 B1 S3640 2.18, -, 1.60, in turn 1.96,
-    -, 2.11; D192 32/8 B4 S512 0.257, 0.296, 0.326). The longest tile, begun first, costs 0.41 of itself in SMs that
-    wait at the end, a tenth where heads are split. ms, bf16, one H200, causal D128, whole, in 2 parts, in all: 28/4 B3
-    S3000 1.078, -, 0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048
-    0.304, 0.218, 0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full
-    28/4 B3 S3000 2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351. With all sums in one launch, us: 32/8 B1 S128 32.7,
-    -, 22.2; B2 S512 90.9, 70.6, 68.0; B4 S512 110, 122, 132; B8 S256 81, 111, 125; B16 S128 69, 104, 116; B4 S1000
-    255, 286, 294; 64/8 B1 S128 49.9, 36.4, 24.9; 28/4 B2 S2048 507, -, 355."""
+    tiles       tiles of keys, heads not split
+    longest     blocks of queries of one head in the longest tile; under a causal mask a tile has half on average
+    repeats     query heads that share keys
+    keys_bytes  bytes of dk and dv in float32: zeroed first, added to by all parts in the L2, read once at the end;
+                if deterministic, each part writes its own, which are read at the end
+    block_us    microseconds of a block of queries
+    is_wide     tiles have 64 keys
+
+    The least estimated time is chosen, in units of a block of queries. A tile costs three units beside its blocks. In
+    one unit memory moves 6 MB; the sums of parts cost one unit and the traffic of 3.4 + 1.1 * parts times `keys_bytes`,
+    if deterministic ten units and 2 * parts times `keys_bytes`. The longest tile is started first, yet SMs that wait
+    for it at the end cost 0.41 of its time, 0.25 if deterministic, a tenth where heads are split. Fitted to head dim
+    128.
+
+    Where `is_wide`, fewer problems are split. Forward and backward in 1, 2 and all parts: D256 16/4 B2 S2048 0.590,
+    0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224 28/4 B1 S3640 2.18, -, 1.60, deterministic 1.96, -, 2.11; D192
+    32/8 B4 S512 0.257, 0.296, 0.326. ms, bf16, one H200, causal D128, in 1, 2 and all parts: 28/4 B3 S3000 1.078, -,
+    0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218,
+    0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000
+    2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351. With all sums in one launch, us: 32/8 B1 S128 32.7, -, 22.2; B2
+    S512 90.9, 70.6, 68.0; B4 S512 110, 122, 132; B8 S256 81, 111, 125; B16 S128 69, 104, 116; B4 S1000 255, 286, 294;
+    64/8 B1 S128 49.9, 36.4, 24.9; 28/4 B2 S2048 507, -, 355."""
     if deterministic:
-        num_sms = _SMS_IN_TURN
+        num_sms = _SMS_IF_DETERMINISTIC
     mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms
-    # what an SM has to do in all must not be much more than the longest tile. Of 8 heads and more the least was
-    # measured; in turn, each part's sums cost more, and tiles of 64 keys have twice as many of them
+    # nothing is split where the longest tile is no more than this share of the mean work of an SM: where 8 heads or
+    # more share keys it is the least, as measured; it is more if deterministic, as each part's sums cost more, and for
+    # tiles of 64 keys, of which there are twice as many
     share = 1.0 if deterministic else 0.4 if repeats >= 8 else 0.55
     if is_wide:
         share = 1.3 if deterministic else 1.1
@@ -216,14 +232,14 @@ def head_splits_for(
 
 
 def late_blocks_for(heads: int, blocks: int, num_sms: int) -> int:
-    """How many of a head's last blocks of keys come behind those of all heads, under a causal mask: their tiles, n^2
-    blocks of queries a head for n of them, are to fill what the longest tiles leave."""
+    """How many of each head's last blocks of keys come after the other blocks of all heads, under a causal mask. Their
+    tiles are short, n^2 blocks of queries a head for n of them, and fill the SMs that the longest tiles leave idle."""
     return min(blocks // 2, math.isqrt(num_sms * blocks // max(1, heads)))
 
 
 def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArguments, num_sms: int) -> int:
-    """Heads at a time where tiles add in turn: so many that a head's tiles are drawn `group_start` blocks apart, for
-    each waits for the one before.
+    """The number of heads whose tiles are scheduled together, where tiles add to dq in a fixed order. Each tile waits
+    for the tile before it of the same head; with so many heads they start about `group_start` blocks of queries apart.
 
     ms, bf16, one H200, causal, groups of 4, 8, 16, 32: D128 H16 S2048 1.215, 0.933, 0.905, 0.916; S8192 2.739, 2.747,
     2.793, 2.945; D64 H32 S2048 1.734, 1.257, 1.093, 1.002; S8192 3.486, 3.144, 3.096, 3.124; D256 H8 S8192 4.325,

@@ -4,17 +4,17 @@
 
 A program has 64 rows (queries times heads) and a part of a sequence's keys, as the universal kernel's programs have
 (decode_kernels.py), and leaves the same results for the same combination. Two *consumers* hold 256 columns of o each,
-128 registers a thread. Blocks of 64 keys belong to them in turn: the owner computes the block's scores and weights p,
-keeps p in registers for its own columns and puts it into shared memory, with the running maximum, for the other's. A
-block is loaded once, [64, 576] in one of two stages, and is its own values. Its halves of 256 columns are given back
-apart: a half is read last for the values, by the one consumer that has those columns.
+128 registers a thread. Blocks of 64 keys belong to them alternately: the owner computes the block's scores and weights
+p, keeps p in registers for its own columns, and stores p and the running maximum in shared memory for the other
+consumer. A block is loaded once, [64, 576] into one of two stages, and serves as keys and as values. Its halves of 256
+columns are released one by one: the last read of a half is as values, by the consumer that holds those columns.
 
-Loads are what must be hidden: with two stages a block's room is free for the load only between its last product and
-its next block's scores. So the second consumer's blocks are added by the first before its own next scores, and pieces
-of keys have barriers of their own.
+The latency of loads must be hidden: with two stages, a stage can be loaded only between the last product of its block
+and the scores of the block that comes next into it. So the first consumer adds the second one's block to its sums
+before it computes its own next scores, and pieces of the keys have barriers of their own.
 
-Shared memory: q 72 KiB, two stages of 72 KiB, p 8 KiB, in all 226 of 227 KiB. One buffer of p is enough: who stores
-weights has been the only one to read those before.
+Shared memory: q 72 KiB, two stages of 72 KiB, p 8 KiB, in all 226 of 227 KiB. One buffer of p is enough: the consumer
+that stores weights is the one that read the weights before.
 
 What bounds it, a block (8.9 MFLOP): the tensor cores need 2176 clocks; shared memory 2300 (products with q and k both
 read from it, and the arriving block); the L2 sends 72 KiB, one byte for 121 FLOP.

@@ -1,13 +1,13 @@
-"""Sums of dq that are the same bits every time: tiles of keys add to a block of queries in turn.
+"""Deterministic sums of dq: tiles of keys add to a block of queries in a fixed order, that of their keys.
 
-A head's tiles are drawn from its first keys to its last, and each runs over its blocks of queries from the last to the
-first, of all heads that share the keys before the rows change. Who adds to a block waits until the tile of the keys
-before has, if that one sees the block. So a tile stays one block behind the one before it, and the short ones, under a
-causal mask, come last. A tile waits only for one drawn before it, which therefore runs: the first of those that run
-never waits, and all come to an end.
+A head's tiles are fetched from its first keys to its last, and each runs over its blocks of queries from the last to
+the first; for each block of rows, over all heads that share the keys. Before a tile adds to a block, it waits until the
+tile of the keys before has added to it, if that one sees the block. So a tile stays one block behind the one before it,
+and the short ones, under a causal mask, come last. There is no deadlock: a tile waits only for one that was fetched
+before it, which is therefore running, and the first of the running tiles never waits.
 
-Each block of queries has four int32, one for each warp of those who add, as a warp adds to rows of its own: the turn of
-who added last, 0 at first. A tile's turn is the key behind its last one.
+Each block of queries has four flags, int32, one for each warp of the warpgroup that adds, as a warp adds to rows of its
+own: the *turn* of the tile that added last, 0 at first. A tile's turn is the key behind its last one.
 """
 
 from powertrain.runtime.gluon_compat import gl, gluon
@@ -15,15 +15,15 @@ from powertrain.runtime.gluon_compat import gl, gluon
 
 @gluon.jit
 def _place(order_ptr, tile):
-    """Where each thread's warp finds its turn for a tile of sums."""
+    """Address of the flag of each thread's warp for a tile of sums."""
     threads = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     return (order_ptr + tile.to(gl.int64) * 4 + threads // 32).to(gl.int64)
 
 
 @gluon.jit
 def last_turn(order_ptr, tile):
-    """The turn that added last to `tile` of the sums, loaded early: `wait_for_predecessor` polls if it is another than
-    the predecessor's."""
+    """The turn that added last to tile `tile` of the sums. Loaded early; `wait_for_predecessor` polls the flag if it is
+    not yet the predecessor's turn."""
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];",
         "=r,l",
@@ -36,7 +36,7 @@ def last_turn(order_ptr, tile):
 
 @gluon.jit
 def wait_for_predecessor(order_ptr, tile, last, before, owed, turn):
-    """Signal turn `turn` at the tile of sums `owed`, then wait for turn `before` at `tile`."""
+    """Set the flag of the tile of sums `owed` to `turn`, then wait until the flag of `tile` is `before`."""
     # one fence for both: release our adds before the flag, acquire the flag before new adds
     signal_successor(order_ptr, owed, turn)
     gl.inline_asm_elementwise(
@@ -63,7 +63,7 @@ def wait_for_predecessor(order_ptr, tile, last, before, owed, turn):
 
 @gluon.jit
 def signal_successor(order_ptr, owed, turn):
-    """Signal that our additions to tile of sums `owed` have arrived; nothing if `owed` is negative."""
+    """Set the flag of the tile of sums `owed` to `turn`, behind our additions to it; nothing if `owed` is negative."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred tells;

@@ -46,8 +46,8 @@ def add_piece_of_dq(
     sum_ptr, offset, ds, k, ds_empty, order_ptr, turn, FIRST: gl.constexpr, LAST: gl.constexpr, PART: gl.constexpr
 ):  # fmt: skip
     """Add `ds` [64 queries, keys] times a piece of k's columns to the sums of dq at `offset`, PART columns at a time:
-    64 need 72 registers, 32 leave the consumers more. FIRST of a block's pieces: with `order_ptr`, in turn. LAST: give
-    ds back when it has been read."""
+    64 need 72 registers, 32 leave the consumers more. FIRST of a block's pieces: with `order_ptr`, wait for this tile's
+    turn (dq_order.py). LAST: give ds back when it has been read."""
     COLS: gl.constexpr = min(PART, k.shape[1])
     PARTS: gl.constexpr = k.shape[1] // COLS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])

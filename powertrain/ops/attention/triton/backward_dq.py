@@ -18,15 +18,15 @@ from powertrain.ops.attention.triton.scores import (
     Limits,
     ScoreMods,
     bias_of,
-    documents_of,
     keep_tile,
     key_span,
+    keys_of_documents,
     prefix_of,
     recomputed_weights,
     row_values,
     score_scale,
 )
-from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
+from powertrain.ops.attention.triton.sequences import query_tile, sequence_span
 from powertrain.ops.attention.triton.tiles import (
     TiledRows,
     add_product,
@@ -87,13 +87,7 @@ def _attention_dq_kernel(
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head."""
     heads = kv_heads * num_q_per_kv
-    if q_starts_ptr is not None:
-        slot, index = tile_coords(tl.program_id(0), blocks, heads, swizzle)
-        b, block = find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
-    else:
-        block, index = tile_coords(tl.program_id(0), blocks, batch * heads, swizzle)
-        b = index // heads
-        index = index % heads
+    b, index, block = query_tile(q_starts_ptr, batch, blocks, heads, swizzle, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv
     head = kv * head_of_kv + repeat * head_of_repeat
     q_start, q_len, q_capacity = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
@@ -122,18 +116,13 @@ def _attention_dq_kernel(
         offset = k_len - q_len
     limits = Limits(left, right, chunk, prefix_of(prefix_ptr, b, batch))
     p_last = tl.minimum(first + BLOCK_M, q_len) - 1 + offset
-    begin, full_begin, full_end, end = key_span(first + offset, p_last, k_len, limits, FEATURES, BLOCK_N)
+    span = key_span(first + offset, p_last, k_len, limits, FEATURES, BLOCK_N)
     lse = row_values(rows_ptr + at, i, q_len, float("inf"), q_starts_ptr is not None)[:, None]  # [BLOCK_M, 1]
     delta = row_values(rows_ptr + size + at, i, q_len, 0.0, q_starts_ptr is not None)[:, None]  # [BLOCK_M, 1]
     i = i[:, None]
-    documents, low, high = documents_of(qdoc_ptr, kdoc_ptr, qrange_ptr, b64, i, q_len, queries, keys, k_len)
-    if qdoc_ptr is not None:
-        end = tl.minimum(end, high)
-        begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
-        # every block is masked
-        full_begin, full_end = begin, begin
-    # a block past the sequence sees nothing: its dq is zeros
-    end = tl.where(first < q_len, end, full_end)
+    documents, begin, full_begin, full_end, end = keys_of_documents(
+        span, first, i, q_len, k_len, b64, queries, keys, qdoc_ptr, kdoc_ptr, qrange_ptr, BLOCK_N
+    )
     bias_strides = BiasStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
     bias = bias_of(
         bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch, queries, keys, FEATURES, BLOCK_M, BLOCK_N

@@ -33,15 +33,15 @@ from powertrain.ops.attention.triton.scores import (
     add_bias,
     apply_softcap,
     bias_of,
-    documents_of,
     is_visible,
     keep_tile,
     key_span,
+    keys_of_documents,
     prefix_of,
     same_document,
     score_scale,
 )
-from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
+from powertrain.ops.attention.triton.sequences import query_tile, sequence_span
 from powertrain.ops.attention.triton.tiles import (
     LN2,
     LOG2E,
@@ -116,13 +116,7 @@ def _attention_fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     heads = kv_heads * num_q_per_kv
-    if q_starts_ptr is not None:
-        slot, head_index = tile_coords(tl.program_id(0), blocks, heads, swizzle)
-        b, block = find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
-    else:
-        block, head_index = tile_coords(tl.program_id(0), blocks, batch * heads, swizzle)
-        b = head_index // heads
-        head_index = head_index % heads
+    b, head_index, block = query_tile(q_starts_ptr, batch, blocks, heads, swizzle, BLOCK_M)
     kv, repeat = head_index // num_q_per_kv, head_index % num_q_per_kv
     # in the caller's order of heads
     head = kv * head_of_kv + repeat * head_of_repeat
@@ -151,15 +145,10 @@ def _attention_fwd_kernel(
     p = i[:, None] + offset
     limits = Limits(left, right, chunk, prefix_of(prefix_ptr, b, batch))
     p_last = tl.minimum(first + BLOCK_M, q_len) - 1 + offset
-    begin, full_begin, full_end, end = key_span(first + offset, p_last, k_len, limits, FEATURES, BLOCK_N)
-    documents, low, high = documents_of(qdoc_ptr, kdoc_ptr, qrange_ptr, b64, i[:, None], q_len, queries, keys, k_len)
-    if qdoc_ptr is not None:
-        end = tl.minimum(end, high)
-        begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
-        # every block is masked
-        full_begin, full_end = begin, begin
-    # a block past the sequence sees nothing: its results are zeros
-    end = tl.where(first < q_len, end, full_end)
+    span = key_span(first + offset, p_last, k_len, limits, FEATURES, BLOCK_N)
+    documents, begin, full_begin, full_end, end = keys_of_documents(
+        span, first, i[:, None], q_len, k_len, b64, queries, keys, qdoc_ptr, kdoc_ptr, qrange_ptr, BLOCK_N
+    )
 
     bias_strides = BiasStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
     bias = bias_of(

@@ -270,6 +270,23 @@ def documents_of(row_ptr, other_ptr, range_ptr, b64, rows, length, size, other_s
 
 
 @triton.jit
+def keys_of_documents(
+    span, first, i, q_len, k_len, b64, queries, keys, qdoc_ptr, kdoc_ptr, qrange_ptr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(Documents of the queries i [BLOCK_M, 1] from `first` on, and the bounds `span` of the keys that they see, as
+    `key_span` gives them, without those of other documents)."""
+    begin, full_begin, full_end, end = span
+    documents, low, high = documents_of(qdoc_ptr, kdoc_ptr, qrange_ptr, b64, i, q_len, queries, keys, k_len)
+    if qdoc_ptr is not None:
+        end = tl.minimum(end, high)
+        begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
+        # every block is masked
+        full_begin, full_end = begin, begin
+    # a block past the sequence sees nothing: its results are zeros
+    return documents, begin, full_begin, full_end, tl.where(first < q_len, end, full_end)
+
+
+@triton.jit
 def same_document(documents, others, FEATURES: tl.constexpr):
     """Whether rows and positions `others` of the other side belong to one document; without documents the shape of
     `others`, all true."""

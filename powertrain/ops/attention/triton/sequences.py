@@ -65,6 +65,19 @@ def tile_coords(pid, blocks, heads, swizzle):
 
 
 @triton.jit
+def query_tile(starts_ptr, batch, blocks, heads, swizzle, BLOCK: tl.constexpr):
+    """(batch entry or packed sequence, head, block of its queries) of this program."""
+    if starts_ptr is not None:
+        slot, head = tile_coords(tl.program_id(0), blocks, heads, swizzle)
+        b, block = find_sequence(starts_ptr, batch, slot, BLOCK)
+    else:
+        block, head = tile_coords(tl.program_id(0), blocks, batch * heads, swizzle)
+        b = head // heads
+        head = head % heads
+    return b, head, block
+
+
+@triton.jit
 def key_tile_coords(tile, blocks, late_blocks, heads, swizzle):
     """(block, head) of a tile of keys. `swizzle` heads at a time share the L2; of each the first keys, which most
     queries see under a causal mask, come first. The last `late_blocks` blocks of all heads, whose tiles are short, come
