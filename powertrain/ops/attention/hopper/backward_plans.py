@@ -164,7 +164,10 @@ def schedule_of(operands: Operands, plan: Plan) -> Schedule:
     # with a window nearly all tiles take the same time. With tiles of 64 keys it is slower: S2048 B8 H8 D256 0.981
     # without late blocks, 0.995 with them
     if args.right >= 0 and args.left < 0 and not operands.is_packed and plan.block_n == 128:
-        late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
+        of_heads = operands.storage * heads.kv * num_splits
+        late = late_blocks_for(of_heads, blocks, num_sms)
+        if not args.deterministic:
+            group, late = causal_order_for(of_heads, blocks, repeats, group, late, num_sms)
     return Schedule(num_splits, group, late)
 
 
@@ -235,6 +238,30 @@ def late_blocks_for(heads: int, blocks: int, num_sms: int) -> int:
     """How many of each head's last blocks of keys come after the other blocks of all heads, under a causal mask. Their
     tiles are short, n^2 blocks of queries a head for n of them, and fill the SMs that the longest tiles leave idle."""
     return min(blocks // 2, math.isqrt(num_sms * blocks // max(1, heads)))
+
+
+def causal_order_for(heads: int, blocks: int, repeats: int, group: int, late: int, num_sms: int) -> tuple[int, int]:
+    """(heads whose tiles are scheduled together, late blocks of each): the given ones, or what reads memory less.
+
+    The tiles of late blocks read queries and do, and add to dq, when the L2 holds them no longer. With `repeats` query
+    heads a tile that costs up to a quarter of all time on an H100, whose memory has 0.7 of an H200's bandwidth. Groups
+    of so many heads that each SM has one of their tiles keep the SMs nearly as busy.
+
+    ms, one H100, backward, causal, D128: with late blocks in groups of 4, without in groups of 4, of 8;
+    FlashAttention-3: B4 S2048 32/8 1.043, 0.844, 0.803; 0.869; B8 S1000 32/8 0.726, 0.618, 0.564; 0.654; B16 S1024
+    32/8 1.209, 1.120,
+    1.047; 1.285; B4 S2048 64/8 1.778, 1.645, 1.617; 1.622; D64 B4 S2048 32/8 0.439, 0.472, 0.419; 0.507; B2 S8192 32/8
+    4.653, 4.695, 4.672; 4.602. One query head a tile, all late blocks in groups of 4, two of them, none in groups of 8:
+    B8 S2048 16/16 0.817, 0.785, 0.788; 0.779; B3 S3000 28/4 1.048, 1.038, 1.077; 1.060.
+    Not timed: groups of 16, in which a simulation of short tiles has the SMs busy 0.97 of the time, and 0.84 in groups
+    of 8; fewer waves of tiles than here; an H200, where late blocks gained 1 to 2 %."""
+    waves = heads * blocks / num_sms
+    if repeats > 1 and waves >= 3 and blocks < 56:
+        # of equal size, as the tiles of a small last group would leave SMs idle
+        return cdiv(heads, cdiv(heads, 16 if blocks <= 12 else 8)), 0
+    if repeats == 1 and waves >= 8:
+        return group, min(late, 2)
+    return group, late
 
 
 def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArguments, num_sms: int) -> int:
