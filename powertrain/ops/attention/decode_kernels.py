@@ -466,7 +466,7 @@ def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None
     if 2 * batch * kv_heads <= target.num_sms:
         least = FEW_LEAST_ROWS
     if rows < least * batch:
-        return f"it is for {least} rows of a sequence or more, got {rows} of {batch}"
+        return f"it is for {least} rows or more a sequence, got {rows} of {batch} sequences"
     return why_not_cache(call, cache_batch_idx, target)
 
 
