@@ -53,6 +53,11 @@ _NO_VMAP = (
     "or use `with powertrain.disable(...)` to take plain PyTorch"
 )
 
+_NO_FUNC = (
+    "{name}: torch.func.grad and its kin are not implemented; use torch.autograd.grad, "
+    "or `with powertrain.disable(...)` to take plain PyTorch"
+)
+
 
 def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with an empty tensor for each output that is None."""
@@ -430,6 +435,11 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 tracing.warn(f"{name} is computed by plain PyTorch from now on: {error}")
                 disable(name)
                 return function(*args, **kwargs)
+            except RuntimeError as error:
+                # torch.func refuses the autograd.Function of torch.library's ops, and names neither op nor way out
+                if "setup_context" not in str(error):
+                    raise
+                raise NotImplementedError(_NO_FUNC.format(name=name)) from None
 
         routes = replay.Table(name, replay.route)
 

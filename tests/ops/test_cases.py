@@ -3,6 +3,7 @@
 They run on whatever carries the op here: the kernels on a GPU or in the interpreter, plain PyTorch on a CPU.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -206,6 +207,54 @@ def test_vmap_says_so(case: Case, device: torch.device) -> None:
 
     with pytest.raises(NotImplementedError, match="vmap is not implemented"):
         torch.vmap(call)(*(torch.stack([tensors[n], tensors[n]]) for n in floats))
+
+
+@every_op
+def test_func_grad_is_right_or_says_so(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+    wanted = [n for n, t in tensors.items() if t is not None and t.requires_grad]
+    torch.manual_seed(0)
+    exact = torch.autograd.grad(_scalar(case.run(**tensors)), [tensors[n] for n in wanted], allow_unused=True)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return _scalar(case.run(**{**tensors, **dict(zip(wanted, leaves, strict=True))}))
+
+    leaves = tuple(tensors[n].detach() for n in wanted)
+    try:
+        ours = torch.func.grad(loss, argnums=tuple(range(len(wanted))))(*leaves)
+    except NotImplementedError as error:
+        assert "torch.func.grad and its kin are not implemented; use torch.autograd.grad" in str(error)
+        return
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-3, atol=1e-4)
+
+
+@every_op
+@pytest.mark.kernels
+def test_threads_at_once(case: Case, device: torch.device) -> None:
+    """Each thread its own call; the interpreter runs them one after the other."""
+    if case.op == "bias_dropout_add":
+        pytest.skip("threads draw seeds in any order")
+    tensors = _inputs(case, device)
+    exact = _outputs(case.run(**tensors))
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda _: _outputs(case.run(**tensors)), range(6)))
+    for result in results:
+        # products of PyTorch may split their sums by the threads of the CPU that are free
+        torch.testing.assert_close(result, exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@every_op
+def test_meta_tensors_have_the_real_shapes(case: Case, device: torch.device) -> None:
+    real = _outputs(case.run(**_inputs(case, device)))
+    tensors = {
+        n: t if t is None else t.detach().to("meta").requires_grad_(t.requires_grad)
+        for n, t in _inputs(case, device).items()
+    }
+    meta = _outputs(case.run(**tensors))
+    assert [(t.shape, t.dtype, t.requires_grad) for t in meta] == [(t.shape, t.dtype, t.requires_grad) for t in real]
+    case.step(tensors)
 
 
 @every_op
