@@ -388,9 +388,8 @@ def linear_log_probs(
         if teacher is not None:
             taught_bias = None if teacher.bias is None else teacher.bias.to(dtype)
             teacher = teacher._replace(x=teacher.x.to(dtype), weight=teacher.weight.to(dtype), bias=taught_bias)
-    V = weight.shape[0]
     batch_invariant = batch_invariant or is_batch_invariant()
-    check_arguments("linear_log_probs", x, weight, target, bias, temperature, softcap, top_k, teacher, main_grad, V)
+    check_arguments("linear_log_probs", x, weight, target, bias, temperature, softcap, top_k, teacher, main_grad)
     if not use_kernel("linear_log_probs", x):
         return _plain(
             x, weight, target, main_grad, batch_invariant, bias=bias, temperature=temperature, softcap=softcap,
@@ -423,8 +422,9 @@ def check_arguments(
     top_k: int,
     teacher: Teacher | None,
     main_grad: Tensor | None,
-    vocab_size: int,
+    vocab_size: int | None = None,
 ) -> None:
+    """vocab_size: of all ranks, where weight is a part."""
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.require(weight.dim() == 2, op, "weight", "have shape [V, last dim of x]", list(weight.shape))
     teacher_tensors = {} if teacher is None else dict(zip(_TEACHER_NAMES, teacher[:3], strict=True))
@@ -441,7 +441,8 @@ def check_arguments(
             checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(tensor.dtype))
     checks.require(temperature > 0, op, "temperature", "be above 0", temperature)
     checks.require(softcap is None or softcap >= 0, op, "softcap", "be at least 0 (0: none), or None", softcap)
-    checks.require(0 <= top_k <= vocab_size, op, "top_k", f"be from 0 to V = {vocab_size}", top_k)
+    V = weight.shape[0] if vocab_size is None else vocab_size
+    checks.require(0 <= top_k <= V, op, "top_k", f"be from 0 to V = {V}", top_k)
     if main_grad is not None:
         good = main_grad.dtype is torch.float32 and main_grad.is_contiguous()
         got = f"{checks.name(main_grad.dtype)}, strides {main_grad.stride()}"

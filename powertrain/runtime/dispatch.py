@@ -426,9 +426,12 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 return function(*args, **kwargs)
             except (TypeError, AttributeError):
                 meant = positional.hint(name, function, args)
-                if meant is None:
+                if meant is not None:
+                    raise TypeError(meant) from None
+                wrong = positional.no_dense_tensor(name, function, args, kwargs)
+                if wrong is None:
                     raise
-                raise TypeError(meant) from None
+                raise ValueError(wrong) from None
             except CompileError as error:
                 if settings().on_compile_failure != "reference":
                     raise
@@ -437,9 +440,12 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 return function(*args, **kwargs)
             except RuntimeError as error:
                 # torch.func refuses the autograd.Function of torch.library's ops, and names neither op nor way out
-                if "setup_context" not in str(error):
+                if "setup_context" in str(error):
+                    raise NotImplementedError(_NO_FUNC.format(name=name)) from None
+                wrong = positional.no_dense_tensor(name, function, args, kwargs)
+                if wrong is None:
                     raise
-                raise NotImplementedError(_NO_FUNC.format(name=name)) from None
+                raise ValueError(wrong) from None
 
         routes = replay.Table(name, replay.route)
 

@@ -231,6 +231,29 @@ def test_func_grad_is_right_or_says_so(case: Case, device: torch.device) -> None
 
 
 @every_op
+@pytest.mark.parametrize(
+    "make", [list, torch.Tensor.numpy, lambda x: 1.5, lambda x: "x"], ids="list numpy 1.5 x".split()
+)
+def test_an_argument_that_is_no_tensor_is_named(case: Case, make: Any, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+    # parts of a table, of a teacher and of lists; and a case's own code looks at qkv
+    others = ("cos", "sin", "teacher", "a", "b", "lse", "qkv")
+    for name in (n for n, t in tensors.items() if t is not None and not n.startswith(others)):
+        value = make(tensors[name].detach().cpu())
+        with pytest.raises((ValueError, TypeError), match=rf"^{case.op}: \w+ (must|is keyword-only)"):
+            case.run(**{**tensors, name: value})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_that_is_not_dense_is_named(device: torch.device) -> None:
+    x = torch.randn(3, 16, device=device)
+    with pytest.raises(ValueError, match="rms_norm: x must be a dense tensor, got a tensor of layout nested"):
+        powertrain.rms_norm(torch.nested.nested_tensor([x, x]))
+    with pytest.raises(ValueError, match="rms_norm: weight must be a dense tensor, got a tensor of layout sparse_coo"):
+        powertrain.rms_norm(x, torch.ones(16, device=device).to_sparse())
+
+
+@every_op
 @pytest.mark.kernels
 def test_threads_at_once(case: Case, device: torch.device) -> None:
     """Each thread its own call; the interpreter runs them one after the other."""
