@@ -141,8 +141,9 @@ def early_scale(dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
 
 
 def late_scale(dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
-    """The part of `scale` that is left for backward."""
-    return scale if dtype is torch.float16 else None
+    """The part of `scale` that is left for backward. Of no kept token it is 0: the gradients are zeros, times 1 / 0
+    they were NaN."""
+    return scale.nan_to_num(posinf=0.0) if scale is not None and dtype is torch.float16 else None
 
 
 def _cross_entropy_bwd_outputs(

@@ -407,7 +407,7 @@ def linear_log_probs(
         ignore_index, float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant, keep_logits,
     )[:5]  # fmt: skip
     absent = (False, not entropy, teacher is None, not top_k, not top_k)
-    shaped = (None if no else t.view(*target.shape, *t.shape[1:]) for t, no in zip(results, absent, strict=True))
+    shaped = (None if no else t.view((*target.shape, *t.shape[1:])) for t, no in zip(results, absent, strict=True))
     return LogProbs(*shaped)  # type: ignore[arg-type]
 
 

@@ -93,9 +93,10 @@ def test_leading_dims_int32_and_ignore_index(device: torch.device) -> None:
     torch.testing.assert_close(cross_entropy(logits, target, ignore_index=7, reduction="none"), expected.view(2, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
-def test_none_kept_is_nan_with_zero_gradient(grad_in_forward: bool, device: torch.device) -> None:
-    logits = torch.randn(3, 17, device=device, requires_grad=True)
+def test_none_kept_is_nan_with_zero_gradient(grad_in_forward: bool, dtype: torch.dtype, device: torch.device) -> None:
+    logits = torch.randn(3, 17, dtype=dtype, device=device, requires_grad=True)
     loss = cross_entropy(logits, torch.full((3,), -100, device=device), grad_in_forward=grad_in_forward)
     loss.backward()
     assert loss.isnan() and not logits.grad.any()

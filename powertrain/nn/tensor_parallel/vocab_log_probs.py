@@ -347,5 +347,5 @@ def vocab_parallel_linear_log_probs(
         entropy, top_k, list(counts), overlap.key,
     )[:5]  # fmt: skip
     absent = (False, not entropy, teacher is None, not top_k, not top_k)
-    shaped = (None if no else t.view(*target.shape, *t.shape[1:]) for t, no in zip(results, absent, strict=True))
+    shaped = (None if no else t.view((*target.shape, *t.shape[1:])) for t, no in zip(results, absent, strict=True))
     return LogProbs(*shaped)  # type: ignore[arg-type]
