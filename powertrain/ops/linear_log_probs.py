@@ -39,7 +39,7 @@ from powertrain.ops.linear_cross_entropy import (
     new_scratch,
 )
 from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats, new_stats
-from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
+from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
@@ -403,7 +403,7 @@ def linear_log_probs(
         taught = [None if t is None else t.detach() for t in (as_rows(teacher.x), *teacher[1:3])]
         shape = (float(teacher.softcap or 0.0), float(teacher.beta))
     results = _fwd_op(
-        as_rows(x), weight, bias, target.reshape(-1), *taught, main_grad,
+        as_rows(x), weight, bias, as_flat(target), *taught, main_grad,
         ignore_index, float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant, keep_logits,
     )[:5]  # fmt: skip
     absent = (False, not entropy, teacher is None, not top_k, not top_k)

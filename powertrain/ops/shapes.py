@@ -15,6 +15,11 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
 
 
+def as_flat(x: Tensor) -> Tensor:
+    """`x` as [elements] with a unit stride. reshape(-1) alone keeps the stride of a column such as labels[:, -1]."""
+    return x.reshape(-1).contiguous()
+
+
 def empty(x: Tensor) -> Tensor:
     """The tensor that stands for "not wanted" in an op's results."""
     return x.new_empty(0)

@@ -231,3 +231,21 @@ def test_more_than_2_31_elements(device: torch.device) -> None:
     expected.backward(torch.ones_like(expected))
     torch.testing.assert_close(loss[-3:], expected)
     torch.testing.assert_close(logits.grad[-3:], tail.grad)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_column_of_targets(reduction: Any, device: torch.device) -> None:
+    """labels[:, -1] is one dim with the stride of a row, and reshape(-1) leaves it so."""
+    labels = torch.randint(0, 17, (6, 5), device=device)
+    logits, x, weight = (torch.randn(*s, device=device, requires_grad=True) for s in ((6, 17), (6, 8), (17, 8)))
+    for target in (labels[:, -1], labels[:1, 0].expand(6), labels[::2, ::5].expand(3, 2)[:, :1].repeat(2, 1)):
+        column = target.view(6)
+        for call, leaf in (
+            (lambda t: cross_entropy(logits, t, reduction=reduction), logits),
+            (lambda t: powertrain.linear_cross_entropy(x, weight, t, reduction=reduction), x),
+            (lambda t: powertrain.linear_log_probs(x, weight, t).log_probs, x),
+        ):
+            ours, exact = (call(t) for t in (column, column.clone()))
+            assert torch.equal(ours, exact)
+            grads = [torch.autograd.grad(loss.sum(), leaf)[0] for loss in (ours, exact)]
+            assert torch.equal(*grads)
