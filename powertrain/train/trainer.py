@@ -463,8 +463,9 @@ class Trainer:
         # each rank has other samples, and only one of them may be bad
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")
         newest = checkpoint_store.find(self.checkpoints.folder)
+        saved = "There is no checkpoint yet." if newest is None else f"The last checkpoint is {newest}."
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
-        message = f"training stopped at step {record.step}: {reason}.\n{lines}\nThe last checkpoint is {newest}."
+        message = f"training stopped at step {record.step}: {reason}.\n{lines}\n{saved}"
         self._note(message)
         raise TrainingStopped(message)
 
