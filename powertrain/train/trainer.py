@@ -366,6 +366,9 @@ class Trainer:
         return train.micro_batch_size * train.gradient_accumulation_steps * self.ranks.dp_size
 
     def _stream(self) -> Iterator[Batch]:
+        # data are as long as this run, which may be shorter than the one that it resumes
+        if self.progress.step >= self.config.train.steps:
+            return iter(())
         # the loader's workers read ahead; samples behind the last step are never read
         limit = self.progress.samples + (self.config.train.steps - self.progress.step) * self._samples_per_step()
         return self._batches(self.data.train, self.progress.samples, limit)
