@@ -35,7 +35,8 @@ def train(
     """Train, from a Powertrain or a GPT-NeoX YAML, on this CPU, this GPU, or every rank of torchrun, srun or mpiexec.
 
     A run whose folder holds a checkpoint resumes from it. SIGTERM and Ctrl-C end it after the current step, with a
-    checkpoint. The exit code is 0 when all steps are done, 1 when a bad loss stopped the run, 2 when it cannot start.
+    checkpoint. The exit code is 0 when all steps are done or one of these ended it, 1 when the run stopped before (a
+    bad loss, data that cannot be read, no last checkpoint, a lost rank), 2 when it cannot start.
 
     \b
     powertrain train quickstart

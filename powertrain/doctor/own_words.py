@@ -55,7 +55,9 @@ _DEMANDS = (
 def _demand(sentence: str) -> str | None:
     for pattern, advice in _DEMANDS:
         if match := re.match(pattern, sentence):
-            return advice.format(this=match["this"].strip(" ,:"), that=match["that"].strip(" .,:"))
+            # what was given instead is no part of the demand
+            that = re.sub(r",? (?:but |and )?got\b.*", "", match["that"])
+            return advice.format(this=match["this"].strip(" ,:"), that=that.strip(" .,:"))
     return None
 
 

@@ -174,6 +174,10 @@ class MoE(nn.Module):
         self.register_buffer("load", torch.zeros(sizes[2], dtype=torch.int64), persistent=False)
         self.balance_loss: Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: without the last forward's loss, part of a graph that PyTorch refuses to copy."""
+        return {**self.__dict__, "balance_loss": None}
+
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         logits, weights, experts = self.router(x)
         rows, offsets, positions = moe_permute(x.flatten(0, -2), experts, self.load.shape[0])

@@ -38,7 +38,7 @@ from powertrain.ops.cross_entropy_kernels import (
     scale_rows_,
     to_aligned,
 )
-from powertrain.ops.shapes import acc_dtype, as_rows, empty
+from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.sharding import placements
@@ -141,8 +141,9 @@ def early_scale(dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
 
 
 def late_scale(dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
-    """The part of `scale` that is left for backward."""
-    return scale if dtype is torch.float16 else None
+    """The part of `scale` that is left for backward. Of no kept token it is 0: the gradients are zeros, times 1 / 0
+    they were NaN."""
+    return scale.nan_to_num(posinf=0.0) if scale is not None and dtype is torch.float16 else None
 
 
 def _cross_entropy_bwd_outputs(
@@ -285,7 +286,7 @@ def cross_entropy(
         return cross_entropy_torch(logits, target, ignore_index, reduction, label_smoothing, z_loss, softcap)
     with_grad = grad_in_forward and torch.is_grad_enabled() and logits.requires_grad
     loss, _, _, _ = _cross_entropy_op(
-        as_rows(logits), target.reshape(-1), ignore_index, reduction, float(label_smoothing), float(z_loss),
+        as_rows(logits), as_flat(target), ignore_index, reduction, float(label_smoothing), float(z_loss),
         float(softcap or 0.0), with_grad,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss

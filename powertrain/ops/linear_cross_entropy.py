@@ -45,7 +45,7 @@ from powertrain.ops.cross_entropy_kernels import (
     scale_of_mean,
     to_aligned,
 )
-from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
+from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
@@ -459,7 +459,7 @@ def linear_cross_entropy(
     grad = torch.is_grad_enabled()
     needs = (grad and t is not None and t.requires_grad for t in (x, weight, bias))
     loss = _linear_cross_entropy_op(
-        as_rows(x), weight, bias, target.reshape(-1), main_grad, ignore_index, reduction,
+        as_rows(x), weight, bias, as_flat(target), main_grad, ignore_index, reduction,
         float(label_smoothing), float(z_loss), float(softcap or 0.0), *needs,
     )[0]  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss

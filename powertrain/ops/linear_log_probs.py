@@ -39,7 +39,7 @@ from powertrain.ops.linear_cross_entropy import (
     new_scratch,
 )
 from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats, new_stats
-from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
+from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
@@ -388,9 +388,8 @@ def linear_log_probs(
         if teacher is not None:
             taught_bias = None if teacher.bias is None else teacher.bias.to(dtype)
             teacher = teacher._replace(x=teacher.x.to(dtype), weight=teacher.weight.to(dtype), bias=taught_bias)
-    V = weight.shape[0]
     batch_invariant = batch_invariant or is_batch_invariant()
-    check_arguments("linear_log_probs", x, weight, target, bias, temperature, softcap, top_k, teacher, main_grad, V)
+    check_arguments("linear_log_probs", x, weight, target, bias, temperature, softcap, top_k, teacher, main_grad)
     if not use_kernel("linear_log_probs", x):
         return _plain(
             x, weight, target, main_grad, batch_invariant, bias=bias, temperature=temperature, softcap=softcap,
@@ -404,11 +403,11 @@ def linear_log_probs(
         taught = [None if t is None else t.detach() for t in (as_rows(teacher.x), *teacher[1:3])]
         shape = (float(teacher.softcap or 0.0), float(teacher.beta))
     results = _fwd_op(
-        as_rows(x), weight, bias, target.reshape(-1), *taught, main_grad,
+        as_rows(x), weight, bias, as_flat(target), *taught, main_grad,
         ignore_index, float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant, keep_logits,
     )[:5]  # fmt: skip
     absent = (False, not entropy, teacher is None, not top_k, not top_k)
-    shaped = (None if no else t.view(*target.shape, *t.shape[1:]) for t, no in zip(results, absent, strict=True))
+    shaped = (None if no else t.view((*target.shape, *t.shape[1:])) for t, no in zip(results, absent, strict=True))
     return LogProbs(*shaped)  # type: ignore[arg-type]
 
 
@@ -423,8 +422,9 @@ def check_arguments(
     top_k: int,
     teacher: Teacher | None,
     main_grad: Tensor | None,
-    vocab_size: int,
+    vocab_size: int | None = None,
 ) -> None:
+    """vocab_size: of all ranks, where weight is a part."""
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.require(weight.dim() == 2, op, "weight", "have shape [V, last dim of x]", list(weight.shape))
     teacher_tensors = {} if teacher is None else dict(zip(_TEACHER_NAMES, teacher[:3], strict=True))
@@ -441,7 +441,8 @@ def check_arguments(
             checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(tensor.dtype))
     checks.require(temperature > 0, op, "temperature", "be above 0", temperature)
     checks.require(softcap is None or softcap >= 0, op, "softcap", "be at least 0 (0: none), or None", softcap)
-    checks.require(0 <= top_k <= vocab_size, op, "top_k", f"be from 0 to V = {vocab_size}", top_k)
+    V = weight.shape[0] if vocab_size is None else vocab_size
+    checks.require(0 <= top_k <= V, op, "top_k", f"be from 0 to V = {V}", top_k)
     if main_grad is not None:
         good = main_grad.dtype is torch.float32 and main_grad.is_contiguous()
         got = f"{checks.name(main_grad.dtype)}, strides {main_grad.stride()}"

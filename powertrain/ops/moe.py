@@ -212,10 +212,14 @@ def moe_route(
     checks.one_of(op, "score", score, ("softmax", "sigmoid"))
     checks.require(1 <= E <= 4096, op, "logits", "have 1 to 4096 experts", E)
     divides = num_groups >= 1 and E % num_groups == 0 and (num_groups == 1 or E // num_groups >= 2)
-    checks.require(divides, op, "num_groups", f"divide {E} experts into groups of two or more", num_groups)
-    checks.require(1 <= top_groups <= num_groups, op, "top_groups", f"be 1 to num_groups={num_groups}", top_groups)
+    # texts are made where they are needed alone: Dynamo cannot format a number that is dynamic
+    if not divides:
+        checks.fail(op, "num_groups", f"divide {E} experts into groups of two or more", num_groups)
+    if not 1 <= top_groups <= num_groups:
+        checks.fail(op, "top_groups", f"be 1 to num_groups={num_groups}", top_groups)
     within = E // num_groups * top_groups
-    checks.require(1 <= top_k <= within, op, "top_k", f"be 1 to {within}, the experts of {top_groups} groups", top_k)
+    if not 1 <= top_k <= within:
+        checks.fail(op, "top_k", f"be 1 to {within}, the experts of {top_groups} groups", top_k)
     if not use_kernel(op, logits):
         with without_autocast(logits.device):
             return moe_route_ref(

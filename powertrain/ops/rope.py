@@ -279,10 +279,10 @@ def rope(
     """
     checks.floating("rope", q=q, k=k)
     checks.same_device("rope", "q", q, k=k)
+    at = _place("rope", q, table, layout, interleaved, offset, position_ids, cu_seqlens)
     if k is not None:
         expected = (*q.shape[:-2], k.shape[-2] if k.dim() > 1 else 0, q.shape[-1])
         checks.shape("rope", "k", k, expected, "that of q, but for the heads")
-    at = _place("rope", q, table, layout, interleaved, offset, position_ids, cu_seqlens)
     if inplace:
         return _rope_inplace(q, k, at)
     if not use_kernel("rope", q):
@@ -410,7 +410,12 @@ def _place(
     cu_seqlens: Tensor | None,
 ) -> Positions:
     """Check the arguments for token positions, and convert them to the form that the ops take."""
+    checks.require(isinstance(table, RopeTable), op, "table", "be one that rope_table made", checks.described(table))
     cos, sin, axes = table
+    for part, values in (("table.cos", cos), ("table.sin", sin)):
+        checks.tensor(op, part, values)
+        checks.floating(op, **{part: values})
+    checks.require(cos.dim() == 2, op, "table.cos", "have shape [positions, rotary_dim / 2]", list(cos.shape))
     checks.one_of(op, "layout", layout, ("bshd", "sbhd", "thd"))
     dims = 3 if layout == "thd" else 4
     checks.require(x.dim() == dims, op, "q" if op == "rope" else "qkv", f"have {dims} dims for {layout}", x.dim())

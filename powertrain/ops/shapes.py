@@ -11,8 +11,14 @@ def as_rows(x: Tensor) -> Tensor:
     """
     if x.dim() == 2 and x.stride(1) == 1:
         return x
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    # of no elements -1 could be any number
+    rows = x.reshape(-1 if x.numel() else x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
+
+
+def as_flat(x: Tensor) -> Tensor:
+    """`x` as [elements] with a unit stride. reshape(-1) alone keeps the stride of a column such as labels[:, -1]."""
+    return x.reshape(-1).contiguous()
 
 
 def empty(x: Tensor) -> Tensor:

@@ -319,7 +319,10 @@ def _as_matrices(x: Tensor, mask: Tensor | None, causal: bool) -> _Matrices:
     # [any leading dims, head, query, key]: a view of the mask unless its leading dims broadcast unevenly
     # Triton has no pointers to bool
     mask = mask.expand(x.shape).view(torch.uint8)
-    mask = mask.reshape(-1, lead[-1], sq, x.shape[-1]) if x.dim() > 3 else mask[(None,) * (4 - x.dim())]
+    if x.dim() > 3:
+        mask = mask.reshape(torch.Size(lead[:-1]).numel(), lead[-1], sq, x.shape[-1])
+    else:
+        mask = mask[(None,) * (4 - x.dim())]
     return _Matrices(torch.Size(lead).numel(), sq, lead[-1], mask, mask.stride()[:3])
 
 

@@ -28,6 +28,8 @@ def floating(op: str, **tensors: Tensor | None) -> None:
     for argument, tensor in tensors.items():
         if tensor is None or tensor.dtype in FLOATS:
             continue
+        if not isinstance(tensor, Tensor):
+            fail(op, argument, "be a tensor", described(tensor))
         if tensor.dtype is torch.float64:
             if tensor.device.type == "cpu":
                 continue
@@ -41,9 +43,14 @@ def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) ->
             fail(op, argument, f"be on {first}'s device {tensor.device}", other.device)
 
 
+def described(value: object) -> str:
+    """A value that is no tensor, short enough for an error."""
+    return repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
+
+
 def tensor(op: str, argument: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        fail(op, argument, "be a tensor", repr(value))
+        fail(op, argument, "be a tensor", described(value))
 
 
 def shape(op: str, argument: str, tensor: Tensor | None, expected: tuple[int, ...] | torch.Size, why: str) -> None:
@@ -51,7 +58,7 @@ def shape(op: str, argument: str, tensor: Tensor | None, expected: tuple[int, ..
     if tensor is None:
         return
     if not isinstance(tensor, Tensor):
-        fail(op, argument, f"be a tensor of shape {list(expected)} ({why})", repr(tensor))
+        fail(op, argument, f"be a tensor of shape {list(expected)} ({why})", described(tensor))
     if tensor.shape != expected:
         fail(op, argument, f"have shape {list(expected)} ({why})", list(tensor.shape))
 

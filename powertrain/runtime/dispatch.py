@@ -53,6 +53,11 @@ _NO_VMAP = (
     "or use `with powertrain.disable(...)` to take plain PyTorch"
 )
 
+_NO_FUNC = (
+    "{name}: torch.func.grad and its kin are not implemented; use torch.autograd.grad, "
+    "or `with powertrain.disable(...)` to take plain PyTorch"
+)
+
 
 def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with an empty tensor for each output that is None."""
@@ -421,15 +426,26 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 return function(*args, **kwargs)
             except (TypeError, AttributeError):
                 meant = positional.hint(name, function, args)
-                if meant is None:
+                if meant is not None:
+                    raise TypeError(meant) from None
+                wrong = positional.no_dense_tensor(name, function, args, kwargs)
+                if wrong is None:
                     raise
-                raise TypeError(meant) from None
+                raise ValueError(wrong) from None
             except CompileError as error:
                 if settings().on_compile_failure != "reference":
                     raise
                 tracing.warn(f"{name} is computed by plain PyTorch from now on: {error}")
                 disable(name)
                 return function(*args, **kwargs)
+            except RuntimeError as error:
+                # torch.func refuses the autograd.Function of torch.library's ops, and names neither op nor way out
+                if "setup_context" in str(error):
+                    raise NotImplementedError(_NO_FUNC.format(name=name)) from None
+                wrong = positional.no_dense_tensor(name, function, args, kwargs)
+                if wrong is None:
+                    raise
+                raise ValueError(wrong) from None
 
         routes = replay.Table(name, replay.route)
 

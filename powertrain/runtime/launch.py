@@ -28,6 +28,7 @@ the device's table, packs the arguments and calls the driver. Everything else ha
 import ctypes
 import inspect
 import struct
+import threading
 import zlib
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -63,6 +64,7 @@ _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # pointers and absent ones: "Q
 _MAP_FORMAT = "Q120s"  # an address and the rest of its tensor map
 # Triton's scratch pointers, global and profile, behind the declared ones
 _HIDDEN_PARAMETERS = 2
+_interpreted = threading.Lock()
 
 
 class Loaded:
@@ -154,7 +156,7 @@ class Kernel:
         return source_hash(self.fn)
 
     def _interpret(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if 0 in grid or any(isinstance(a, Tensor) and a.is_meta for a in args):
+        if 0 in grid or any(isinstance(a, Tensor) and a.is_meta for a in (*args, *constants.values())):
             return
         if self.archs:
             raise NotImplementedError(f"{self.name}: Gluon has no interpreter; unset POWERTRAIN_INTERPRET")
@@ -163,8 +165,8 @@ class Kernel:
             named = dict(zip(self.parameters, args, strict=False)) | constants
             values = [named.pop(name) for name in self.arguments]
             observer.launched(self, None, grid, values, named)
-        # the interpreter copies tensors
-        with _disable_current_modes():
+        # the interpreter copies tensors, and keeps the program's place in the grid for the whole process
+        with _interpreted, _disable_current_modes():
             self.jit[grid](*args, **constants)
 
     def _device(self, tensors: dict[str, Tensor]) -> torch.device:

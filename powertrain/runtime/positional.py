@@ -1,11 +1,15 @@
-"""Values given by position that a public function takes by keyword only: the error names the keyword."""
+"""Values that a public function cannot take where they stand: the error names the argument that was meant, or the one
+that must be a tensor."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
+
+from powertrain.runtime.checks import described
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,6 +45,25 @@ def hint(op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str | 
         meant = next((p.name for p in keywords if _suits(p, value)), keywords[0].name)
         given = ", ".join([*(p.name for p in places[:index]), f"{meant}={_shown(value)}"])
         return f"{op}: {meant} is keyword-only; write {op}({given})"
+    return None
+
+
+def no_dense_tensor(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Which argument must be a dense tensor and is none; None if all are, or the arguments do not fit the function."""
+    signature = inspect.signature(function)
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
+    for argument, value in given.items():
+        parameter = signature.parameters[argument]
+        if not _only_tensors(parameter) or (value is None and parameter.default is None):
+            continue
+        if not isinstance(value, Tensor):
+            return f"{op}: {argument} must be a tensor, got {described(value)}"
+        if value.is_nested or value.layout is not torch.strided:
+            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch._").removeprefix("torch.")
+            return f"{op}: {argument} must be a dense tensor, got a tensor of layout {layout}"
     return None
 
 

@@ -366,6 +366,9 @@ class Trainer:
         return train.micro_batch_size * train.gradient_accumulation_steps * self.ranks.dp_size
 
     def _stream(self) -> Iterator[Batch]:
+        # data are as long as this run, which may be shorter than the one that it resumes
+        if self.progress.step >= self.config.train.steps:
+            return iter(())
         # the loader's workers read ahead; samples behind the last step are never read
         limit = self.progress.samples + (self.config.train.steps - self.progress.step) * self._samples_per_step()
         return self._batches(self.data.train, self.progress.samples, limit)
@@ -463,8 +466,9 @@ class Trainer:
         # each rank has other samples, and only one of them may be bad
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")
         newest = checkpoint_store.find(self.checkpoints.folder)
+        saved = "There is no checkpoint yet." if newest is None else f"The last checkpoint is {newest}."
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
-        message = f"training stopped at step {record.step}: {reason}.\n{lines}\nThe last checkpoint is {newest}."
+        message = f"training stopped at step {record.step}: {reason}.\n{lines}\n{saved}"
         self._note(message)
         raise TrainingStopped(message)
 

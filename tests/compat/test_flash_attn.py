@@ -279,3 +279,27 @@ def test_errors() -> None:
         fa.flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(9, 2))
     with pytest.raises(ValueError, match="key_new must be given with rotary"):
         fa.flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(9, 2), rotary_sin=torch.ones(9, 2))
+
+
+def test_kvcache_takes_columns_of_tables(device: torch.device) -> None:
+    """flash-attn makes its whole numbers and new tokens contiguous itself."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    cache, q, new = randn(4, 12, 2, 16), randn(3, 1, 4, 16), randn(3, 1, 2, 16)
+    table = torch.tensor([[4, 3], [7, 0], [2, 1]], dtype=torch.int32, device=device)
+    pages = torch.tensor([[0, 3, 1], [2, 0, 3]], dtype=torch.int32, device=device).t()
+
+    def call(strided: bool, **given: torch.Tensor) -> torch.Tensor:
+        whole = {n: x if strided else x.contiguous() for n, x in given.items()}
+        k_cache, v_cache = cache.clone(), cache.clone()
+        return fa_interface.flash_attn_with_kvcache(
+            k_cache=k_cache, v_cache=v_cache, causal=True, cache_seqlens=whole.pop("lengths"), **whole
+        )
+
+    dense = dict(q=q, k=new, v=new, lengths=table[:, 0], cache_batch_idx=table[:, 1])
+    assert torch.equal(call(True, **dense), call(False, **dense))
+    paged = dict(q=q.transpose(2, 3).contiguous().transpose(2, 3), lengths=table[:, 0], block_table=pages)
+    assert torch.equal(call(True, **paged), call(False, **paged))

@@ -278,3 +278,8 @@ def test_shapes_without_numbers_are_read_too(sizes: tuple[str, str]) -> None:
         f"RuntimeError: Given normalized_shape={wanted}, expected input with shape [*, 768], but got input of size{got}"
     )
     assert found.cause.name == "shape-mismatch"  # not sizes-differ, which says both sizes
+
+
+def test_what_was_given_is_no_part_of_the_demand() -> None:
+    (found,) = diagnose("ValueError: rms_norm: x must be a dense tensor, got a tensor of layout nested\n")
+    assert found.groups["advice"] == "make rms_norm: x so: a dense tensor"

@@ -160,3 +160,11 @@ def test_errors_name_the_argument() -> None:
 
 def test_repr_says_rank_and_scale() -> None:
     assert "rank=4, scale=2" in repr(LoRALinear(nn.Linear(3, 5), 4, 2.0))
+
+
+def test_no_tokens_keep_the_graph(device: torch.device) -> None:
+    x, weight = torch.randn(2, 0, 16, device=device), torch.randn(24, 16, device=device)
+    A, B = (torch.randn(s, device=device, requires_grad=True) for s in ((4, 16), (24, 4)))
+    y = powertrain.lora_linear(x, weight, A, B)
+    grads = torch.autograd.grad(y.sum(), (A, B))
+    assert y.shape == (2, 0, 24) and not any(g.any() for g in grads)

@@ -1,5 +1,7 @@
 """The layer of experts against every expert on every token, its counts, casts and FLOPs; latent attention."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -116,3 +118,16 @@ def test_positions_move_what_is_turned_only() -> None:
     expected = module(x)
     torch.testing.assert_close(module(x, Context(position_ids=position + 9)), expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(module(x, Context(position_ids=position * 3)), expected, rtol=1e-2)
+
+
+def test_copies_after_a_forward_in_training() -> None:
+    moe = MoE(Router(16, 4, 2), 16, 8)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(2, 3, 16)
+    y = moe(x)
+    copies = copy.deepcopy(moe), pickle.loads(pickle.dumps(moe))
+    assert moe.balance_loss is not None and moe.balance_loss.requires_grad
+    for again in copies:
+        assert again.balance_loss is None and torch.equal(again.load, moe.load)
+        assert torch.equal(again(x), y)

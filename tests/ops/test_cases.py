@@ -3,6 +3,7 @@
 They run on whatever carries the op here: the kernels on a GPU or in the interpreter, plain PyTorch on a CPU.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -96,6 +97,22 @@ def test_strided_inputs(case: Case, device: torch.device) -> None:
         return wide[..., : x.shape[-1]].requires_grad_(x.requires_grad)
 
     _check(case, {n: strided(t) for n, t in _inputs(case, device).items()})
+
+
+@every_op
+def test_every_second_element(case: Case, device: torch.device) -> None:
+    """Integers, biases and tables too: a kernel without a stride would read the elements in between."""
+    tensors = _inputs(case, device)
+    torch.manual_seed(0)
+    exact = _outputs(case.run(**tensors))
+    for name, x in tensors.items():
+        if x is None or x.dim() == 0 or (case.op.endswith("attention") and x.is_floating_point() and x.dim() > 2):
+            continue  # queries, keys and values have a last dim of stride 1
+        pairs = torch.stack([x.detach(), x.detach().flip(0)], -1)
+        torch.manual_seed(0)
+        ours = _outputs(case.run(**{**tensors, name: pairs[..., 0].requires_grad_(x.requires_grad)}))
+        for a, b in zip(ours, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @every_case
@@ -206,6 +223,76 @@ def test_vmap_says_so(case: Case, device: torch.device) -> None:
 
     with pytest.raises(NotImplementedError, match="vmap is not implemented"):
         torch.vmap(call)(*(torch.stack([tensors[n], tensors[n]]) for n in floats))
+
+
+@every_op
+def test_func_grad_is_right_or_says_so(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+    wanted = [n for n, t in tensors.items() if t is not None and t.requires_grad]
+    torch.manual_seed(0)
+    exact = torch.autograd.grad(_scalar(case.run(**tensors)), [tensors[n] for n in wanted], allow_unused=True)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return _scalar(case.run(**{**tensors, **dict(zip(wanted, leaves, strict=True))}))
+
+    leaves = tuple(tensors[n].detach() for n in wanted)
+    try:
+        ours = torch.func.grad(loss, argnums=tuple(range(len(wanted))))(*leaves)
+    except NotImplementedError as error:
+        assert "torch.func.grad and its kin are not implemented; use torch.autograd.grad" in str(error)
+        return
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-3, atol=1e-4)
+
+
+@every_op
+@pytest.mark.parametrize(
+    "make", [list, torch.Tensor.numpy, lambda x: 1.5, lambda x: "x"], ids="list numpy 1.5 x".split()
+)
+def test_an_argument_that_is_no_tensor_is_named(case: Case, make: Any, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+    # parts of a table, of a teacher and of lists; and a case's own code looks at qkv
+    others = ("cos", "sin", "teacher", "a", "b", "lse", "qkv")
+    for name in (n for n, t in tensors.items() if t is not None and not n.startswith(others)):
+        value = make(tensors[name].detach().cpu())
+        with pytest.raises((ValueError, TypeError), match=rf"^{case.op}: \w+ (must|is keyword-only)"):
+            case.run(**{**tensors, name: value})
+
+
+def test_a_tensor_that_is_not_dense_is_named(device: torch.device) -> None:
+    x = torch.randn(3, 16, device=device)
+    with pytest.raises(ValueError, match="rms_norm: x must be a dense tensor, got a tensor of layout nested"):
+        powertrain.rms_norm(torch.nested.nested_tensor([x, x]))
+    with pytest.raises(ValueError, match="rms_norm: weight must be a dense tensor, got a tensor of layout sparse_coo"):
+        powertrain.rms_norm(x, torch.ones(16, device=device).to_sparse())
+
+
+@every_op
+@pytest.mark.kernels
+def test_threads_at_once(case: Case, device: torch.device) -> None:
+    """Each thread its own call; the interpreter runs them one after the other."""
+    if case.op == "bias_dropout_add":
+        pytest.skip("threads draw seeds in any order")
+    tensors = _inputs(case, device)
+    exact = _outputs(case.run(**tensors))
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda _: _outputs(case.run(**tensors)), range(6)))
+    for result in results:
+        # products of PyTorch may split their sums by the threads of the CPU that are free
+        torch.testing.assert_close(result, exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@every_op
+def test_meta_tensors_have_the_real_shapes(case: Case, device: torch.device) -> None:
+    real = _outputs(case.run(**_inputs(case, device)))
+    tensors = {
+        n: t if t is None else t.detach().to("meta").requires_grad_(t.requires_grad)
+        for n, t in _inputs(case, device).items()
+    }
+    meta = _outputs(case.run(**tensors))
+    assert [(t.shape, t.dtype, t.requires_grad) for t in meta] == [(t.shape, t.dtype, t.requires_grad) for t in real]
+    case.step(tensors)
 
 
 @every_op

@@ -93,9 +93,10 @@ def test_leading_dims_int32_and_ignore_index(device: torch.device) -> None:
     torch.testing.assert_close(cross_entropy(logits, target, ignore_index=7, reduction="none"), expected.view(2, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
-def test_none_kept_is_nan_with_zero_gradient(grad_in_forward: bool, device: torch.device) -> None:
-    logits = torch.randn(3, 17, device=device, requires_grad=True)
+def test_none_kept_is_nan_with_zero_gradient(grad_in_forward: bool, dtype: torch.dtype, device: torch.device) -> None:
+    logits = torch.randn(3, 17, dtype=dtype, device=device, requires_grad=True)
     loss = cross_entropy(logits, torch.full((3,), -100, device=device), grad_in_forward=grad_in_forward)
     loss.backward()
     assert loss.isnan() and not logits.grad.any()
@@ -230,3 +231,21 @@ def test_more_than_2_31_elements(device: torch.device) -> None:
     expected.backward(torch.ones_like(expected))
     torch.testing.assert_close(loss[-3:], expected)
     torch.testing.assert_close(logits.grad[-3:], tail.grad)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_column_of_targets(reduction: Any, device: torch.device) -> None:
+    """labels[:, -1] is one dim with the stride of a row, and reshape(-1) leaves it so."""
+    labels = torch.randint(0, 17, (6, 5), device=device)
+    logits, x, weight = (torch.randn(*s, device=device, requires_grad=True) for s in ((6, 17), (6, 8), (17, 8)))
+    for target in (labels[:, -1], labels[:1, 0].expand(6), labels[::2, ::5].expand(3, 2)[:, :1].repeat(2, 1)):
+        column = target.view(6)
+        for call, leaf in (
+            (lambda t: cross_entropy(logits, t, reduction=reduction), logits),
+            (lambda t: powertrain.linear_cross_entropy(x, weight, t, reduction=reduction), x),
+            (lambda t: powertrain.linear_log_probs(x, weight, t).log_probs, x),
+        ):
+            ours, exact = (call(t) for t in (column, column.clone()))
+            assert torch.equal(ours, exact)
+            grads = [torch.autograd.grad(loss.sum(), leaf)[0] for loss in (ours, exact)]
+            assert torch.equal(*grads)

@@ -353,3 +353,9 @@ def test_flops_of_three_products_are_counted(by: str, device: torch.device) -> N
     with FlopCounterMode(display=False) as counter:
         fp8_linear(**tensors, by=by).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 16 * 32 * 48
+
+
+def test_main_grad_has_whole_rows(device: torch.device) -> None:
+    x, weight = torch.randn(4, 32, device=device), torch.randn(16, 32, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match=r"fp8_linear: main_grad must have contiguous rows, got strides \(1, 16\)"):
+        fp8_linear(x, weight, main_grad=torch.zeros(32, 16, device=device).t())

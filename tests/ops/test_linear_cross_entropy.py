@@ -1,6 +1,7 @@
 """linear_cross_entropy: blocks, reductions, main_grad, what is kept and handed out, errors."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -125,9 +126,9 @@ def test_leading_dims_empty_and_none_kept(device: torch.device) -> None:
     x, weight, target = _tensors(device).values()
     loss = linear_cross_entropy(x.view(3, 4, 24), weight, target.view(3, 4), reduction="none")
     torch.testing.assert_close(loss.flatten(), linear_cross_entropy(x, weight, target, reduction="none"))
-    for T in (0, 4):
-        x = torch.randn(T, 24, device=device, requires_grad=True)
-        loss = linear_cross_entropy(x, weight, torch.full((T,), -100, device=device))
+    for T, dtype in product((0, 4), (torch.float32, torch.float16, torch.bfloat16)):
+        x = torch.randn(T, 24, device=device, dtype=dtype, requires_grad=True)
+        loss = linear_cross_entropy(x, weight.to(dtype), torch.full((T,), -100, device=device))
         dx, dw = torch.autograd.grad(loss, (x, weight))
         assert loss.isnan() and not dx.any() and not dw.any()
 

@@ -251,6 +251,9 @@ def test_leading_dims_and_empty(device: torch.device) -> None:
     shaped = linear_log_probs(x.view(3, 4, 24), weight, target.view(3, 4), top_k=2, entropy=True)
     assert shaped.log_probs.shape == (3, 4) and shaped.top_indices.shape == (3, 4, 2) and shaped.divergence is None
     torch.testing.assert_close(shaped.entropy.flatten(), flat.entropy)
+    one = linear_log_probs(x[0], weight, target[0], top_k=2, entropy=True)
+    assert one.log_probs.shape == () and one.top_indices.shape == (2,)
+    torch.testing.assert_close(one.entropy, flat.entropy[0])
     x = torch.randn(0, 24, device=device, requires_grad=True)
     nothing = linear_log_probs(x, weight, target[:0], top_k=1)
     assert nothing.log_probs.shape == (0,) and nothing.top_indices.shape == (0, 1)

@@ -180,3 +180,14 @@ def test_experts_out_of_range_are_refused_where_they_can_be_read() -> None:
     experts = torch.tensor([[0, 4]])
     with pytest.raises(ValueError, match=r"moe_permute: experts must be in \[0, 4\), got 4"):
         moe_permute(torch.zeros(1, 2, dtype=torch.float64), experts, 4)
+
+
+def test_route_compiles_with_dynamic_numbers(device: torch.device) -> None:
+    logits, options = torch.randn(5, 16, device=device), dict(top_k=4, num_groups=4, top_groups=2)
+
+    def route(logits: Tensor, options: dict[str, int]) -> tuple[Tensor, Tensor]:
+        return moe_route(logits, **options)
+
+    expected = route(logits, options)
+    actual = torch.compile(route, fullgraph=True, backend="aot_eager", dynamic=True)(logits, options)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

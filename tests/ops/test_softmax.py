@@ -152,3 +152,10 @@ def test_more_than_2_31_elements(device: torch.device) -> None:
     expected = scaled_softmax(tail, is_causal=True)
     expected.backward(tail.detach())
     assert torch.equal(y[-1:], expected) and torch.equal(x.grad[-1:], tail.grad)
+
+
+def test_no_queries_with_a_mask_and_many_dims(device: torch.device) -> None:
+    x = torch.randn(2, 3, 4, 0, 7, device=device, requires_grad=True)
+    y = scaled_softmax(x, mask=torch.ones(1, 1, 4, 1, 1, dtype=torch.bool, device=device))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert y.shape == dx.shape == x.shape

@@ -92,6 +92,17 @@ def test_settings_that_changed_are_said(tmp_path: Path) -> None:
     assert "other settings" not in _train(tmp_path, "train.steps=3", "--smoke")[1]
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_no_more_steps_than_the_checkpoint_has(steps: int, tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=3")[0] == 0
+    code, output = _train(tmp_path, f"train.steps={steps}")
+    said = (
+        f"nothing was left to do: the checkpoint is of step 3, and train.steps is {steps}; more steps go on from there"
+    )
+    assert code == 0 and said in output
+    assert [f.name for f in (tmp_path / "run/checkpoints").glob("step_*")] == ["step_00000003"]
+
+
 def test_the_last_line_is_a_command_that_works(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     code, output = _train(tmp_path, "train.steps=1", f"checkpoint.folder={elsewhere}")

@@ -212,3 +212,13 @@ def test_open_sinks_does_what_logging_asks(tmp_path: Path) -> None:
     trainer.close()
     assert [type(sink).__name__ for sink in made] == ["JsonLines", "Lines"]
     assert (tmp_path / "run/about.json").is_file()
+
+
+def test_a_run_stopped_before_its_first_checkpoint_says_there_is_none(tmp_path: Path) -> None:
+    def poison() -> None:
+        trainer.model.layers[1].mlp.down.weight.data[3, 3] = torch.inf
+
+    trainer = open_trainer(tmp_path, sinks=lambda t: _seen(t, tmp_path, At(1, poison)))
+    with pytest.raises(TrainingStopped, match=r"\nThere is no checkpoint yet\.$"):
+        trainer.fit()
+    trainer.close()

@@ -42,7 +42,7 @@ from powertrain.ops.linear_cross_entropy import (
     matmul_into,
     new_scratch,
 )
-from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
+from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts
 from powertrain.runtime import checks
@@ -245,7 +245,7 @@ def vocab_parallel_cross_entropy(
     checks.floating(op, logits=logits)
     checks.same_device(op, "logits", logits, target=target)
     checks.shape(op, "target", target, logits.shape[:-1], "logits without the last dim")
-    flat = target.reshape(-1)
+    flat = as_flat(target)
     overlap.transport.compare(op, flat.shape, [logits])
     terms = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
     losses: Tensor = _loss_op(as_rows(logits), flat, *terms, overlap.key)[0]
@@ -401,7 +401,7 @@ def vocab_parallel_linear_cross_entropy(
     for name, t in (("weight", weight), ("bias", bias)):
         good = t is None or t.dtype is x.dtype
         checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", t if t is None else t.dtype)
-    rows, flat = as_rows(x), target.reshape(-1)
+    rows, flat = as_rows(x), as_flat(target)
     counts = even_rows(flat.shape[0], overlap.size) if sequence_parallel and overlap.size > 1 else ()
     have, tokens = rows.shape[0], counts[overlap.rank] if counts else flat.shape[0]
     checks.require(have == tokens, op, "x", f"have {tokens} of target's {flat.shape[0]} tokens", list(x.shape))

@@ -27,7 +27,7 @@ from powertrain.ops.linear_cross_entropy import (
 )
 from powertrain.ops.linear_log_probs import LogProbs, Teacher, check_arguments, finish, new_results, z_of
 from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats
-from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
+from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts
 from powertrain.runtime import checks
@@ -329,7 +329,7 @@ def vocab_parallel_linear_log_probs(
     """
     op = "vocab_parallel_linear_log_probs"
     main_grad = getattr(weight, "main_grad", None)
-    rows, flat = as_rows(x), target.reshape(-1)
+    rows, flat = as_rows(x), as_flat(target)
     counts = even_rows(flat.shape[0], overlap.size) if sequence_parallel and overlap.size > 1 else ()
     have, tokens = rows.shape[0], counts[overlap.rank] if counts else flat.shape[0]
     checks.require(have == tokens, op, "x", f"have {tokens} of target's {flat.shape[0]} tokens", list(x.shape))
@@ -347,5 +347,5 @@ def vocab_parallel_linear_log_probs(
         entropy, top_k, list(counts), overlap.key,
     )[:5]  # fmt: skip
     absent = (False, not entropy, teacher is None, not top_k, not top_k)
-    shaped = (None if no else t.view(*target.shape, *t.shape[1:]) for t, no in zip(results, absent, strict=True))
+    shaped = (None if no else t.view((*target.shape, *t.shape[1:])) for t, no in zip(results, absent, strict=True))
     return LogProbs(*shaped)  # type: ignore[arg-type]

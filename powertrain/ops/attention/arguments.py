@@ -312,6 +312,7 @@ def _checked_call(
         checks.shape(op, "dropout_seed", seed, (2,), "seed and operation")
         # the first number is Philox's key, the second enters its counter (docs/attention.md, "Dropout")
         checks.require(seed.dtype is torch.int64, op, "dropout_seed", "be int64", checks.name(seed.dtype))
+        seed = seed.contiguous()
     checks.same_device(
         op, "query", query, attn_bias=tensors.bias, alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks,
         prefix_lengths=tensors.prefix, document_ids=tensors.query_documents, dropout_seed=seed,

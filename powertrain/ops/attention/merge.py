@@ -338,6 +338,8 @@ def merge_attentions(
     first = outs[0]
     dims = 3 if layout == "thd" else 4
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        checks.tensor(op, f"outs[{n}]", out)
+        checks.tensor(op, f"lses[{n}]", lse)
         checks.floating(op, **{f"outs[{n}]": out, f"lses[{n}]": lse})
         checks.same_device(op, "outs[0]", first, **{f"outs[{n}]": out, f"lses[{n}]": lse})
         checks.require(out.dim() == dims, op, f"outs[{n}]", f"have {dims} dims ({layout})", list(out.shape))

@@ -263,6 +263,8 @@ def _into(
     if not out.numel():
         return
     x, y = Quantized(a, a_scale), Quantized(b, b_scale)
+    # kernels read bias without a stride
+    bias = None if bias is None else bias.contiguous()
     if not a.numel():
         total = torch.zeros_like(out) if bias is None else bias.expand_as(out)
         out.add_(total) if accumulate else out.copy_(total)
@@ -337,7 +339,7 @@ def _fwd(
         backend = backend or _backend_for(x, y, out_dtype, fast, False, kernel)
         if backend == "torch":
             with without_autocast(a.device):
-                return _torch(x, y, bias, out_dtype, fast)
+                return _torch(x, y, None if bias is None else bias.contiguous(), out_dtype, fast)
     out = _outputs(a, a_scale, b, b_scale, bias, out_dtype, fast, backend, kernel)
     _into(a, a_scale, b, b_scale, bias, out, False, fast, backend, kernel)
     return out

@@ -296,7 +296,8 @@ def fp8_linear(
                                  the exponents are the same now. Results do not depend on them
         weight_copies            `quantized_weight(weight, by)`, shared by calls between which weight does not change;
                                  without data_t backward makes that, and the values of weight are not read
-        main_grad      [N, K]    float32: backward adds the weight's gradient here, and weight.grad stays None
+        main_grad      [N, K]    float32, contiguous rows: backward adds the weight's gradient here, and weight.grad
+                                 stays None
     Returns y [..., N] in x's dtype.
     Numerics: x, weight and dy are rounded to FP8 (e4m3: 3 mantissa bits, e5m2: 2) by the formulas of
         ops/fp8/formulas.py. Products of FP8 values are exact. Their sums are in the tensor cores' precision, added to
@@ -366,6 +367,8 @@ def _check(
             checks.require(tensor.dtype is torch.float32, op, name, "be float32", checks.name(tensor.dtype))
     if main_grad is not None:
         checks.require(main_grad.dtype is torch.float32, op, "main_grad", "be float32", checks.name(main_grad.dtype))
+        rows_whole = main_grad.stride(1) == 1 or main_grad.shape[1] <= 1
+        checks.require(rows_whole, op, "main_grad", "have contiguous rows", f"strides {main_grad.stride()}")
     if copies is not None:
         expected = (weight.shape[0], padded(weight.shape[1]))
         checks.shape(op, "weight_copies", copies.data, expected, "rows of weight, columns padded to 16")

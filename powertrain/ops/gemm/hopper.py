@@ -238,6 +238,8 @@ def hopper_gemm(
     M, N, K = sizes(a, b, layout)
     if gathered is not None:
         _check(a, layout, gathered)
+    # the kernel reads bias without a stride
+    bias = None if bias is None else bias.contiguous()
     plan = plan or _plan(out, bias)
     g = gathered
     chunks = g.order.numel() if g else 1

@@ -25,7 +25,7 @@ from powertrain.train.data.file_lock import one_at_a_time
 from powertrain.train.data.indexed import exists, folder_of
 from powertrain.train.data.packed import SampleSource
 from powertrain.train.data.samples import cached_arrays, split_bounds
-from powertrain.train.data.sources import PARTS, Data, open_tokenizer, prefix_of, user_cache
+from powertrain.train.data.sources import PARTS, Data, cache_folder, open_tokenizer, prefix_of
 from powertrain.train.data.tokenizer import Tokenizer
 
 
@@ -44,7 +44,7 @@ def open_completions(
     form: what a record has (completions.py). A split counts examples; rows of a held-out part are as those of training.
     Raises ValueError or FileNotFoundError naming the file or key.
     """
-    folder = cache or (Path(config.cache_folder) if config.cache_folder else user_cache())
+    folder = cache_folder(config, cache)
     tokenizer = tokenizer or open_tokenizer(config, folder)
     opener = _Opener(config, form, folder, tokenizer, seq_length, seed)
     parts = [opener.part(name, wanted) for name, wanted in zip(PARTS, num_samples, strict=True)]

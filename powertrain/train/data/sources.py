@@ -93,7 +93,7 @@ def open_data(
     A held-out part for which the split leaves no document is None too, and said so but for the test part.
     Raises ValueError or FileNotFoundError naming the file or key.
     """
-    folder = cache or (Path(config.cache_folder) if config.cache_folder else user_cache())
+    folder = cache_folder(config, cache)
     tokenizer = tokenizer or open_tokenizer(config, folder)
     if config.eod_mask_loss and tokenizer.eod is None:
         raise ValueError("data.eod_mask_loss must be false for a tokenizer with no end-of-document token, got true")
@@ -124,7 +124,7 @@ def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
     size = _size_to_train(config)
     if size is None:
         return load_tokenizer(config.tokenizer)
-    folder = cache or (Path(config.cache_folder) if config.cache_folder else user_cache())
+    folder = cache_folder(config, cache)
     corpora = [_text(source, config.text_key) for source in config.train]
     about = hashlib.blake2b(" ".join(each.identity for each in corpora).encode(), digest_size=16).hexdigest()
     path = folder / "tokenizers" / f"{about}-{_slug(config.text_key)}-{size}.json"
@@ -373,6 +373,17 @@ def _megabytes(files: Sequence[Path]) -> float:
 
 def _slug(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def cache_folder(config: DataConfig, cache: Path | None) -> Path:
+    """`cache`, else the folder that `config` names, else the user's, made if it is missing."""
+    folder = cache or (Path(config.cache_folder) if config.cache_folder else user_cache())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{folder} ({error.strerror})"
+        raise ValueError(f"data.cache_folder must name a folder that can be written, got {reason}") from None
+    return folder
 
 
 def user_cache() -> Path:

@@ -210,7 +210,7 @@ def closing(about: About, *, report: bool) -> list[str]:
     # the commonest surprise of a second start: the command ends at once, and must say why
     if about.resumed_at >= about.steps:
         lines.append(
-            f"nothing was left to do: the checkpoint of step {about.resumed_at} is the last of train.steps "
+            f"nothing was left to do: the checkpoint is of step {about.resumed_at}, and train.steps is "
             f"{about.steps}; more steps go on from there, another checkpoint.folder or logging.folder begins anew"
         )
     if not about.checkpoints or find(Path(about.checkpoints)) is None:

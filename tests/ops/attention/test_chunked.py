@@ -1,5 +1,7 @@
 """The chunked CPU path against the reference: every configuration, with chunks small enough to be several."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,3 +43,23 @@ def test_float64_and_memory() -> None:
     finally:
         chunked.CHUNK_BYTES = before
     assert largest <= 64 << 10
+
+
+def test_the_lse_of_frozen_keys_asks_nothing_of_value() -> None:
+    q, k, v = torch.randn(2, 5, 1, 8), torch.randn(2, 7, 1, 8), torch.randn(2, 7, 1, 8, requires_grad=True)
+    out, lse = attention(q, k, v, return_lse=True, backend="chunked")
+    (dv,) = torch.autograd.grad([out, lse], v, [torch.ones_like(out), torch.ones_like(lse)])
+    (expected,) = torch.autograd.grad(attention(q, k, v, backend="reference").sum(), v)
+    torch.testing.assert_close(dv, expected)
+    (dv,) = torch.autograd.grad(attention(q, k, v, return_lse=True, backend="chunked")[1].sum(), v)
+    assert not dv.any()
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_an_empty_batch_with_lengths(layout: Any, backend: str) -> None:
+    shape = (0, 5, 2, 8) if layout == "bshd" else (5, 0, 2, 8)
+    q, used = torch.randn(shape, requires_grad=True), torch.zeros(0, dtype=torch.int32)
+    out = attention(q, q, q, layout=layout, seqused_q=used, seqused_k=used, is_causal=True, backend=backend)
+    out.sum().backward()
+    assert out.shape == shape and q.grad is not None and q.grad.shape == shape

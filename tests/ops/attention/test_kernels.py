@@ -56,3 +56,18 @@ def test_values_and_gradients(config: Config, device: torch.device) -> None:
     largest = 40 if max(config.head_dims) <= 128 else 18
     bad = [e for e in errors(config, number, device, DTYPES[number % 3], largest) if not e.ok]
     assert not bad
+
+
+def test_a_dropout_seed_with_a_stride(device: torch.device) -> None:
+    q, seeds = torch.randn(1, 9, 2, 16, device=device), torch.tensor([[3, 8], [5, 9]], device=device)
+    ours, exact = (attention(q, q, q, dropout_p=0.5, dropout_seed=s) for s in (seeds[:, 0], seeds[:, 0].clone()))
+    assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("queries, keys", [(0, 5), (5, 0), (0, 0)])
+def test_documents_of_no_queries_or_keys(queries: int, keys: int, device: torch.device) -> None:
+    q, k = (torch.randn(2, n, 1, 16, device=device, requires_grad=True) for n in (queries, keys))
+    ids = tuple(torch.zeros(2, n, dtype=torch.int32, device=device) for n in (queries, keys))
+    out = attention(q, k, k, document_ids=ids)
+    dq, dk = torch.autograd.grad(out.sum(), (q, k))
+    assert out.shape == q.shape and not out.any() and not dq.any() and not dk.any()

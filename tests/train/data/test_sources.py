@@ -160,3 +160,14 @@ def test_wrong_configurations(
     Path("half.bin").touch()
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         opened(tmp_path, **config)
+
+
+def test_a_cache_that_cannot_be_made_names_the_key(tmp_path: Path) -> None:
+    """A home that is read-only, as in containers, ends in the key that moves the cache."""
+    (tmp_path / "text.txt").write_text("one two three " * 20)
+    (tmp_path / "file").write_text("")
+    config = DataConfig(train=str(tmp_path / "text.txt"), cache_folder=str(tmp_path / "file" / "cache"))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"data\.cache_folder must name a folder that can be written, got .*/file/cache"
+    ):
+        open_data(config, seq_length=8, num_samples=(1, 0, 0), seed=0)

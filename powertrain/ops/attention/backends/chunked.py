@@ -123,12 +123,12 @@ class _Chunked(torch.autograd.Function):
                 out, lse = _chunk(*leaves[:3], again, rows, mask, scale, dropout_p, seed, first)  # type: ignore[call-arg]
             outs, grads = [], []
             for result, grad, dim in ((out, dout, 1), (lse, dlse, 2)):
-                if grad is not None:
+                # the LSE does not depend on value
+                if grad is not None and result.requires_grad:
                     outs.append(result)
                     grads.append(grad.narrow(dim, rows[0], rows[1] - rows[0]).to(result.dtype))
-            # not every result depends on every input: the LSE does not on value
-            parts = torch.autograd.grad(outs, list(wanted.values()), grads, allow_unused=True)
-            for total, grad in zip(totals.values(), parts, strict=True):
+            parts = torch.autograd.grad(outs, list(wanted.values()), grads, allow_unused=True) if outs else ()
+            for total, grad in zip(totals.values(), parts, strict=bool(outs)):
                 if grad is not None:
                     total += grad
         inputs = (q, k, v, tensors.bias, tensors.sinks)

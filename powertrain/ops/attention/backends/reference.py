@@ -119,7 +119,8 @@ def sequences(call: AttentionCall) -> list[tuple[Tensor, Tensor, Tensor, MaskTen
     varlen, tensors = call.varlen, call.tensors
     if call.layout != "thd":
         q, k, v = (to_bshd(x, call.layout) for x in (call.query, call.key, call.value))
-        if varlen.query_used is None and varlen.key_used is None:
+        # an empty batch has no entry whose rows could count
+        if q.shape[0] == 0 or (varlen.query_used is None and varlen.key_used is None):
             return [(q, k, v, tensors, 0)]
         queries = [q.shape[1]] * q.shape[0] if varlen.query_used is None else varlen.query_used.tolist()
         keys = [k.shape[1]] * q.shape[0] if varlen.key_used is None else varlen.key_used.tolist()

@@ -143,6 +143,8 @@ def document_ranges(own: Tensor | None, other: Tensor | None) -> Tensor | None:
     """[b, s, 2] int32: the first and the end of the positions of `other` that have each position's document."""
     if own is None or other is None:
         return None
+    if not other.shape[1]:
+        return torch.stack([torch.full_like(own, 2**31 - 1), torch.zeros_like(own)], -1).to(torch.int32)
     order, index = other.sort(dim=1, stable=True)
     low = torch.searchsorted(order, own.contiguous())
     high = torch.searchsorted(order, own.contiguous(), right=True)

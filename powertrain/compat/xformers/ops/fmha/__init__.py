@@ -431,7 +431,7 @@ def _cached(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options)
     """Padded or paged keys through `decode_attention`."""
     info, table, first = bias.k_seqinfo, None, None
     if isinstance(bias, PagedBias):
-        table, first, size = bias.block_tables, bias.first_rows(), bias.page_size
+        table, first, size = bias.block_tables.contiguous(), bias.first_rows(), bias.page_size
     else:
         size = info.padding
     queries = bias.q_seqinfo
