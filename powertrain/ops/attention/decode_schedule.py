@@ -273,6 +273,9 @@ def _schedule_kernel(
             else:
                 share = _share_of(total, tl.max(blocks), batches, at_once, least)
             share = tl.maximum(share, safe)
+            if ROUNDS > 0:
+                # levels of lengths are parts of it
+                share = tl.minimum(share, tl.maximum(tl.max(blocks), 1))
         more = _extra_parts(blocks, share, FILLS_ONCE)
         used = tl.sum(more)
         cut = tl.sum((more > 0).to(tl.int32))
@@ -300,6 +303,8 @@ def _schedule_kernel(
         else:
             share = _share_of(total, longest, batches, at_once, least)
         share = tl.maximum(share, _safe_share(total, extra, least))
+        if ROUNDS > 0:
+            share = tl.minimum(share, tl.maximum(longest, 1))
         for start in range(0, batches, BLOCK_B):
             batch = start + tl.arange(0, BLOCK_B)
             blocks = _blocks_of(

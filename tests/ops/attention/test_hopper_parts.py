@@ -177,7 +177,7 @@ def test_the_longest_come_first_and_no_part_is_longer_than_a_share(chunks: list[
     assert is_cut == [True] * cut + [False] * (len(is_cut) - cut)
     whole = blocks[cut:]
     at_each = cdiv(sum(tile[2] for tile in tiles.tiles.tolist()), 132 // 8)
-    share = max(at_each // 3, min(24, at_each))
+    share = min(max(at_each // 3, min(24, at_each)), max(tile[2] for tile in tiles.tiles.tolist()))
     # in eighths of a share
     assert all(later <= sooner + 1.25 * share / 8 + 1 for sooner, later in pairwise(whole))
     assert max(blocks) <= 1.25 * share + 1
