@@ -92,6 +92,13 @@ def test_settings_that_changed_are_said(tmp_path: Path) -> None:
     assert "other settings" not in _train(tmp_path, "train.steps=3", "--smoke")[1]
 
 
+@pytest.mark.parametrize("before, after", [("fp32", "fp16"), ("bf16", "fp16"), ("fp16", "fp32")])
+def test_another_precision_goes_on(before: str, after: str, tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=1", f"train.precision={before}")[0] == 0
+    code, output = _train(tmp_path, "train.steps=2", f"train.precision={after}")
+    assert code == 0 and f"train.precision {before} -> {after}" in " ".join(output.split())
+
+
 @pytest.mark.parametrize("steps", [2, 3])
 def test_no_more_steps_than_the_checkpoint_has(steps: int, tmp_path: Path) -> None:
     assert _train(tmp_path, "train.steps=3")[0] == 0
