@@ -192,6 +192,13 @@ class Restorer:
                 f"{checkpoint}/checkpoint.json must give step, samples and tokens as numbers"
             )
         refuse_another(model_of(facts, checkpoint), self.config.model, checkpoint)
+        theirs, ours = ((facts.get("config") or {}).get("train") or {}).get("lora"), self.config.train.lora
+        if (theirs is None) != (ours is None):
+            held, given = ("adapters", "null") if ours is None else ("no adapters", f"rank {ours.rank}")
+            raise ValueError(
+                f"train.lora must be as in {checkpoint}, which holds {held}, got {given}; another logging.folder with "
+                "checkpoint.load and checkpoint.finetune: true begins from its weights"
+            )
         return facts
 
 
