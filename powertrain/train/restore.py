@@ -89,12 +89,14 @@ class Restorer:
         return _at(Progress(**known), checkpoint, _changed(facts["config"], config.model_dump(mode="json")), config)
 
     def _tensors_in(self, checkpoint: Path) -> dict[str, Tensor]:
-        """The tensors to read from a checkpoint: all but delayed scaling's, if the checkpoint has none."""
+        """The tensors to read from a checkpoint: all but those of a precision that its run did not have, fp16's loss
+        scale and delayed scaling's statistics, which begin anew."""
         tensors = self.optimizer.tensors()
-        if not any(map(fp8.is_statistic, tensors)):
+        own = {name for name in tensors if fp8.is_statistic(name) or name.startswith("scaler.")}
+        if not own:
             return tensors
         stored = checkpoint_store.dtypes(checkpoint)
-        return {name: t for name, t in tensors.items() if name in stored or not fp8.is_statistic(name)}
+        return {name: t for name, t in tensors.items() if name in stored or name not in own}
 
     def start_from(self, path: Path) -> Restored:
         """Continue from the checkpoint at `path`, a run's or GPT-NeoX's, or begin at step 0 with the weights there.
@@ -190,6 +192,13 @@ class Restorer:
                 f"{checkpoint}/checkpoint.json must give step, samples and tokens as numbers"
             )
         refuse_another(model_of(facts, checkpoint), self.config.model, checkpoint)
+        theirs, ours = ((facts.get("config") or {}).get("train") or {}).get("lora"), self.config.train.lora
+        if (theirs is None) != (ours is None):
+            held, given = ("adapters", "null") if ours is None else ("no adapters", f"rank {ours.rank}")
+            raise ValueError(
+                f"train.lora must be as in {checkpoint}, which holds {held}, got {given}; another logging.folder with "
+                "checkpoint.load and checkpoint.finetune: true begins from its weights"
+            )
         return facts
 
 

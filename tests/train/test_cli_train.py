@@ -92,6 +92,23 @@ def test_settings_that_changed_are_said(tmp_path: Path) -> None:
     assert "other settings" not in _train(tmp_path, "train.steps=3", "--smoke")[1]
 
 
+@pytest.mark.parametrize("before, after", [("fp32", "fp16"), ("bf16", "fp16"), ("fp16", "fp32")])
+def test_another_precision_goes_on(before: str, after: str, tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=1", f"train.precision={before}")[0] == 0
+    code, output = _train(tmp_path, "train.steps=2", f"train.precision={after}")
+    assert code == 0 and f"train.precision {before} -> {after}" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    "before, after, got", [([], ["train.lora.rank=2"], "rank 2"), (["train.lora.rank=2"], [], "null")]
+)
+def test_adapters_are_not_resumed_without_them(before: list[str], after: list[str], got: str, tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=1", *before)[0] == 0
+    code, output = _train(tmp_path, "train.steps=2", *after)
+    said = f"train.lora must be as in {tmp_path}/run/checkpoints/step_00000001, which holds"
+    assert code == 2 and said in output and f", got {got}; another logging.folder" in output
+
+
 @pytest.mark.parametrize("steps", [2, 3])
 def test_no_more_steps_than_the_checkpoint_has(steps: int, tmp_path: Path) -> None:
     assert _train(tmp_path, "train.steps=3")[0] == 0

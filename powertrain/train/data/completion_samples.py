@@ -63,7 +63,10 @@ class CompletionSamples:
                 f"longer than train.seq_length {self.seq_length}, and {empty} because none of their labels counts"
             )
         if not len(kept):
-            raise ValueError(f"{self.sides[0].files.tokens}: must hold an example to train on, got none")
+            raise ValueError(
+                f"{self.sides[0].files.tokens}: must hold an example to train on, got none of {len(examples)}: "
+                f"{long} are longer than train.seq_length {self.seq_length}, and {empty} have no label that counts"
+            )
         return kept
 
     def _counts(self, example: int) -> bool:

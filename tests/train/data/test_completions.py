@@ -164,7 +164,7 @@ def test_too_long_ones_are_left_out_or_cut(tmp_path: Path) -> None:
     # the first token of a completion without a prompt is not predicted
     assert lengths() == {3}
     assert lengths(truncate=True) == {3, 8}
-    with pytest.raises(ValueError, match="must hold an example to train on, got none"):
+    with pytest.raises(ValueError, match="must hold an example to train on, got none of"):
         CompletionSamples(sides, np.arange(2, 4), seq_length=8, num_samples=1, seed=0, vocab_size=256)
 
 
