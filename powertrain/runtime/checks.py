@@ -43,9 +43,15 @@ def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) ->
             fail(op, argument, f"be on {first}'s device {tensor.device}", other.device)
 
 
+_SHORT = 16  # elements of a list that an error shows
+
+
 def described(value: object) -> str:
     """A value that is no tensor, short enough for an error."""
-    return repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
+    plain = bool | int | float | str | None
+    if isinstance(value, list | tuple) and len(value) <= _SHORT and all(isinstance(x, plain) for x in value):
+        return repr(value)
+    return repr(value) if isinstance(value, plain) else f"a {type(value).__name__}"
 
 
 def tensor(op: str, argument: str, value: object) -> None:

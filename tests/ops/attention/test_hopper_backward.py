@@ -274,7 +274,7 @@ def test_what_96_keys_refuse() -> None:
     assert all(reason(head_dim) is None for head_dim in (136, 160, 192))
     assert "head dims must be 136 to 192, are 200 and 200" in str(reason(200))
     for given in ({"deterministic": True}, {"softcap": 3.0}, {"slopes": _empty(4, dtype=torch.float32)}):
-        assert "no fixed order" in str(reason(192, **given))
+        assert "no deterministic order" in str(reason(192, **given))
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
