@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from benchmarks import all as bench_all
-from benchmarks.ops import host
+from benchmarks.ops import attention, decode, host
 from powertrain.ops import norm_fwd_kernels
+from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
 from powertrain.testing.bench import Timing, recorded, table
 
 
@@ -59,3 +61,12 @@ def test_tables_are_recorded_and_a_failing_part_does_not_lose_them(monkeypatch: 
 def test_the_launch_that_is_timed_names_every_constant_of_its_kernel() -> None:
     parameters = list(inspect.signature(norm_fwd_kernels._norm_fwd_kernel.jit.fn).parameters)
     assert parameters[parameters.index("eps") + 1 :] == [name for name in host.LAUNCH if name != "num_warps"]
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+def test_kernels_that_are_compiled_ahead_of_the_tables() -> None:
+    target = Target.parse("H100")
+    names = {spec.kernel.name for spec in attention.kernels_of([attention.CASES[0], attention.HEAD_DIMS[-1]], target)}
+    assert {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_hopper_attention_fwd_d512_kernel"} < names
+    names = {spec.kernel.name for spec in decode.kernels_of_lengths(target)}
+    assert {"_decode_kernel", "_tiles_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel"} < names

@@ -7,6 +7,7 @@ twice as much as plain PyTorch on a slice of the very tensors.
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,11 @@ from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.problem import Sizes
 from powertrain.ops.attention.select import NoBackendError
+from powertrain.runtime.compile import prebuild
+from powertrain.runtime.compile.service import Spec
 from powertrain.runtime.errors import CompileError
+from powertrain.runtime.recording import record
+from powertrain.runtime.target import Target
 from powertrain.testing.bench import Timing, host_us, measure, table
 
 Results = list[Tensor]  # out, dq, dk, dv
@@ -78,10 +83,22 @@ DOCUMENTS = (132, 8097, 1024, 3331, 3800)  # tokens of packed sequences
 PEERS = ("hopper", "triton", "cudnn", "flash", "flash-attn-4", "flash-attn-3", "flash-attn-2")
 
 
-def _leaves(case: Case) -> list[Tensor]:
+def _leaves(case: Case, device: str = "cuda") -> list[Tensor]:
     sizes = ((case.heads, case.d_qk), (case.kv_heads, case.d_qk), (case.kv_heads, case.d_v))
-    made = (torch.randn(case.batch, case.length, *size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    made = (torch.randn(case.batch, case.length, *size, device=device, dtype=torch.bfloat16) for size in sizes)
     return [x.requires_grad_() for x in made]
+
+
+def kernels_of(cases: list[Case], target: Target) -> list[Spec]:
+    """Those of our own backends, forward and backward."""
+    with record(target) as wanted:
+        for case in cases:
+            leaves = _leaves(case, "meta")
+            for name in ("hopper", "triton"):
+                with suppress(NoBackendError):
+                    out = attention(*leaves, is_causal=case.causal, backend=name)
+                    torch.autograd.grad(out, leaves, torch.empty_like(out))
+    return wanted.specs
 
 
 def _first(case: Case, results: Results) -> Results:
@@ -310,6 +327,8 @@ def _host() -> Iterator[str]:
 
 def against_peers(cases: list[Case]) -> Iterator[str]:
     """The rows of these cases alone."""
+    # in parallel: one after another they take longer to compile than to time
+    prebuild.build(kernels_of(cases, Target.of(torch.device("cuda"))))
     for case in cases:
         yield from _against_peers(case)
 

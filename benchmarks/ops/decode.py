@@ -15,6 +15,11 @@ from benchmarks import peers
 from powertrain.ops.attention import varlen_attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.conversion import gather_pages
+from powertrain.ops.shapes import cdiv
+from powertrain.runtime.compile import prebuild
+from powertrain.runtime.compile.service import Spec
+from powertrain.runtime.recording import record
+from powertrain.runtime.target import Target
 from powertrain.testing.bench import measure, table
 
 H, K, D = 32, 8, 128
@@ -60,6 +65,12 @@ def _mixed(chunks: dict[int, int]) -> list[tuple[int, int]]:
     return [(chunks.get(n, 1), max(keys, chunks.get(n, 1))) for n, keys in enumerate(_spread(32))]
 
 
+def _chunks(batch: int, most: int) -> list[tuple[int, int]]:
+    """Chunks of 20 to 600 queries behind up to `most` keys."""
+    draws = random.Random(batch)
+    return [(n, n + draws.randint(0, most)) for n in (draws.randint(20, 600) for _ in range(batch))]
+
+
 # label, (queries, keys) of each sequence, query and kv heads, page size; head dim 128
 MIXED = [
     ("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 32, 8, 64),
@@ -70,7 +81,33 @@ MIXED = [
     ("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 32, 8, 64),
     ("32 single tokens", [(1, keys) for keys in _spread(32)], 32, 8, 64),
     ("1 chunk of 1024 beside 32768 keys", [(1024, 32768)], 32, 8, 64),
+    ("40 chunks of 20 to 600, to 16000 keys", _chunks(40, 16000), 32, 8, 128),
+    ("100 chunks of 20 to 600, to 2600 keys", _chunks(100, 2000), 28, 4, 128),
 ]
+
+
+def kernels_of_lengths(target: Target) -> list[Spec]:
+    """Those of LENGTHS and MIXED."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with record(target) as wanted:
+        for _, lengths, heads, kv_heads, head_dim, page_size, queries in LENGTHS:
+            batch, most = len(lengths), max(lengths)
+            cache = empty(batch, page_size or most, kv_heads, head_dim)
+            table = empty(batch, cdiv(most, page_size), dtype=torch.int32) if page_size else None
+            used = empty(batch, dtype=torch.int32)
+            decode_attention(empty(batch, queries, heads, head_dim), cache, cache, used, page_table=table)
+        for _, sizes, heads, kv_heads, page_size in MIXED:
+            batch, longest = len(sizes), max(keys for _, keys in sizes)
+            cache, starts = empty(batch, page_size, kv_heads, D), empty(batch + 1, dtype=torch.int32)
+            counts = [n for n, _ in sizes]
+            decode_attention(
+                empty(sum(counts), heads, D), cache, cache, empty(batch, dtype=torch.int32), cu_seqlens_q=starts,
+                page_table=empty(batch, cdiv(longest, page_size), dtype=torch.int32), max_seqlen_q=max(counts),
+            )  # fmt: skip
+    return wanted.specs
 
 
 def _randn(*shape: int) -> Tensor:
@@ -174,6 +211,7 @@ def _packed_variants(
 
 @torch.no_grad()
 def run() -> Iterator[str]:
+    prebuild.build(kernels_of_lengths(Target.of(torch.device("cuda"))))  # in parallel
     yield from _of_packed_queries()
     yield from _of_lengths()
     for b, n, page_sizes in CASES:
