@@ -226,7 +226,8 @@ def rope_table(
                      Face's rope parameters. None: unscaled.
     Numerics: the formulas and the float32 arithmetic of Hugging Face transformers. Computed on the CPU, so the same
         bits on every device.
-    Raises ValueError for an odd rotary_dim, a base that is not above 0, or sections that do not add up to rotary_dim / 2.
+    Raises ValueError for an odd rotary_dim, a base that is not above 0, or sections that do not add up to
+        rotary_dim / 2.
     """
     checks.require(
         rotary_dim > 0 and rotary_dim % 2 == 0, "rope_table", "rotary_dim", "be even and above 0", rotary_dim
