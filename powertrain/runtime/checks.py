@@ -45,7 +45,8 @@ def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) ->
 
 def described(value: object) -> str:
     """A value that is no tensor, short enough for an error."""
-    return repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def tensor(op: str, argument: str, value: object) -> None:
