@@ -131,8 +131,15 @@ class SelfAttention(nn.Module):
         layer: int = 0,
     ) -> None:
         super().__init__()
+        if head_dim is None and hidden_size % num_heads:
+            must = f"be a multiple of num_heads {num_heads} where no head_dim is given"
+            raise ValueError(f"SelfAttention: hidden_size must {must}, got {hidden_size}")
         self.head_dim = head_dim or hidden_size // num_heads
         num_kv_heads = num_kv_heads or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"SelfAttention: num_heads must be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
+            )
         self.group_size = num_heads // num_kv_heads
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.rotary, self.alibi, self.dropout, self.layer = rotary, alibi, dropout, layer

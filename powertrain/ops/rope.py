@@ -410,7 +410,8 @@ def _place(
     cu_seqlens: Tensor | None,
 ) -> Positions:
     """Check the arguments for token positions, and convert them to the form that the ops take."""
-    checks.require(isinstance(table, RopeTable), op, "table", "be one that rope_table made", checks.described(table))
+    if not isinstance(table, RopeTable):
+        checks.fail(op, "table", "be one that rope_table made", checks.described(table))
     cos, sin, axes = table
     for part, values in (("table.cos", cos), ("table.sin", sin)):
         checks.tensor(op, part, values)

@@ -226,13 +226,18 @@ def rope_table(
                      Face's rope parameters. None: unscaled.
     Numerics: the formulas and the float32 arithmetic of Hugging Face transformers. Computed on the CPU, so the same
         bits on every device.
-    Raises ValueError for an odd rotary_dim or sections that do not add up to rotary_dim / 2.
+    Raises ValueError for an odd rotary_dim, a base that is not above 0, or sections that do not add up to
+        rotary_dim / 2.
     """
     checks.require(
         rotary_dim > 0 and rotary_dim % 2 == 0, "rope_table", "rotary_dim", "be even and above 0", rotary_dim
     )
     checks.require(max_seqlen > 0, "rope_table", "max_seqlen", "be above 0", max_seqlen)
+    checks.require(0 < base < math.inf, "rope_table", "base", "be above 0 and finite", base)
     scheme = Unscaled() if scheme is None else scheme
+    if not callable(getattr(scheme, "frequencies", None)):
+        must = "be Linear, NTK, DynamicNTK, YaRN, Llama3, LongRoPE, MRoPE or None"
+        checks.fail("rope_table", "scheme", must, checks.described(scheme))
     axes = None
     if isinstance(scheme, MRoPE):
         axes = scheme.axes().to(device)

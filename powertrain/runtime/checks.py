@@ -43,15 +43,10 @@ def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) ->
             fail(op, argument, f"be on {first}'s device {tensor.device}", other.device)
 
 
-_SHORT = 16  # elements of a list that an error shows
-
-
 def described(value: object) -> str:
     """A value that is no tensor, short enough for an error."""
-    plain = bool | int | float | str | None
-    if isinstance(value, list | tuple) and len(value) <= _SHORT and all(isinstance(x, plain) for x in value):
-        return repr(value)
-    return repr(value) if isinstance(value, plain) else f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def tensor(op: str, argument: str, value: object) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from powertrain.runtime.checks import described
 
 F = TypeVar("F", bound=Callable[..., Any])
+_OPTIONAL = (Tensor | None, "Tensor | None")
 
 
 def hinted(function: F) -> F:
@@ -57,7 +58,8 @@ def no_dense_tensor(op: str, function: Callable[..., Any], args: tuple[Any, ...]
         return None
     for argument, value in given.items():
         parameter = signature.parameters[argument]
-        if not _only_tensors(parameter) or (value is None and parameter.default is None):
+        may_be_absent = parameter.default is None or parameter.annotation in _OPTIONAL
+        if not _only_tensors(parameter) or (value is None and may_be_absent):
             continue
         if not isinstance(value, Tensor):
             return f"{op}: {argument} must be a tensor, got {described(value)}"
@@ -68,7 +70,7 @@ def no_dense_tensor(op: str, function: Callable[..., Any], args: tuple[Any, ...]
 
 
 def _only_tensors(parameter: inspect.Parameter) -> bool:
-    return parameter.annotation in (Tensor, Tensor | None, "Tensor", "Tensor | None")
+    return parameter.annotation in (Tensor, "Tensor", *_OPTIONAL)
 
 
 def _suits(parameter: inspect.Parameter, value: object) -> bool:

@@ -184,3 +184,8 @@ def test_more_than_2_31_elements(device: torch.device) -> None:
     y = bias_dropout_add(x, None, x, 0.5, seed=_seed(device))
     assert torch.equal(y[0] > 1, dropout_keep(_seed(device), (1, 16384), 0.5)[0])
     assert set(y[-1].unique().tolist()) == {1.0, 3.0} and not torch.equal(y[-1], y[0])
+
+
+def test_a_bad_number_is_not_taken_for_a_bad_tensor(device: torch.device) -> None:
+    with pytest.raises(TypeError):
+        bias_dropout_add(torch.randn(2, 8, device=device), None, None, "a")  # type: ignore[arg-type]

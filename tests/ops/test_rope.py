@@ -401,3 +401,13 @@ def test_inplace_refuses_slices_that_overlap(device: torch.device) -> None:
         expected = [t.clone() for t in rope(q, k, table=table)]
         for ours, exact in zip(rope(q, k, table=table, inplace=True), expected, strict=True):
             assert torch.equal(ours, exact)
+
+
+def test_tables_that_cannot_be_are_refused() -> None:
+    for base in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="rope_table: base must be above 0 and finite"):
+            rope_table(8, 4, base=base)
+    with pytest.raises(ValueError, match=r"rope_table: scheme must be Linear, NTK, .* got {'rope_type': 'linear'}"):
+        rope_table(8, 4, scheme={"rope_type": "linear"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rope: table must be one that rope_table made, got a tuple"):
+        rope(torch.randn(1, 2, 1, 8), table=tuple(rope_table(8, 4)[:2]))  # type: ignore[arg-type]
