@@ -21,6 +21,7 @@ from powertrain.runtime import flops as flop_counting
 from powertrain.runtime import positional, recording, replay, steering, tracing
 from powertrain.runtime import sharding as dtensors
 from powertrain.runtime.errors import CompileError
+from powertrain.runtime.op_names import op_names
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
@@ -374,9 +375,14 @@ class disable:
     op is in force, in whatever order they end and on whatever thread. A backward goes the way its forward went; ops
     that a backward calls in turn (the products of `grouped_gemm`) are asked again when it runs. The environment
     variable POWERTRAIN_DISABLE=rope,scaled_softmax does the same without editing code; "all" stands for every op.
+    ValueError: a name is of no op.
     """
 
     def __init__(self, *names: str) -> None:
+        try:
+            names = op_names(names)
+        except ValueError as error:
+            raise ValueError(f"disable {error}") from None
         self._names = names
         self._kept = True  # from now on, unless a `with` takes it over
         _holds.append(names)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from powertrain.runtime import steering
+from powertrain.runtime.op_names import op_names
 
 
 def _flag(text: str) -> bool:
@@ -34,7 +35,7 @@ def _count(text: str) -> int:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    return op_names(name.strip() for name in text.split(",") if name.strip())
 
 
 def _paths(text: str) -> tuple[str, ...]:

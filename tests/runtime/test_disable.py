@@ -1,7 +1,9 @@
 """`disable`: for the whole process, while one that names the op is in force, in whatever order they end."""
 
 import random
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import powertrain
 from powertrain.runtime import dispatch, settings
 from powertrain.runtime.dispatch import disable, falls_back, is_disabled
 from powertrain.runtime.errors import CompileError
+from powertrain.runtime.op_names import OPS
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +50,10 @@ def test_among_threads() -> None:
     def work(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(400):
-            name = chance.choice(["rope", "rms_norm", f"own{seed}"])
-            with disable(name), disable(f"own{seed}"):
-                if not (is_disabled(name) and is_disabled(f"own{seed}")):
+            own = OPS[seed]
+            name = chance.choice(["rope", "rms_norm", own])
+            with disable(name), disable(own):
+                if not (is_disabled(name) and is_disabled(own)):
                     errors.append(name)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
@@ -129,3 +133,25 @@ def test_inside_a_compiled_function() -> None:
     found = torch.compile(function, fullgraph=True, backend="eager")(x)
     torch.testing.assert_close(found, function(x))
     assert dispatch.disabled_ops == ()
+
+
+def test_names_are_those_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that nothing asks for would switch nothing off, without a word."""
+    package = Path(powertrain.__file__).parent
+    text = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    asked = re.findall(r'(?:use_kernel|falls_back|is_disabled)\("(\w+)"', text)
+    assert len(asked) > 40 and set(asked) <= set(OPS)
+    assert set(OPS) - set(asked) <= set(re.findall(r'(?:op|_OP) = "(\w+)"', text))
+    for name, op in (("swiglu", "gated_activation"), ("AdamW", "adamw"), ("gelu", "activation")):
+        with disable(name):
+            assert is_disabled(op)
+    with pytest.raises(ValueError, match=r"disable must name ops, got 'rms_nrom'; did you mean 'rms_norm'\?"):
+        disable("rms_nrom")
+    assert not is_disabled("rms_norm")
+    monkeypatch.setenv("POWERTRAIN_DISABLE", "rope,nothing")
+    with pytest.raises(ValueError, match="environment variable POWERTRAIN_DISABLE must name ops, got 'nothing'"):
+        settings.reload()
+    monkeypatch.setenv("POWERTRAIN_DISABLE", "swiglu")
+    assert settings.reload().disable == ("gated_activation",)
+    monkeypatch.delenv("POWERTRAIN_DISABLE")
+    settings.reload()
