@@ -59,6 +59,12 @@ class Linear:
         return _inv_freq(rotary_dim, base) / self.factor, 1.0
 
 
+def _stretched(rotary_dim: int, base: float, factor: float) -> Tensor:
+    """Frequencies of a base that grows so that the slowest pair is interpolated by `factor`; there must be another."""
+    checks.require(rotary_dim >= 4, "rope_table", "rotary_dim", "be 4 or more with NTK scaling", rotary_dim)
+    return _inv_freq(rotary_dim, base * factor ** (rotary_dim / (rotary_dim - 2)))
+
+
 @dataclass(frozen=True)
 class NTK:
     """NTK-aware scaling: the base grows so that the slowest pair is interpolated by `factor`, the fastest not at all.
@@ -69,7 +75,7 @@ class NTK:
     factor: float
 
     def frequencies(self, rotary_dim: int, base: float, seqlen: int) -> tuple[Tensor, float]:
-        return _inv_freq(rotary_dim, base * self.factor ** (rotary_dim / (rotary_dim - 2))), 1.0
+        return _stretched(rotary_dim, base, self.factor), 1.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class DynamicNTK:
     def frequencies(self, rotary_dim: int, base: float, seqlen: int) -> tuple[Tensor, float]:
         longer = max(seqlen, self.original_max_position_embeddings) / self.original_max_position_embeddings
         stretched = self.factor * longer - (self.factor - 1)
-        return _inv_freq(rotary_dim, base * stretched ** (rotary_dim / (rotary_dim - 2))), 1.0
+        return _stretched(rotary_dim, base, stretched), 1.0
 
 
 @dataclass(frozen=True)

@@ -411,3 +411,10 @@ def test_tables_that_cannot_be_are_refused() -> None:
         rope_table(8, 4, scheme={"rope_type": "linear"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rope: table must be one that rope_table made, got a tuple"):
         rope(torch.randn(1, 2, 1, 8), table=tuple(rope_table(8, 4)[:2]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", [NTK(2.0), DynamicNTK(2.0, 64)])
+def test_ntk_needs_two_pairs(scheme: Any) -> None:
+    """Of one pair there is none to keep while the slowest is interpolated."""
+    with pytest.raises(ValueError, match="rotary_dim must be 4 or more with NTK scaling, got 2"):
+        rope_table(2, 128, scheme=scheme)

@@ -1,5 +1,6 @@
 """Arguments of the public attention functions, checked and lowered to an `AttentionCall`."""
 
+import numbers
 from collections.abc import Sequence
 from math import inf
 from operator import index
@@ -306,7 +307,8 @@ def _checked_call(
     scale, dropout_p, seed, return_lse, deterministic = options
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         checks.fail(op, "dropout_p", "be a number in [0, 1)", repr(dropout_p))
-    if scale is not None and not isinstance(scale, (int, float)):
+    # NumPy's numbers too
+    if scale is not None and not isinstance(scale, (int, float)) and not isinstance(scale, numbers.Real):
         checks.fail(op, "scale", "be a number, known to the host, or None", repr(scale))
     if seed is not None:
         checks.shape(op, "dropout_seed", seed, (2,), "seed and operation")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -151,3 +152,8 @@ def test_small_tensors_may_have_strides(dtype: torch.dtype) -> None:
         }
         reference = function(**arguments, backend="reference")
         torch.testing.assert_close(function(**strided), reference)
+
+
+def test_scales_may_be_numbers_of_numpy() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    assert torch.equal(attention(q, q, q, scale=np.float32(0.25)), attention(q, q, q, scale=0.25))  # type: ignore[arg-type]
