@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.decode import decode_attention_ref
+from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import QueryTiles, results_in
 from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
 from powertrain.ops.shapes import cdiv
+from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
@@ -232,3 +233,37 @@ def test_one_packed_sequence_needs_no_list() -> None:
         out, lse = launch_pages(call, 1024, Target.parse("H200"))
     assert {spec.kernel.name for spec in wanted.specs} <= {"_hopper_attention_fwd_kernel", "_combine_kernel"}
     assert (out.shape, lse.shape) == ((1024, 32, 128), (32, 1024))
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("kind", ["equal", "packed", "one packed sequence", "dense", "MLA"])
+def test_lengths_and_page_ids_may_be_int64(kind: str) -> None:
+    """The coordinates of a TMA load are int32: of int64 ones the kernel does not compile."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    batch = 1 if kind == "one packed sequence" else 32
+    lengths, table = empty(batch, dtype=torch.int64), empty(batch, 64, dtype=torch.int64)
+    with record("H100") as wanted:
+        if kind == "MLA":
+            query, cache = empty(batch, 1, 128, 576), empty(2048, 64, 1, 576)
+            decode_attention(query, cache, None, lengths, page_table=table, head_dim_v=512)
+        elif kind == "dense":
+            cache = empty(batch, 4096, 8, 128)
+            decode_attention(empty(batch, 8, 32, 128), cache, cache, lengths)
+        else:
+            cache, packed = empty(2048, 64, 8, 128), kind != "equal"
+            query = empty(500, 32, 128) if packed else empty(batch, 8, 32, 128)
+            starts = empty(batch + 1, dtype=torch.int64) if packed else None
+            decode_attention(
+                query,
+                cache,
+                cache,
+                lengths,
+                page_table=table,
+                cu_seqlens_q=starts,
+                max_seqlen_q=400 if packed else None,
+            )
+    assert any(spec.kernel.name.startswith("_hopper") for spec in wanted.specs)
+    assert not prebuild.build(wanted.specs).failures

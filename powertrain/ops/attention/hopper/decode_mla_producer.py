@@ -34,7 +34,9 @@ def _entries(page_row, part, n, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
             entries += (part.batch,)  # type: ignore[assignment]
         else:
             key = gl.minimum((part.begin + n) * BLOCK_N + i * BOX, part.last - 1)
-            entries += (gl.load(page_row + key // PAGE_SIZE, mask=(key >= 0) & (n < part.count), other=0),)  # type: ignore[assignment]
+            page = gl.load(page_row + key // PAGE_SIZE, mask=(key >= 0) & (n < part.count), other=0)
+            # coordinates of TMA are int32, page ids may be int64
+            entries += (page.to(gl.int32),)  # type: ignore[assignment]
     return entries
 
 

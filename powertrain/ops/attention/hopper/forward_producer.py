@@ -85,7 +85,8 @@ def _load_pages(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG
     for j in gl.static_range(ROWS // BOX):
         position = row + j * BOX
         # past the last key the table's page ids are undefined: the first page is read instead, and masked
-        page = gl.load(of_sequence + gl.where(position < k_len, position, 0) // PAGE)
+        # coordinates of TMA are int32, page ids may be int64
+        page = gl.load(of_sequence + gl.where(position < k_len, position, 0) // PAGE).to(gl.int32)
         for i in gl.static_range(len(smem)):
             where = (page, kv, position % PAGE)
             _load_part(descs[i], smem[i].index(stage), bar, where, i * smem[0].shape[2], j, BOX)
