@@ -35,7 +35,11 @@ def _count(text: str) -> int:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return op_names(name.strip() for name in text.split(",") if name.strip())
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _ops(text: str) -> tuple[str, ...]:
+    return op_names(_names(text))
 
 
 def _paths(text: str) -> tuple[str, ...]:
@@ -64,7 +68,7 @@ VARIABLES = {
         "POWERTRAIN_INTERPRET", _flag, False, "run kernels on CPU tensors through Triton's interpreter (for tests)"
     ),
     "disable": Variable(
-        "POWERTRAIN_DISABLE", _names, (), "comma-separated ops that take plain PyTorch instead of our kernel; or 'all'"
+        "POWERTRAIN_DISABLE", _ops, (), "comma-separated ops that take plain PyTorch instead of our kernel; or 'all'"
     ),
     "log": Variable("POWERTRAIN_LOG", _one_of("info", "debug"), None, "info or debug: print every decision once"),
     "log_file": Variable("POWERTRAIN_LOG_FILE", str, None, "write the log to this file instead of stderr"),
