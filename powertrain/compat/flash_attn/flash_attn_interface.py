@@ -8,7 +8,7 @@ Philox, so the same seed keeps other elements; S_dmask is never written, so its 
 asking for it together with dropout raises.
 """
 
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
         )
         if reads:
             found = decode_attention(
-                q, k, v, lengths, page_table=_dense(block_table), cu_seqlens_q=_dense(cu_seqlens_q),
+                q, k, v, lengths, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
                 max_seqlen_q=known(max_seqlen_q), scale=softmax_scale, is_causal=causal, window_size=window_size,
                 softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
             )  # fmt: skip
@@ -270,24 +270,13 @@ def flash_attn_with_kvcache(
         q, *new = unit_stride(q, q if k is None else k, q if v is None else v)
         k, v = (None, None) if k is None else new
         return decode_attention(
-            q, k_cache, v_cache, _dense(cache_seqlens), key_new=k, value_new=v, page_table=_dense(block_table),
-            is_causal=causal,
-            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
-            cache_batch_idx=_dense(cache_batch_idx), cache_leftpad=_dense(cache_leftpad),
-            return_lse=return_softmax_lse,
+            q, k_cache, v_cache, cache_seqlens, key_new=k, value_new=v, page_table=block_table,
+            is_causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, return_lse=return_softmax_lse,
             # 0 means "choose" there, None here
             num_splits=(num_splits or None) if cu_seqlens_q is None else None, rotary=rotary,
-            rotary_interleaved=rotary_interleaved, cu_seqlens_q=_dense(cu_seqlens_q), max_seqlen_q=max_seqlen_q,
+            rotary_interleaved=rotary_interleaved, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
-
-
-@overload
-def _dense(x: Tensor) -> Tensor: ...
-@overload
-def _dense(x: Tensor | None) -> Tensor | None: ...
-def _dense(x: Tensor | None) -> Tensor | None:
-    """Whole numbers without strides, as flash-attn's functions make of a column of a table."""
-    return None if x is None else x.contiguous()
 
 
 def _no_mask_of_dropout(op: str, return_attn_probs: bool, dropout_p: float) -> None:

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.arguments import window_bounds
+from powertrain.ops.attention.arguments import as_int32, window_bounds
 from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.cache_append import append_op
@@ -212,7 +212,7 @@ def decode_attention(
         layout         "bshd" as above, or "bhsd": query and out [B, H, S, D], caches [C, K, L, D], new [B, K, N, D]
         num_splits     parts that each sequence's keys are cut into; None: as many as fill the GPU, by all lengths
         backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: triton but on a CPU
-    All strides are allowed but for the last dim's, which is 1.
+    All strides are allowed but for the last dim's of queries, keys and values, which is 1.
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S] or [H, T],
         in nats. A query that sees no key gives 0 and -inf (the sink's score with a sink).
     Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products follow
@@ -239,6 +239,8 @@ def decode_attention(
     _check_new(keys, values, key_new, value_new)
     cache = _Cache(keys, values, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
     _check_vectors(query, cache_seqlens.numel() if is_packed else query.shape[0], cache, alibi_slopes, sinks)
+    cache = cache.as_kernels_read_it()
+    cu_seqlens_q = as_int32(_OP, "cu_seqlens_q", cu_seqlens_q)
     softcap = 0.0 if softcap is None else softcap
     checks.require(softcap >= 0, _OP, "softcap", "be at least 0, or None", softcap)
     checks.require(num_splits is None or num_splits >= 1, _OP, "num_splits", "be at least 1 or None", num_splits)
@@ -251,10 +253,10 @@ def decode_attention(
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right
     if rotary is not None:
-        query, key_new = _rotate(query, key_new, rotary, rotary_interleaved, cache_seqlens, left >= 0 or right >= 0)
+        query, key_new = _rotate(query, key_new, rotary, rotary_interleaved, cache.seqlens, left >= 0 or right >= 0)
     if key_new is not None:
         append = append_op if runs_kernel else _append_ref
-        append(key_new, value_new, keys, values, cache_seqlens, page_table, cache_batch_idx)
+        append(key_new, value_new, keys, values, cache.seqlens, cache.page_table, cache.batch_idx)
     num_new = 0 if key_new is None else key_new.shape[1]
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     scores = _Scores(left, right, float(softcap), scale, alibi_slopes, sinks)
@@ -275,6 +277,16 @@ class _Cache(NamedTuple):
     page_table: Tensor | None
     batch_idx: Tensor | None
     leftpad: Tensor | None
+
+    def as_kernels_read_it(self) -> "_Cache":
+        """Whole numbers without strides, int32 but for page ids, whose table may be large."""
+        table = self.page_table
+        return self._replace(
+            seqlens=as_int32(_OP, "cache_seqlens", self.seqlens),
+            batch_idx=as_int32(_OP, "cache_batch_idx", self.batch_idx),
+            leftpad=as_int32(_OP, "cache_leftpad", self.leftpad),
+            page_table=table if table is None or table.stride(-1) == 1 else table.contiguous(),
+        )
 
     @property
     def capacity(self) -> int:
@@ -439,7 +451,6 @@ def _check_packed(
     checks.same_device(_OP, "query", query, cu_seqlens_q=cu_seqlens_q)
     checks.one_of(_OP, "cu_seqlens_q.dtype", cu_seqlens_q.dtype, (torch.int32, torch.int64))
     checks.shape(_OP, "cu_seqlens_q", cu_seqlens_q, (cache_seqlens.numel() + 1,), "one more than cache_seqlens")
-    checks.require(cu_seqlens_q.is_contiguous(), _OP, "cu_seqlens_q", "be contiguous", "strided")
     checks.require(max_seqlen_q is None or max_seqlen_q >= 0, _OP, "max_seqlen_q", "be at least 0", max_seqlen_q)
     checks.require(layout == "bshd", _OP, "layout", "be 'bshd' with cu_seqlens_q", layout)
     checks.require(key_new is None, _OP, "key_new", "be None with cu_seqlens_q (write the cache before)", "a tensor")
@@ -463,12 +474,9 @@ def _check_vectors(
         checks.one_of(_OP, f"{name}.dtype", x.dtype, (torch.int32, torch.int64))
         if name != "page_table":
             checks.shape(_OP, name, x, (batch,), "batch")
-            checks.require(x.numel() < 2 or x.stride(0) == 1, _OP, name, "be contiguous", "strided")
     if page_table is not None:
         fits = page_table.dim() == 2 and page_table.shape[0] == batch
         checks.require(fits, _OP, "page_table", f"have shape [{batch}, max pages]", list(page_table.shape))
-        unit = page_table.stride(1) == 1 or page_table.shape[1] < 2
-        checks.require(unit, _OP, "page_table", "have a last dim of stride 1", "another")
         checks.require(cache.batch_idx is None, _OP, "cache_batch_idx", "be None with a page_table", "a tensor")
         checks.require(cache.keys.shape[1] >= 1, _OP, "key_cache", "have pages of at least 1 row", 0)
     elif cache.batch_idx is None:

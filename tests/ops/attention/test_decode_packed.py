@@ -156,3 +156,19 @@ def check_a_graph(problem: dict[str, Any], **options: Any) -> None:
         problem["cache_seqlens"].copy_(torch.tensor(lengths))
         graph.replay()
         assert torch.equal(out, decode_attention(**problem, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_whole_numbers_of_any_stride(page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Columns of wider tables: what lies between their elements is not theirs."""
+    problem = _packed([5, 1, 20], device, page_size=page_size)
+    given = {"cache_leftpad": torch.tensor([0, 2, 9], device=device)} | (
+        {} if page_size else {"cache_batch_idx": torch.tensor([0, 1, 2], device=device)}
+    )
+    expected = decode_attention(**problem, **{name: x.int() for name, x in given.items()})
+    for name in ("cache_seqlens", "cu_seqlens_q", *(["page_table"] if page_size else [])):
+        given[name] = problem[name]
+    strided = {name: torch.stack([x, x + 1], -1).to(dtype)[..., 0] for name, x in given.items()}
+    assert all(x.stride(-1) == 2 for x in strided.values())
+    torch.testing.assert_close(decode_attention(**{**problem, **strided}), expected)

@@ -98,9 +98,6 @@ def why_not_cache(call: PagedCall, cache_batch_idx: Tensor | None, target: Targe
 def launch_pages(call: PagedCall, max_queries: int, target: Target) -> tuple[Tensor, Tensor]:
     """(out [T, H, E], lse [H, T]) of packed queries, whose rows of no sequence are 0 and -inf; (out [B, S, H, E], lse
     [B, H, S]) of others. `why_not_cache` has the limits."""
-    # coordinates of TMA are int32, and so are the numbers that they come from; a copy of int64 ones is a few bytes
-    starts = None if call.query_starts is None else call.query_starts.int()
-    call = call._replace(query_starts=starts, seqlens=call.seqlens.int())
     operands = _operands_of(call, target)
     plan = plan_of_pages(operands, max_queries)
     if operands.is_packed and operands.batch == 1:
