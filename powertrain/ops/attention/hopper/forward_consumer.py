@@ -271,6 +271,40 @@ def _store_listed_part(
 
 
 @gluon.jit
+def _end_of_softmax(
+    m, l, slope, factor, sinks, head, lane, heads, num_splits, split, slot_of_part,  # noqa: E741
+    row_layout: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Of each row of a tile its LSE, natural, and the factor of its result: one by the softmax's denominator."""
+    ROWS: gl.constexpr = m.shape[0]
+    total = gl.convert_layout(gl.sum(l, 1), row_layout)
+    m = m * factor
+    if CONFIG.alibi == "one_sided":
+        m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
+    rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    if sinks is not None:
+        if CONFIG.heads_per_tile == 1:
+            sink = gl.load(sinks + head).to(gl.float32) * LOG2E
+        else:
+            sink = gl.load(sinks + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
+        with_sink = gl.maximum(m, sink)
+        rescale = gl.exp2(m - with_sink)
+        weight = gl.exp2(sink - with_sink)
+        # a sink counts once, though every split sees it
+        if num_splits is not None:
+            weight = gl.where(split == 0, weight, 0.0)
+        # the combination of parts counts it
+        if CONFIG.listed:
+            weight = gl.where(slot_of_part < 0, weight, 0.0)
+        total = total * rescale + weight
+        m = with_sink
+    # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
+    lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
+    inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
+    return lse, inverse
+
+
+@gluon.jit
 def _consume_tile(
     visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
     CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
@@ -390,6 +424,7 @@ def _consume_tile(
     q_capacity = read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
     if num_splits is not None:
         split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    slot_of_part = None
     if CONFIG.listed:
         slot_of_part = read_tile_field(tile_smem, pair, TILE_SLOT)
     # every field has been read: the loader may write the descriptor of the tile after the next here
@@ -407,31 +442,10 @@ def _consume_tile(
     s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)  # [64, FIRST_N]
 
     # the tensor cores compute the next tile's first scores meanwhile
-    total = gl.convert_layout(gl.sum(l, 1), row_layout)
-    m = m * factor
-    if CONFIG.alibi == "one_sided":
-        m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
-    rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
     lane = with_head_of(0, gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
-    if results.sinks is not None:
-        if HEADS_PER_TILE == 1:
-            sink = gl.load(results.sinks + head).to(gl.float32) * LOG2E
-        else:
-            sink = gl.load(results.sinks + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
-        with_sink = gl.maximum(m, sink)
-        rescale = gl.exp2(m - with_sink)
-        weight = gl.exp2(sink - with_sink)
-        # a sink counts once, though every split sees it
-        if num_splits is not None:
-            weight = gl.where(split == 0, weight, 0.0)
-        # the combination of parts counts it
-        if CONFIG.listed:
-            weight = gl.where(slot_of_part < 0, weight, 0.0)
-        total = total * rescale + weight
-        m = with_sink
-    # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
-    lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
-    inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
+    lse, inverse = _end_of_softmax(
+        m, l, slope, factor, results.sinks, head, lane, heads, num_splits, split, slot_of_part, row_layout, CONFIG
+    )
     i = row + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     # rows past the sequence's queries are promised to be 0, with an LSE of -inf
     inverse = gl.where(i < q_len, inverse, 0.0)
