@@ -55,7 +55,7 @@ _DEMANDS = (
 def _demand(sentence: str) -> str | None:
     for pattern, advice in _DEMANDS:
         if match := re.match(pattern, sentence):
-            # what was given instead is no part of the demand
+            # the advice repeats the requirement, not the value that was given
             that = re.sub(r",? (?:but |and )?got\b.*", "", match["that"])
             return advice.format(this=match["this"].strip(" ,:"), that=that.strip(" .,:"))
     return None

@@ -150,7 +150,7 @@ class QueryTiles(NamedTuple):
     """Tiles of packed queries, and the parts that their keys are cut into."""
 
     tiles: Tensor  # [N, TILE_FIELDS] int32, as `_tiles_kernel` writes them
-    parts: Tensor  # [1, extra + N, 3] int32: what each program computes (decode_schedule.py)
+    parts: Tensor  # [1, extra + N, 3] int32: the part of each program (decode_schedule.py)
     of_tiles: Tensor  # [N, 1, 2] int32: slot of the second part's result, number of parts
     firsts: Tensor  # [N] int32: slot of the first part's result, where there are more
     slots: int  # of results of parts

@@ -53,7 +53,7 @@ def active() -> Quantizing | None:
 
 
 def _activate(quantizing: Quantizing | None) -> Quantizing | None:
-    """Set what is active; returns what was."""
+    """Make a quantization active. Returns the one that was active before."""
     global _active
     before, _active = _active, quantizing
     return before
