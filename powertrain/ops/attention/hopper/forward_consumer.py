@@ -465,10 +465,10 @@ def _consume_tile(
         is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
     if CONFIG.listed:
         # a part's LSE lies ahead of its results. By masks: with a branch softcap spilled 8 bytes
-        is_cut = slot_of_part >= 0
+        is_cut = slot_of_part >= 0  # type: ignore[operator]
         of_part = _place_of_part(results.partial, slot_of_part, ROWS * CONSUMERS, CONFIG) + CONSUMER * ROWS
         gl.store(of_part + gl.arange(0, ROWS, row_layout), lse, mask=is_row & is_cut)  # [64]
-        gl.store(lse_base + i, lse, mask=is_row & (slot_of_part < 0))  # [64]
+        gl.store(lse_base + i, lse, mask=is_row & (slot_of_part < 0))  # type: ignore[operator]  # [64]
     else:
         gl.store(lse_base + i, lse, mask=is_row)  # [64]
 
@@ -494,7 +494,7 @@ def _consume_tile(
                 HEADS_PER_TILE,
             )
     elif CONFIG.listed:
-        if slot_of_part >= 0:
+        if slot_of_part >= 0:  # type: ignore[operator]
             _store_listed_part(
                 o, inverse, results.partial, slot_of_part, head, q_capacity - row, num_q_per_kv, CONFIG, CONSUMER
             )
