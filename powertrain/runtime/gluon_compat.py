@@ -39,6 +39,7 @@ __all__ = [
     "named_barrier_arrive",
     "named_barrier_sync",
     "named_barrier_sync_divergent",
+    "prefetch",
     "reinterpret",
     "stores_landed",
     "tma",
@@ -139,6 +140,14 @@ def await_next_tile(tile_idx):  # type: ignore[no-untyped-def]
     """The old value that the calling warp's `fetch_next_tile_async` gets, in all its threads."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [tile_idx], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def prefetch(ptr):  # type: ignore[no-untyped-def]
+    """Ask for the line at `ptr`, for a later load to find it in the L1; one that may not be read is ignored."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

@@ -15,13 +15,12 @@ from powertrain.ops.attention.cache_append import (
 from powertrain.ops.attention.combine import PartTable, combine
 from powertrain.ops.attention.decode_schedule import (
     LEAST_KEYS,
-    TILE_FIELDS,
     KeysSeen,
     key_range,
     lengths_of,
     schedule,
 )
-from powertrain.ops.attention.decode_tiles import QueryTiles
+from powertrain.ops.attention.decode_tiles import ENTRY_FIELDS, LISTED, TileList
 from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
 from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
 from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
@@ -131,27 +130,25 @@ def _offset_of_block(block, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _load_part(parts_ptr, at):
-    """(sequence or tile, which of its parts, how many it has) of an entry of decode_schedule.py's table."""
+    """(sequence, which of its parts, how many it has) of an entry of decode_schedule.py's table."""
     of_part = parts_ptr + at * 3
     return tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
 
 
 @triton.jit
-def _load_tile(tiles_ptr, number):
-    """(sequence, tile of it, its first query, how many it has) of a tile of packed queries; sequence -1: none."""
-    of_tile = tiles_ptr + number * TILE_FIELDS
-    sequence, tile = tl.load(of_tile), tl.load(of_tile + 1)  # scalars
-    first_query, count = tl.load(of_tile + 3).to(tl.int64), tl.load(of_tile + 4)  # scalars
-    return sequence, tile, first_query, count
+def _load_entry(list_ptr, at):
+    """(sequence, tile of it, its first query, how many it has, part, parts) of an entry of decode_tiles.py's list;
+    sequence -1: none."""
+    entry = list_ptr + (at + 1) * ENTRY_FIELDS
+    sequence, tile = tl.load(entry), tl.load(entry + 1)  # scalars
+    first_query, count = tl.load(entry + 2).to(tl.int64), tl.load(entry + 3)  # scalars
+    return sequence, tile, first_query, count, tl.load(entry + 5), tl.load(entry + 6)  # scalars
 
 
 @triton.jit
-def _blocks_of_part(first, last, number, split, parts, tiles_ptr, BLOCK_N: tl.constexpr):
+def _blocks_of_part(first, last, split, parts, BLOCK_N: tl.constexpr):
     """(begin, end) of the blocks of a part of the keys first to last."""
     blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
-    if tiles_ptr is not None:
-        # none of a tile behind a sequence's queries, though there are keys
-        blocks = tl.load(tiles_ptr + number * TILE_FIELDS + 2)  # scalar
     share = tl.cdiv(blocks, parts)
     begin = first // BLOCK_N + split * share
     return begin, tl.minimum(begin + share, first // BLOCK_N + blocks)
@@ -219,7 +216,7 @@ def _normalized(acc, alpha, top, total):
 @kernel()
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, page_table_ptr, batch_idx_ptr, leftpad_ptr, slopes_ptr, sinks_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, parts_ptr, tiles_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, parts_ptr, list_ptr,
     batches, num_queries, kv_heads, ratio, num_new, capacity, num_parts, left, right, page_row, slopes_row,
     scale, softcap,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -230,15 +227,14 @@ def _decode_kernel(
 ):  # fmt: skip
     """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
     UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each. With
-    `tiles` (decode_tiles.py) queries are packed, `num_queries` in all, and `batches` counts tiles."""
+    `list` (decode_tiles.py) queries are packed, `num_queries` in all."""
     wait_for_kernel_before(STARTS_EARLY)
-    if tiles_ptr is not None:
+    if list_ptr is not None:
         kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
         part = tl.program_id(0) // kv_heads
-        number, split, parts = _load_part(parts_ptr, part)
-        if number >= batches:
+        if part >= tl.load(list_ptr + LISTED):
             return
-        sequence, tile, first_query, count = _load_tile(tiles_ptr, number)
+        sequence, tile, first_query, count, split, parts = _load_entry(list_ptr, part)
         # rows of no sequence have no keys; addresses by the first one's are safe
         is_sequence, batch, row_batch = sequence >= 0, tl.maximum(sequence, 0).to(tl.int64), kv_head * 0
         slot = part.to(tl.int64)
@@ -255,7 +251,7 @@ def _decode_kernel(
             batch, slot = number.to(tl.int64), tl.where(split == 0, num_parts - batches + number, part).to(tl.int64)
         else:
             batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
-            number, split, parts = batch, tl.program_id(1), num_parts
+            split, parts = tl.program_id(1), num_parts
             slot = split.to(tl.int64) * batches + batch
         is_sequence, row_batch, first_query, count = True, batch, 0, num_queries
 
@@ -266,7 +262,7 @@ def _decode_kernel(
     length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, is_sequence, num_new, capacity)
     position = query + (length - count)
     first, last = key_range(length, pad, tile, count, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
-    begin, end = _blocks_of_part(first, last, number, split, parts, tiles_ptr, BLOCK_N)
+    begin, end = _blocks_of_part(first, last, split, parts, BLOCK_N)
 
     q_rows = (row_batch * stride_qb + (first_query + query).to(tl.int64) * stride_qs + head * stride_qh) * UNIT
     q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
@@ -317,8 +313,8 @@ def _decode_kernel(
         tl.store(lse_ptr + of_lse, lse, mask=row_mask)  # [BLOCK_M]
         _store_rows(out_ptr, tile_out, row * HEAD_DIM_V, row_mask, HEAD_DIM_V, PIECES_V)
     elif partial_ptr is not None:
-        if tiles_ptr is not None:
-            # by tile: results of `num_queries` rows a slot would be many times those of its own
+        if list_ptr is not None:
+            # by entry: results of `num_queries` rows a slot would be many times those of its own
             row = (slot * kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
             of_lse = row
         else:
@@ -589,11 +585,11 @@ class _Work(NamedTuple):
     """The attention kernel's programs, and memory for results of parts."""
 
     grid: tuple[int, int]
-    entries: int  # sequences, or tiles of packed queries
+    sequences: int
     slots: int  # parts in all, or of each sequence
     parts: Tensor | None = None
     table: PartTable | None = None
-    tiles: QueryTiles | None = None
+    listed: TileList | None = None
     partial: Tensor | None = None
     partial_lse: Tensor | None = None
 
@@ -604,11 +600,10 @@ def _work_of(call: _Call, out: Tensor, lse: Tensor, tile: tuple[int, int, int], 
     b, sq = query.shape[:2]
     programs = kv_heads * cdiv(sq * ratio, tile[0])
     if call.query_starts is not None:
-        tiles = QueryTiles.of(call.query_starts, keys, sq, ratio, kv_heads, seen, tile, target)
-        partial = query.new_empty((tiles.slots, kv_heads, tile[0], out.shape[-1]), dtype=torch.float32)
+        listed = TileList.of(call.query_starts, keys, sq, ratio, kv_heads, seen, tile, target)
+        partial = query.new_empty((listed.slots, kv_heads, tile[0], out.shape[-1]), dtype=torch.float32)
         partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
-        slots = tiles.parts.shape[1]
-        return _Work((kv_heads * slots, 1), tiles.tiles.shape[0], slots, tiles.parts, None, tiles, partial, partial_lse)
+        return _Work((kv_heads * listed.most, 1), b, listed.most, None, None, listed, partial, partial_lse)
     parts = table = None
     # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
     if call.num_splits == 0 and 1 < b <= 1 << 15:
@@ -633,7 +628,7 @@ def _launch_universal(
     _decode_kernel[work.grid](
         call.query, call.key_cache, operands.value, call.cache_seqlens, table, call.cache_batch_idx,
         call.cache_leftpad, slopes, call.sinks, out, lse, work.partial, work.partial_lse, work.parts,
-        work.tiles and work.tiles.tiles, work.entries, sq, call.kv_heads, call.ratio, call.num_new, call.capacity,
+        work.listed and work.listed.entries, work.sequences, sq, call.kv_heads, call.ratio, call.num_new, call.capacity,
         work.slots, call.left, call.right, 0 if table is None else table.stride(0),
         h if slopes is not None and slopes.dim() == 2 else 0, call.scale, call.softcap, *operands.strides,
         HEAD_DIM_QK=head_dim_qk, HEAD_DIM_V=call.head_dim_v, PIECES_QK=operands.pieces_qk,
@@ -667,8 +662,8 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
         work = _work_of(call, out, lse, (plan.block_m, plan.block_n, plan.per_sm), target)
         _launch_universal(call, operands, plan, work, out, lse, target)
     if work.partial is not None and work.partial_lse is not None:
-        if work.tiles is not None:
-            work.tiles.combine(work.partial, work.partial_lse, call.sinks, out, lse, call.kv_heads)
+        if work.listed is not None:
+            work.listed.combine(work.partial, work.partial_lse, call.sinks, out, lse, call.kv_heads)
         else:
             combine(work.partial, work.partial_lse, call.sinks, out, lse, out.stride()[:3], work.table)
     return out, lse

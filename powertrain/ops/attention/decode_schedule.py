@@ -59,13 +59,9 @@ def lengths_of(seqlens_ptr, leftpad_ptr, batch, inside, num_new, capacity):
     return tl.minimum(length, capacity), leftpad
 
 
-TILE_FIELDS = tl.constexpr(6)  # of a tile of packed queries: decode_tiles.py
-
-
 @triton.jit
 def _blocks_of(
     batch,
-    tiles_ptr,
     seqlens_ptr,
     leftpad_ptr,
     batches,
@@ -82,17 +78,13 @@ def _blocks_of(
     BLOCK_N: tl.constexpr,
 ):
     """Blocks of keys that a tile of queries sees, of these sequences; 0 behind the last."""
-    if tiles_ptr is not None:
-        blocks = tl.load(tiles_ptr + batch * TILE_FIELDS + 2, mask=batch < batches, other=0)  # the shape of batch
-    else:
-        length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, batch < batches, num_new, capacity)
-        first, last = key_range(length, pad, tile, num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
-        blocks = tl.where(batch < batches, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)  # the shape of batch
-    return blocks
+    length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, batch < batches, num_new, capacity)
+    first, last = key_range(length, pad, tile, num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
+    return tl.where(batch < batches, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)  # the shape of batch
 
 
 @triton.jit
-def _extra_parts(blocks, share, FILLS_ONCE: tl.constexpr):
+def extra_parts(blocks, share, FILLS_ONCE: tl.constexpr):
     """Parts of a sequence beyond its first, of about `share` blocks of keys; none of no blocks. A quarter more is not
     cut, so that equal lengths stay whole, unless all parts run at once, where the longest counts."""
     slack = 0 if FILLS_ONCE else share // 4
@@ -100,14 +92,32 @@ def _extra_parts(blocks, share, FILLS_ONCE: tl.constexpr):
 
 
 @triton.jit
-def _safe_share(total, extra, least):
+def safe_share(total, extra, least):
     """Blocks of keys of a part with which there are no more than `extra`."""
     # sum of floor(blocks / share) <= total / share <= extra
     return tl.maximum(tl.cdiv(total, extra), least)
 
 
 @triton.jit
-def _share_of(total, longest, batches, at_once, least):
+def smallest_share(blocks, total, count, extra, least):
+    """The same of `count` sequences where all parts run at once: nearly the smallest."""
+    share = tl.maximum(tl.cdiv(total, extra + count), least)
+    for _ in range(6):
+        needed = tl.sum(extra_parts(blocks, share, True))
+        closer = tl.maximum(share + 1, tl.cdiv(share * (needed + count), extra + count))
+        share = tl.where(needed > extra, closer, share)
+    return tl.where(tl.sum(extra_parts(blocks, share, True)) > extra, safe_share(total, extra, least), share)
+
+
+@triton.jit
+def is_best_whole(longest, count, at_each, share, at_once):
+    """Whether waves of the longest of `count` sequences cost no more than parts of `share` blocks do."""
+    # int64: many sequences, one of them very long
+    return longest.to(tl.int64) * tl.cdiv(count, at_once) <= at_each + at_each // share + share // 2
+
+
+@triton.jit
+def share_of(total, longest, count, at_once, least):
     """Blocks of keys of a part, where there are more parts than run at once; `least`: of the smallest.
 
     Small parts end at about the same time, but each begins with an empty pipeline, as long as two blocks of 64 keys. us
@@ -118,39 +128,13 @@ def _share_of(total, longest, batches, at_once, least):
     at_each = tl.cdiv(total, at_once)
     root = tl.sqrt(at_each.to(tl.float32) * least * 0.5).to(tl.int32)
     share = tl.maximum(tl.minimum(tl.maximum(root, 3 * least), at_each), 1)
-    # int64: many sequences, one of them very long
-    whole = longest.to(tl.int64) * tl.cdiv(batches, at_once)
-    return tl.where(whole <= at_each + at_each // share + share // 2, longest, share)
-
-
-@triton.jit
-def _share_of_rounds(total, longest, tiles, at_once, least, ROUNDS: tl.constexpr):
-    """The same where programs take parts from a counter, longest first: short tiles fill the end, so that a tile need
-    be cut only if it is longer than what a program computes in a round, of which there are ROUNDS. `tiles`: that have
-    keys. All stay whole too if waves of the longest cost no more than parts do."""
-    at_each = tl.cdiv(total, at_once)
-    share = tl.maximum(tl.minimum(tl.maximum(at_each // ROUNDS, least), at_each), 1)
-    whole = longest.to(tl.int64) * tl.cdiv(tiles, at_once)
-    return tl.where(whole <= at_each + at_each // share + share // 2, longest, share)
-
-
-LEVELS = tl.constexpr(8)  # of lengths
-
-
-@triton.jit
-def _level_of(blocks, is_whole, share):
-    """Which eighth of the longest that is not cut a tile has, the longest first: one column of [BLOCK_B, LEVELS] is 1;
-    none of a tile that is cut."""
-    longest = share + share // 4 + 1
-    level = LEVELS - 1 - tl.minimum(blocks * LEVELS // longest, LEVELS - 1)
-    return ((level[:, None] == tl.arange(0, LEVELS)[None, :]) & is_whole[:, None]).to(tl.int32)
+    return tl.where(is_best_whole(longest, count, at_each, share, at_once), longest, share)
 
 
 @triton.jit
 def _write_parts(
     parts_ptr,
     of_sequences_ptr,
-    firsts_ptr,
     batch,
     blocks,
     batches,
@@ -159,16 +143,14 @@ def _write_parts(
     cut,
     before,
     cut_before,
-    levels_before,
     tile,
     tiles,
     FILLS_ONCE: tl.constexpr,
-    ROUNDS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """The parts of some sequences. `before`, `cut_before`: extra parts, and sequences that are cut, of those before
-    them; returned with theirs, as `levels_before` is: where the next whole tile of each level comes, with ROUNDS."""
-    more = _extra_parts(blocks, share, FILLS_ONCE)
+    them; returned with theirs."""
+    more = extra_parts(blocks, share, FILLS_ONCE)
     is_cut = (more > 0).to(tl.int32)
     begin = before + tl.cumsum(more) - more
     rank = cut_before + tl.cumsum(is_cut) - is_cut
@@ -176,16 +158,7 @@ def _write_parts(
     tl.store(of_sequence, begin, mask=batch < batches)  # [BLOCK_B]
     tl.store(of_sequence + 1, more + 1, mask=batch < batches)  # [BLOCK_B]
     # the first parts of those that are cut are as long as the extra ones: they come before whole sequences
-    if ROUNDS > 0:
-        level = _level_of(blocks, (more == 0) & (batch < batches), share)  # [BLOCK_B, LEVELS]
-        place = tl.sum(level * (levels_before[None, :] + tl.cumsum(level, 0) - 1), 1)  # [BLOCK_B]
-        levels_before += tl.sum(level, 0)
-    else:
-        place = batch - rank
-    number = used + tl.where(is_cut > 0, rank, cut + place)
-    if firsts_ptr is not None:
-        tl.store(firsts_ptr + batch, number, mask=batch < batches)  # [BLOCK_B]
-    first = parts_ptr + number * 3
+    first = parts_ptr + (used + tl.where(is_cut > 0, rank, cut + batch - rank)) * 3
     tl.store(first, batch, mask=batch < batches)  # [BLOCK_B]
     tl.store(first + 1, tl.zeros_like(batch), mask=batch < batches)  # [BLOCK_B]
     tl.store(first + 2, more + 1, mask=batch < batches)  # [BLOCK_B]
@@ -196,13 +169,11 @@ def _write_parts(
         tl.store(extra, tl.broadcast_to(batch[:, None], mask.shape), mask=mask)  # [BLOCK_B, BLOCK_E]
         tl.store(extra + 1, tl.broadcast_to(part + 1, mask.shape), mask=mask)  # [BLOCK_B, BLOCK_E]
         tl.store(extra + 2, tl.broadcast_to(more[:, None] + 1, mask.shape), mask=mask)  # [BLOCK_B, BLOCK_E]
-    return before + tl.sum(more), cut_before + tl.sum(is_cut), levels_before
+    return before + tl.sum(more), cut_before + tl.sum(is_cut)
 
 
 @kernel()
 def _schedule_kernel(
-    tiles_ptr,
-    firsts_ptr,
     seqlens_ptr,
     leftpad_ptr,
     parts_ptr,
@@ -221,7 +192,6 @@ def _schedule_kernel(
     HAS_RIGHT: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     FILLS_ONCE: tl.constexpr,
-    ROUNDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -235,9 +205,6 @@ def _schedule_kernel(
     them: first the parts that are extra, then the first of each sequence that is cut, then whole sequences, then
     sequence `batches`, no part.
     of_sequences [batches, tiles, 2]: (the first of its extra parts, how many parts it has).
-    With `tiles` (decode_tiles.py) a tile of packed queries is what a sequence is without: `batches` of them, and where
-    the first part of each is in the table is written to `firsts`. With ROUNDS programs take parts from a counter, and
-    whole tiles are in the order of their lengths, the longest first.
     """
     wait_for_kernel_before(STARTS_EARLY)
     tile = tl.program_id(0)
@@ -248,85 +215,55 @@ def _schedule_kernel(
     cut = 0
     before = 0
     cut_before = 0
-    levels_before = tl.zeros([LEVELS], tl.int32)
     if ONE_BLOCK:
         batch = tl.arange(0, BLOCK_B)
         # read once
         blocks = _blocks_of(
-            batch, tiles_ptr, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
-            right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+            batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
+            HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total = tl.sum(blocks)
-        safe = _safe_share(total, extra, least)
         if FILLS_ONCE:
-            # look for the smallest share
-            share = tl.maximum(tl.cdiv(total, extra + batches), least)
-            for _ in range(6):
-                needed = tl.sum(_extra_parts(blocks, share, True))
-                closer = tl.maximum(share + 1, tl.cdiv(share * (needed + batches), extra + batches))
-                share = tl.where(needed > extra, closer, share)
-            share = tl.where(tl.sum(_extra_parts(blocks, share, True)) > extra, safe, share)
+            share = smallest_share(blocks, total, batches, extra, least)
         else:
-            if ROUNDS > 0:
-                some = tl.sum((blocks > 0).to(tl.int32))
-                share = _share_of_rounds(total, tl.max(blocks), some, at_once, least, ROUNDS)
-            else:
-                share = _share_of(total, tl.max(blocks), batches, at_once, least)
-            share = tl.maximum(share, safe)
-            if ROUNDS > 0:
-                # levels of lengths are parts of it
-                share = tl.minimum(share, tl.maximum(tl.max(blocks), 1))
-        more = _extra_parts(blocks, share, FILLS_ONCE)
+            share = share_of(total, tl.max(blocks), batches, at_once, least)
+            share = tl.maximum(share, safe_share(total, extra, least))
+        more = extra_parts(blocks, share, FILLS_ONCE)
         used = tl.sum(more)
         cut = tl.sum((more > 0).to(tl.int32))
-        if ROUNDS > 0:
-            level = tl.sum(_level_of(blocks, (more == 0) & (batch < batches), share), 0)  # [LEVELS]
-            levels_before = tl.cumsum(level) - level
-        before, cut_before, levels_before = _write_parts(
-            parts_ptr, of_sequences_ptr, firsts_ptr, batch, blocks, batches, share, used, cut, before, cut_before,
-            levels_before, tile, tiles, FILLS_ONCE, ROUNDS, BLOCK_E,
+        before, cut_before = _write_parts(
+            parts_ptr, of_sequences_ptr, batch, blocks, batches, share, used, cut, before, cut_before, tile, tiles,
+            FILLS_ONCE, BLOCK_E,
         )  # fmt: skip
     else:
         longest = 0
-        some = 0
         for start in range(0, batches, BLOCK_B):
             blocks = _blocks_of(
-                start + tl.arange(0, BLOCK_B), tiles_ptr, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile,
-                num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+                start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
+                ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             total += tl.sum(blocks)
             longest = tl.maximum(longest, tl.max(blocks))
-            if ROUNDS > 0:
-                some += tl.sum((blocks > 0).to(tl.int32))
-        if ROUNDS > 0:
-            share = _share_of_rounds(total, longest, some, at_once, least, ROUNDS)
-        else:
-            share = _share_of(total, longest, batches, at_once, least)
-        share = tl.maximum(share, _safe_share(total, extra, least))
-        if ROUNDS > 0:
-            share = tl.minimum(share, tl.maximum(longest, 1))
+        share = share_of(total, longest, batches, at_once, least)
+        share = tl.maximum(share, safe_share(total, extra, least))
         for start in range(0, batches, BLOCK_B):
             batch = start + tl.arange(0, BLOCK_B)
             blocks = _blocks_of(
-                batch, tiles_ptr, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
-                right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+                batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
+                HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            more = _extra_parts(blocks, share, False)
+            more = extra_parts(blocks, share, False)
             used += tl.sum(more)
             cut += tl.sum((more > 0).to(tl.int32))
-            if ROUNDS > 0:
-                levels_before += tl.sum(_level_of(blocks, (more == 0) & (batch < batches), share), 0)
-        if ROUNDS > 0:
-            levels_before = tl.cumsum(levels_before) - levels_before
         for start in range(0, batches, BLOCK_B):
             batch = start + tl.arange(0, BLOCK_B)
             blocks = _blocks_of(
-                batch, tiles_ptr, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
-                right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+                batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
+                HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            before, cut_before, levels_before = _write_parts(
-                parts_ptr, of_sequences_ptr, firsts_ptr, batch, blocks, batches, share, used, cut, before, cut_before,
-                levels_before, tile, tiles, False, ROUNDS, BLOCK_E,
+            before, cut_before = _write_parts(
+                parts_ptr, of_sequences_ptr, batch, blocks, batches, share, used, cut, before, cut_before, tile, tiles,
+                False, BLOCK_E,
             )  # fmt: skip
     for start in range(used + batches, extra + batches, 128):
         part = start + tl.arange(0, 128)
@@ -341,7 +278,7 @@ _BLOCK_B = 256  # sequences that the schedule reads at a time
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose_parts(
+def choose_parts(
     sequences: int, tiles: int, keys: int, per_sm: int, target: Target, waves: int = _WAVES
 ) -> tuple[int, int, bool]:
     """(parts beyond one a sequence, parts that run at once, whether all do), where `tiles` programs work on each."""
@@ -373,9 +310,6 @@ def schedule(
     seen: int,
     plan: tuple[int, int, int],
     target: Target,
-    packed: tuple[Tensor, Tensor] | None = None,
-    rounds: int = 0,
-    least_keys: int | None = None,
 ) -> tuple[Tensor, PartTable]:
     """(parts [tiles, number of parts, 3] as `_schedule_kernel` writes them, the table for `combine`).
 
@@ -383,25 +317,20 @@ def schedule(
     programs  of a part: kv heads times tiles of queries
     seen      the most keys that the queries of a sequence see
     plan      rows of a tile of queries, keys of a block, programs that run on one SM at a time
-    packed    tiles of packed queries and where each one's first part is, which is written; `batch` tiles of one query
-    rounds    where programs take parts from a counter: parts that each takes at least, of tiles that are cut
-    least_keys  of a part
     """
     block_m, block_n, per_sm = plan
     tiles = cdiv(queries * ratio, block_m)
-    # a round more, for shares are rounded down
-    waves = rounds + 1 if rounds else _WAVES
-    extra, at_once, fills_once = _choose_parts(batch, programs, seen, per_sm, target, waves)
+    extra, at_once, fills_once = choose_parts(batch, programs, seen, per_sm, target)
     device = keys.seqlens.device
     parts = torch.empty((tiles, extra + batch, 3), dtype=torch.int32, device=device)
     table = PartTable(torch.empty((batch, tiles, 2), dtype=torch.int32, device=device), ratio, block_m, extra)
     block_b = min(_BLOCK_B, next_power_of_2(batch))
     # one warp adds without waiting for others
     _schedule_kernel[(tiles,)](
-        *(packed or (None, None)), keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio,
-        keys.num_new, keys.capacity, extra, at_once, cdiv(least_keys or LEAST_KEYS, block_n), keys.left, keys.right,
-        HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0, ONE_BLOCK=batch <= _BLOCK_B, FILLS_ONCE=fills_once,
-        ROUNDS=rounds, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b, BLOCK_E=8,
-        STARTS_EARLY=starts_early(target), num_warps=1 if block_b <= 64 else 4,
+        keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio, keys.num_new, keys.capacity, extra,
+        at_once, cdiv(LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0,
+        HAS_RIGHT=keys.right >= 0, ONE_BLOCK=batch <= _BLOCK_B, FILLS_ONCE=fills_once, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_B=block_b, BLOCK_E=8, STARTS_EARLY=starts_early(target),
+        num_warps=1 if block_b <= 64 else 4,
     )  # fmt: skip
     return parts, table

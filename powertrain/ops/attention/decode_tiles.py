@@ -1,25 +1,49 @@
-"""Packed queries beside a KV cache, as many of each sequence as it has: tiles of them, and the combination of parts.
+"""Tiles of queries beside a KV cache, and the list of what is computed of them. Queries are packed, as many of each
+sequence as it has, or equal.
 
 A chunk of a prompt and single new tokens stand in one tensor [T, H, D]. Tiles of BLOCK_M rows (query, query head of a
 kv head) never hold two sequences; the host knows only that there are at most cdiv(T * ratio, BLOCK_M) + B + 2 of them.
-One kernel finds each tile's sequence and keys, `schedule` then cuts the keys of tiles as it cuts those of sequences,
-and results of parts lie by tile: 4 bytes a row and head dim for each part of a tile that is cut.
+One kernel finds each tile's sequence and keys. Another cuts the keys of long tiles into parts, as decode_schedule.py
+cuts those of sequences, and writes a list of whole tiles and parts, the longest first. Results of parts lie by entry of
+the list: 4 bytes a row and head dim for each part of a tile that is cut.
 """
 
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.attention.decode_schedule import TILE_FIELDS, KeysSeen, key_range, lengths_of, schedule
+from powertrain.ops.attention.decode_schedule import (
+    LEAST_KEYS,
+    KeysSeen,
+    choose_parts,
+    extra_parts,
+    is_best_whole,
+    key_range,
+    lengths_of,
+    safe_share,
+    share_of,
+    smallest_share,
+)
 from powertrain.ops.attention.triton.sequences import sequence_span
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
+# of a tile: sequence (-1: none, whose rows are 0), tile of it, first query, how many queries it has, how many keys;
+# then the blocks of keys that the tile sees, -1 of a tile without rows
+TILE_FIELDS = tl.constexpr(6)
+_BLOCKS = tl.constexpr(5)
+# of an entry of the list: a tile's first five, the part, how many parts, the entry of the second part
+ENTRY_FIELDS = tl.constexpr(8)
+# the list's first row: how many entries follow, how many of them are parts beyond a tile's first, how many the first
+# parts of tiles that are cut, which come next
+LISTED, EXTRA, CUT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _BLOCK_T = 128  # tiles that a program finds at a time
+_MOST_LISTED = 1024  # that are listed at a time
 
 
 @kernel()
@@ -29,9 +53,8 @@ def _tiles_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """tiles [tiles, TILE_FIELDS] int32: sequence, tile of it, blocks of keys that it sees, the sequence's first query,
-    how many it has, how many keys. Rows of no sequence are one of -1, without keys. `steps`: of the search. Without
-    `starts` each sequence has `queries`, one behind the other."""
+    """tiles [tiles, TILE_FIELDS] int32. Rows of no sequence are one of -1, without keys. `steps`: of the search.
+    Without `starts` each sequence has `queries`, one behind the other."""
     wait_for_kernel_before(STARTS_EARLY)
     slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     if starts_ptr is None:
@@ -57,20 +80,128 @@ def _tiles_kernel(
     inside = sequence < batches
     length, pad = lengths_of(seqlens_ptr, leftpad_ptr, sequence, inside, num_new, capacity)
     first, last = key_range(length, pad, tile, count, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
-    sees = inside & (tile * BLOCK_M < count * ratio)
-    blocks = tl.where(sees, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)
+    blocks = tl.where(inside, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)
     to, mask = tiles_ptr + slot * TILE_FIELDS, slot < tiles
     tl.store(to, tl.where(inside, sequence, -1), mask=mask)  # [BLOCK_T]
     tl.store(to + 1, tile, mask=mask)  # [BLOCK_T]
-    tl.store(to + 2, blocks, mask=mask)  # [BLOCK_T]
-    tl.store(to + 3, first_query, mask=mask)  # [BLOCK_T]
-    tl.store(to + 4, count, mask=mask)  # [BLOCK_T]
-    tl.store(to + 5, tl.where(inside, length, 0), mask=mask)  # [BLOCK_T]
+    tl.store(to + 2, first_query, mask=mask)  # [BLOCK_T]
+    tl.store(to + 3, count, mask=mask)  # [BLOCK_T]
+    tl.store(to + 4, tl.where(inside, length, 0), mask=mask)  # [BLOCK_T]
+    tl.store(to + _BLOCKS, tl.where(tile * BLOCK_M < count * ratio, blocks, -1), mask=mask)  # [BLOCK_T]
+
+
+@triton.jit
+def _share_of_rounds(total, longest, tiles, at_once, least, ROUNDS: tl.constexpr):
+    """Blocks of keys of a part where programs take parts from a counter, longest first: short tiles fill the end, so
+    that a tile need be cut only if it is longer than what a program computes in a round, of which there are ROUNDS."""
+    at_each = tl.cdiv(total, at_once)
+    share = tl.maximum(tl.minimum(tl.maximum(at_each // ROUNDS, least), at_each), 1)
+    return tl.where(is_best_whole(longest, tiles, at_each, share, at_once), longest, share)
+
+
+_LEVELS = tl.constexpr(8)  # of lengths
+
+
+@triton.jit
+def _level_of(blocks, is_whole, share):
+    """Which eighth of the longest that is not cut a tile has, the longest first: one column of [BLOCK_T, _LEVELS] is 1;
+    none of a tile that is cut."""
+    longest = share + share // 4 + 1
+    level = _LEVELS - 1 - tl.minimum(blocks * _LEVELS // longest, _LEVELS - 1)
+    return ((level[:, None] == tl.arange(0, _LEVELS)[None, :]) & is_whole[:, None]).to(tl.int32)
+
+
+@triton.jit
+def _store_entries(list_ptr, at, tiles_ptr, tile, part, parts, second, mask):
+    """Entries `at` of the list, of tiles of the same shape; the other integers may have fewer dims."""
+    to, fields = list_ptr + (at + 1) * ENTRY_FIELDS, tiles_ptr + tile * TILE_FIELDS
+    for i in tl.static_range(_BLOCKS):
+        tl.store(to + i, tl.load(fields + i, mask=mask), mask=mask)  # the shape of at
+    tl.store(to + _BLOCKS, tl.broadcast_to(part, mask.shape), mask=mask)  # the shape of at
+    tl.store(to + _BLOCKS + 1, tl.broadcast_to(parts, mask.shape), mask=mask)  # the shape of at
+    tl.store(to + _BLOCKS + 2, tl.broadcast_to(second, mask.shape), mask=mask)  # the shape of at
+
+
+@triton.jit
+def _blocks_at(tiles_ptr, tile, tiles):
+    return tl.load(tiles_ptr + tile * TILE_FIELDS + _BLOCKS, mask=tile < tiles, other=-1)  # the shape of tile
+
+
+@kernel()
+def _list_kernel(
+    tiles_ptr, list_ptr, tiles, extra, at_once, least,
+    FILLS_ONCE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """list [1 + extra + tiles, ENTRY_FIELDS] int32, of one program: at most `extra` parts beyond a tile's first, then
+    the first parts of those tiles, then whole tiles, by eighths of the longest; none of tiles without rows. Parts are
+    of about the same size. `at_once`: parts that run at the same time; `least`: blocks of the smallest part. ROUNDS 0:
+    programs do not take parts from a counter."""
+    wait_for_kernel_before(STARTS_EARLY)
+    total = 0
+    longest = 0
+    some = 0
+    for start in range(0, tiles, BLOCK_T):
+        blocks = _blocks_at(tiles_ptr, start + tl.arange(0, BLOCK_T), tiles)
+        total += tl.sum(tl.maximum(blocks, 0))
+        longest = tl.maximum(longest, tl.max(blocks))
+        some += tl.sum((blocks > 0).to(tl.int32))
+    if FILLS_ONCE:
+        # the tiles are one block
+        blocks = _blocks_at(tiles_ptr, tl.arange(0, BLOCK_T), tiles)
+        share = smallest_share(blocks, total, tiles, extra, least)
+    else:
+        if ROUNDS > 0:
+            share = _share_of_rounds(total, longest, some, at_once, least, ROUNDS)
+        else:
+            share = share_of(total, longest, some, at_once, least)
+        share = tl.maximum(share, safe_share(total, extra, least))
+    # levels of lengths are parts of it
+    share = tl.minimum(share, tl.maximum(longest, 1))
+
+    used = 0
+    cut = 0
+    levels_before = tl.zeros([_LEVELS], tl.int32)  # where the next whole tile of each level comes
+    for start in range(0, tiles, BLOCK_T):
+        blocks = _blocks_at(tiles_ptr, start + tl.arange(0, BLOCK_T), tiles)
+        more = extra_parts(blocks, share, FILLS_ONCE)
+        used += tl.sum(more)
+        cut += tl.sum((more > 0).to(tl.int32))
+        levels_before += tl.sum(_level_of(blocks, (more == 0) & (blocks >= 0), share), 0)
+    tl.store(list_ptr + LISTED, used + cut + tl.sum(levels_before))
+    tl.store(list_ptr + EXTRA, used)
+    tl.store(list_ptr + CUT, cut)
+    levels_before = tl.cumsum(levels_before) - levels_before
+
+    before = 0
+    cut_before = 0
+    for start in range(0, tiles, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        blocks = _blocks_at(tiles_ptr, tile, tiles)
+        more = extra_parts(blocks, share, FILLS_ONCE)
+        is_cut = (more > 0).to(tl.int32)
+        second = before + tl.cumsum(more) - more
+        rank = cut_before + tl.cumsum(is_cut) - is_cut
+        level = _level_of(blocks, (more == 0) & (blocks >= 0), share)  # [BLOCK_T, _LEVELS]
+        place = tl.sum(level * (levels_before[None, :] + tl.cumsum(level, 0) - 1), 1)  # [BLOCK_T]
+        # the first parts of those that are cut are as long as the extra ones: they come before whole tiles
+        at = used + tl.where(is_cut > 0, rank, cut + place)
+        _store_entries(list_ptr, at, tiles_ptr, tile, tl.zeros_like(tile), more + 1, second, blocks >= 0)
+        for first in range(0, tl.max(more), BLOCK_E):
+            part = first + tl.arange(0, BLOCK_E)[None, :]
+            extra_at = second[:, None] + part
+            _store_entries(
+                list_ptr, extra_at, tiles_ptr, tl.broadcast_to(tile[:, None], extra_at.shape), part + 1,
+                more[:, None] + 1, second[:, None], part < more[:, None],
+            )  # fmt: skip
+        before += tl.sum(more)
+        cut_before += tl.sum(is_cut)
+        levels_before += tl.sum(level, 0)
 
 
 @kernel()
 def _combine_tiles_kernel(
-    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, parts_ptr, firsts_ptr,
+    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, list_ptr,
     queries, groups, ratio, heads, heads_per_kv, stride, stride_lse,
     EQUAL: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr, STARTS_EARLY: tl.constexpr,
@@ -82,13 +213,13 @@ def _combine_tiles_kernel(
     PER_TILE: tl.constexpr = BLOCK_M // BLOCK_R
     number = tl.program_id(0) // (PER_TILE * groups)
     group = tl.program_id(0) // PER_TILE % groups
-    num_parts = tl.load(parts_ptr + number * 2 + 1)  # scalar
-    # the attention kernel has stored a single part as the result itself
-    if num_parts == 1:
+    # whole tiles have no part to combine
+    if number >= tl.load(list_ptr + CUT):
         return
-    second, first = tl.load(parts_ptr + number * 2), tl.load(firsts_ptr + number)  # scalars
-    of_tile = tiles_ptr + number * TILE_FIELDS
-    tile, start, count = tl.load(of_tile + 1), tl.load(of_tile + 3), tl.load(of_tile + 4)  # scalars
+    first = tl.load(list_ptr + EXTRA) + number  # scalar
+    entry = list_ptr + (first + 1) * ENTRY_FIELDS
+    sequence, tile, start, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)  # scalars
+    num_parts, second = tl.load(entry + _BLOCKS + 1), tl.load(entry + _BLOCKS + 2)  # scalars
     local = tl.program_id(0) % PER_TILE * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = tile * BLOCK_M + local
     # of few queries most programs have no row
@@ -132,7 +263,7 @@ def _combine_tiles_kernel(
     result = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
     of_row = head.to(tl.int64) * queries + query
     if EQUAL:
-        of_row = (tl.load(of_tile).to(tl.int64) * heads + head) * queries + rows // ratio
+        of_row = (sequence.to(tl.int64) * heads + head) * queries + rows // ratio
     tl.store(lse_ptr + of_row, result, mask=mask)  # [BLOCK_R]
 
 
@@ -146,23 +277,32 @@ def results_in(memory: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
     return memory.as_strided(shape, strides, block_m), memory.as_strided(shape[:3], (groups * size, size, 1), 0)
 
 
-class QueryTiles(NamedTuple):
-    """Tiles of packed queries, and the parts that their keys are cut into."""
+class TileList(NamedTuple):
+    """Tiles of queries and parts of their keys, in the order in which programs take them."""
 
-    tiles: Tensor  # [N, TILE_FIELDS] int32, as `_tiles_kernel` writes them
-    parts: Tensor  # [1, extra + N, 3] int32: the part of each program (decode_schedule.py)
-    of_tiles: Tensor  # [N, 1, 2] int32: slot of the second part's result, number of parts
-    firsts: Tensor  # [N] int32: slot of the first part's result, where there are more
-    slots: int  # of results of parts
+    entries: Tensor  # [1 + N, ENTRY_FIELDS] int32, as `_list_kernel` writes them
+    slots: int  # of results of parts: the first so many entries have them
+    cut: int  # tiles of several parts, at most
+
+    @property
+    def most(self) -> int:
+        """Entries, at most."""
+        return self.entries.shape[0] - 1
 
     @staticmethod
     def of(
-        starts: Tensor | None, keys: KeysSeen, queries: int, ratio: int, kv_heads: int, seen: int,
+        starts: Tensor | None, keys: KeysSeen, queries: int, ratio: int, groups: int, seen: int,
         plan: tuple[int, int, int], target: Target, rounds: int = 0, least_keys: int | None = None,
-    ) -> "QueryTiles":  # fmt: skip
-        """Of `queries` rows in all, or of so many of each sequence if there are no starts. `keys`, `seen`, `plan`,
-        `rounds`, `least_keys`: as of `schedule`."""
-        batch, (block_m, block_n, _), device = keys.seqlens.shape[0], plan, keys.seqlens.device
+    ) -> "TileList":  # fmt: skip
+        """Of `queries` rows in all, or of so many of each sequence if there are no starts.
+
+        ratio       heads of a tile, or of each of its queries
+        groups      of so many heads: programs that take an entry
+        seen, plan  as of `schedule`
+        rounds      where programs take entries from a counter: parts that each takes at least, of tiles that are cut
+        least_keys  of a part
+        """
+        batch, (block_m, block_n, per_sm), device = keys.seqlens.shape[0], plan, keys.seqlens.device
         count = cdiv(queries * ratio, block_m)
         # a partly filled tile a sequence, and of the rows before the first and behind the last
         count = count * batch if starts is None else count + batch + 2
@@ -172,12 +312,19 @@ class QueryTiles(NamedTuple):
             keys.left, keys.right, (batch + 1).bit_length(), HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=_BLOCK_T, STARTS_EARLY=starts_early(target), num_warps=4,
         )  # fmt: skip
-        firsts = torch.empty(count, dtype=torch.int32, device=device)
-        parts, table = schedule(
-            keys, count, 1, 1, kv_heads, seen, plan, target, (tiles, firsts), rounds, least_keys
+        # a round more, for shares are rounded down
+        waves = {"waves": rounds + 1} if rounds else {}
+        extra, at_once, fills_once = choose_parts(count, groups, seen, per_sm, target, **waves)
+        entries = torch.empty((1 + extra + count, ENTRY_FIELDS.value), dtype=torch.int32, device=device)
+        block_t = min(_MOST_LISTED, next_power_of_2(count))
+        _list_kernel[(1,)](
+            tiles, entries, count, extra, at_once, cdiv(least_keys or LEAST_KEYS, block_n), FILLS_ONCE=fills_once,
+            ROUNDS=rounds, BLOCK_T=block_t, BLOCK_E=8, STARTS_EARLY=starts_early(target),
+            num_warps=1 if block_t <= 64 else 4 if block_t <= 256 else 8,
         )  # fmt: skip
         # each tile that is cut has a part beyond its first
-        return QueryTiles(tiles, parts, table.parts, firsts, table.extra + min(table.extra, count))
+        cut = min(extra, count)
+        return TileList(entries, extra + cut, cut)
 
     def combine(
         self, partial: Tensor, partial_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, kv_heads: int,
@@ -190,9 +337,9 @@ class QueryTiles(NamedTuple):
         (groups, block_m, head_dim_v), heads = partial.shape[1:], out.shape[-2]
         of_kv = heads // kv_heads
         block_r, block_d = min(8, block_m), min(128, next_power_of_2(head_dim_v))
-        grid = self.tiles.shape[0] * groups * (block_m // block_r), cdiv(head_dim_v, block_d)
+        grid = self.cut * groups * (block_m // block_r), cdiv(head_dim_v, block_d)
         _combine_tiles_kernel[grid](
-            partial, partial_lse, sinks, out, lse, self.tiles, self.of_tiles, self.firsts,
+            partial, partial_lse, sinks, out, lse, self.entries,
             lse.shape[-1], groups, ratio or of_kv, heads, of_kv, partial.stride(1), partial_lse.stride(1),
             EQUAL=lse.dim() == 3 and lse.shape[0] > 1, HEAD_DIM_V=head_dim_v, BLOCK_M=block_m, BLOCK_R=block_r,
             BLOCK_D=block_d, UNROLL=4, STARTS_EARLY=starts_early(Target.of(out.device)), num_warps=2,

@@ -517,7 +517,7 @@ def test_lengths_far_apart(seed: int, device: torch.device, monkeypatch: pytest.
     page = draws.choice([None, 4, 16])
     # a part has 512 keys or more elsewhere
     monkeypatch.setattr(decode_schedule, "LEAST_KEYS", 32)
-    decode_schedule._choose_parts.cache_clear()
+    decode_schedule.choose_parts.cache_clear()
     longest = draws.choice([40, 170])
     lengths = [draws.choice([0, 1, draws.randint(1, 40), longest]) for _ in range(batch)]
     lengths[draws.randrange(batch)] = longest

@@ -72,7 +72,9 @@ def test_alibi_sinks_padding_and_entries(device: torch.device) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_problems_whose_keys_are_cut(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 16 keys or more, so that tiles have several; also more tiles than the schedule reads at a time."""
-    monkeypatch.setattr(decode_schedule, "LEAST_KEYS", 16)
+    for module in (decode_schedule, decode_tiles):
+        monkeypatch.setattr(module, "LEAST_KEYS", 16)
+    decode_schedule.choose_parts.cache_clear()
     draws = random.Random(seed)
     batch = draws.choice([1, 3, 20])
     lengths = tuple(draws.choice([0, 1, draws.randint(0, 700)]) for _ in range(batch))
@@ -109,7 +111,7 @@ def test_most_queries_choose_tiles_and_not_results(device: torch.device) -> None
 def test_memory_of_parts_does_not_grow_with_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of parts: of tiles that are cut, however many tiles there are."""
     meta, sizes = torch.device("meta"), []
-    monkeypatch.setattr(decode_tiles.QueryTiles, "combine", lambda self, partial, *_: sizes.append(partial.numel()))
+    monkeypatch.setattr(decode_tiles.TileList, "combine", lambda self, partial, *_: sizes.append(partial.numel()))
     cache = torch.empty(4096, 64, 8, 128, dtype=torch.bfloat16, device=meta)
     starts = torch.empty(33, dtype=torch.int32, device=meta)
     table = torch.empty(32, 512, dtype=torch.int32, device=meta)

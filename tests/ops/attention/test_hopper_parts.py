@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.decode_schedule import KeysSeen
-from powertrain.ops.attention.decode_tiles import QueryTiles, results_in
+from powertrain.ops.attention.decode_tiles import ENTRY_FIELDS, LISTED, TileList, results_in
 from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.compile import prebuild
@@ -25,16 +25,16 @@ CARD = Target.parse("H200")
 META = torch.device("meta")
 
 
-def _parts_of(tiles: QueryTiles) -> list[tuple[int, int, int, list[int]]]:
-    """(where it is, part, parts, the tile's fields) of every entry with a tile."""
-    fields = tiles.tiles.tolist()
-    entries = enumerate(tiles.parts[0].tolist())
-    return [(at, part, parts, fields[n]) for at, (n, part, parts) in entries if n < len(fields)]
+def _parts_of(listed: TileList) -> list[tuple[int, int, int, list[int]]]:
+    """(where it is, part, parts, the tile's fields) of every entry."""
+    header, *entries = listed.entries.tolist()
+    assert listed.entries.shape[1] == ENTRY_FIELDS.value and header[LISTED.value] <= len(entries)
+    return [(at, part, parts, tile) for at, (*tile, part, parts, _) in enumerate(entries[: header[LISTED.value]])]
 
 
 def _blocks_of_part(tile: list[int], part: int, parts: int, queries: int, block_n: int, right: int) -> tuple[int, int]:
     """As `blocks_of` (hopper/forward_tiles.py) has them, without a left window."""
-    _, block, _, _, count, length = tile
+    _, block, _, count, length = tile
     last = min((block + 1) * queries, count) - 1 + length - count
     end = max(min(length, last + right + 1), 0) if right >= 0 else length
     end = max(cdiv(end, block_n), 1)
@@ -69,10 +69,10 @@ class _Problem:
         self.starts = None if self.equal else starts.int().to(device)
         self.sinks = torch.randn(heads, device=device) if draws.random() < 0.3 else None
 
-    def tiles(self, block_m: int, block_n: int) -> QueryTiles:
+    def tiles(self, block_m: int, block_n: int) -> TileList:
         keys = KeysSeen(self.seqlens, None, 0, self.most, -1, self.right)
         groups = self.kv_heads * cdiv(self.ratio, self.pack)
-        return QueryTiles.of(
+        return TileList.of(
             self.starts, keys, self.queries, self.pack, groups, self.most, (block_m, block_n, 1),
             replace(CARD, num_sms=self.sms), self.rounds, self.least,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class _Problem:
             cu_seqlens_q=self.starts,
         )  # fmt: skip
 
-    def attended(self, tiles: QueryTiles, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    def attended(self, tiles: TileList, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
         """Results where every tile is whole, and NaN elsewhere, then combined."""
         queries, heads, dim = block_m // self.pack, self.query.shape[-2], self.query.shape[-1]
         of_kv = cdiv(self.ratio, self.pack)
@@ -94,12 +94,11 @@ class _Problem:
         lse = rows.new_full((heads, rows.shape[0]), torch.nan)
         partial = rows.new_full((tiles.slots, groups, block_m * (dim + 1)), torch.nan)
         for at, part, parts, tile in _parts_of(tiles):
-            sequence, block, _, start, count, _ = tile
+            sequence, block, start, count, _ = tile
             for group in range(groups):
                 kv, lane = group // of_kv, group % of_kv * self.pack
                 mine = list(range(kv * self.ratio + lane, kv * self.ratio + min(lane + self.pack, self.ratio)))
-                if block * queries >= count:
-                    continue
+                assert block * queries < count
                 local = torch.arange(block * queries, min((block + 1) * queries, count))
                 o, its_lse = self._block(tile, local, mine, kv, part, parts, queries, block_n)
                 if parts == 1:
@@ -128,7 +127,7 @@ class _Problem:
         block_n: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(o, lse) of some queries and heads over a part's keys, without the sink."""
-        sequence, _, _, start, count, length = tile
+        sequence, _, start, count, length = tile
         shape = len(local), len(heads)
         if sequence < 0:
             return self.keys.new_zeros(*shape, self.keys.shape[-1]), self.keys.new_full(shape, -torch.inf)
@@ -163,22 +162,19 @@ def test_the_longest_come_first_and_no_part_is_longer_than_a_share(chunks: list[
     counts, lengths = [*chunks, *([1] * 20)], [*(n + 1000 for n in chunks), *range(500, 20500, 1000)]
     starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
     keys = KeysSeen(torch.tensor(lengths, dtype=torch.int32, device=device), None, 0, 32768, -1, 0)
-    tiles = QueryTiles.of(starts, keys, int(starts[-1]), 4, 8, 32768, (128, 128, 1), CARD, 3, 3072)
-    blocks, is_cut = [], []
+    tiles = TileList.of(starts, keys, int(starts[-1]), 4, 8, 32768, (128, 128, 1), CARD, 3, 3072)
+    blocks, is_cut, seen = [], [], []
     for _, part, parts, tile in _parts_of(tiles):
-        sequence, block, seen, _, count, length = tile
-        if sequence < 0 or block * 32 >= count:
-            assert (seen, parts) == (0, 1)
-            continue
-        assert seen == cdiv(min(block * 32 + 31, count - 1) + length - count + 1, 128)
         begin, end = _blocks_of_part(tile, part, parts, 32, 128, 0)
+        if part == 0:
+            seen.append(_blocks_of_part(tile, 0, 1, 32, 128, 0)[1])
         blocks.append(end - begin)
         is_cut.append(parts > 1)
     cut = sum(is_cut)
     assert is_cut == [True] * cut + [False] * (len(is_cut) - cut)
     whole = blocks[cut:]
-    at_each = cdiv(sum(tile[2] for tile in tiles.tiles.tolist()), 132 // 8)
-    share = min(max(at_each // 3, min(24, at_each)), max(tile[2] for tile in tiles.tiles.tolist()))
+    at_each = cdiv(sum(seen), 132 // 8)
+    share = min(max(at_each // 3, min(24, at_each)), max(seen))
     # in eighths of a share
     assert all(later <= sooner + 1.25 * share / 8 + 1 for sooner, later in pairwise(whole))
     assert max(blocks) <= 1.25 * share + 1
@@ -218,7 +214,7 @@ def test_what_one_call_launches(page: int) -> None:
     with record("H200") as wanted:
         out, lse = launch_pages(_call(8, page), 8, Target.parse("H200"))
     names = [spec.kernel.name for spec in wanted.specs]
-    assert names == ["_tiles_kernel", "_schedule_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel"]
+    assert names == ["_tiles_kernel", "_list_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel"]
     assert (out.shape, lse.shape) == ((4, 8, 32, 128), (4, 32, 8)) and out.is_contiguous() and lse.is_contiguous()
 
 

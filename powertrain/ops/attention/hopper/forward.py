@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.combine import combine
-from powertrain.ops.attention.decode_tiles import QueryTiles, results_in
+from powertrain.ops.attention.decode_tiles import TileList, results_in
 from powertrain.ops.attention.hopper.forward_consumer import consume
 from powertrain.ops.attention.hopper.forward_producer import produce
 from powertrain.ops.attention.hopper.forward_tiles import (
@@ -41,7 +41,6 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     ProducerSizes,
     Results,
     ResultStrides,
-    WorkList,
 )
 from powertrain.ops.attention.hopper.maps import (
     Maps,
@@ -80,7 +79,7 @@ _ROWS = gl.constexpr(64)  # of queries, that a consumer has of a tile
 def _hopper_attention_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_desc, o_tail_desc,
     o_ptr, lse_ptr, slopes_ptr, sinks_ptr, partial_ptr,
-    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, page_table_ptr, tiles_ptr, parts_ptr, counter_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, page_table_ptr, list_ptr, counter_ptr,
     page_row, batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
     stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
@@ -112,7 +111,7 @@ def _hopper_attention_fwd_kernel(
         PAGE_SIZE,
         STARTS_EARLY,
         k_starts_ptr is not None,
-        parts_ptr is not None,
+        list_ptr is not None,
     )
     ROWS: gl.constexpr = _ROWS
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
@@ -129,7 +128,7 @@ def _hopper_attention_fwd_kernel(
         o_smem += (alloc_pipeline_stages(dtype, CONSUMERS, ROWS, P_V[i] // STORE_PARTS),)  # type: ignore[assignment]
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # two descriptors: the next tile is published while this one is computed
-    FIELDS: gl.constexpr = LISTED_FIELDS if parts_ptr is not None else TILE_FIELDS
+    FIELDS: gl.constexpr = LISTED_FIELDS if list_ptr is not None else TILE_FIELDS
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], tile_layout)
     q_full = alloc_mbarriers(CONSUMERS * Q_SLOTS, 1)
     k_full = alloc_mbarriers(STAGES, 1)
@@ -150,7 +149,7 @@ def _hopper_attention_fwd_kernel(
         num_splits = tiles // (blocks * kv_heads * gl.cdiv(num_q_per_kv, HEADS_PER_TILE) * (1 if PACKED else batch))
     else:
         num_splits: gl.constexpr = None  # type: ignore[no-redef]
-    if SPLIT_KV or parts_ptr is not None:
+    if SPLIT_KV or list_ptr is not None:
         members = num_q_per_kv
     else:
         members: gl.constexpr = None  # type: ignore[no-redef]
@@ -167,21 +166,20 @@ def _hopper_attention_fwd_kernel(
         o_descs = by_piece(o_desc, o_tail_desc, P_V)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     pages = Pages(page_table_ptr, page_row)
-    work = WorkList(tiles_ptr, parts_ptr)
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
-            (produce, (descs, counter_ptr, lengths, pages, work, buffers, sync, all_sizes, window, CONFIG)),
+            (produce, (descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 2)),
-            (produce, (descs, counter_ptr, lengths, pages, work, buffers, sync, all_sizes, window, CONFIG)),
+            (produce, (descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -199,7 +197,7 @@ def launch_forward(
     operands: Operands,
     plan: Plan,
     page_table: Tensor | None = None,
-    listed: QueryTiles | None = None,
+    listed: TileList | None = None,
     together: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). With a page table keys and values are [pages, rows of a page, kv heads, head dim]; with a list of
@@ -221,7 +219,8 @@ def launch_forward(
         tiles = blocks * groups * plan.num_splits * operands.storage
         together = group_for(keys_bytes, heads.q_per_kv, args.right >= 0)
     else:
-        blocks, tiles = listed.tiles.shape[0], listed.parts.shape[1] * groups
+        # no more than that; the list has their number
+        blocks, tiles = 0, listed.most * groups
     into = _results_of(operands, plan, listed, out, lse, o)
     queries = queries_of(operands, q, operands.d_qk)
     if plan.heads_per_tile == 1:
@@ -233,7 +232,7 @@ def launch_forward(
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
         *q_maps, *k_maps, *v_maps, *into.maps, into.o, into.lse, args.slopes, args.sinks, into.partial,
         args.query_starts, args.key_starts, args.query_used, args.key_used, page_table,
-        *((None, None) if listed is None else (listed.tiles, listed.parts)), counter_of(q.tensor),
+        listed and listed.entries, counter_of(q.tensor),
         0 if page_table is None else page_table.stride(0),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, together, tiles,
         *into.strides, args.slopes_stride,
@@ -255,7 +254,7 @@ def launch_forward(
 
 
 def _results_of(
-    operands: Operands, plan: Plan, listed: QueryTiles | None, out: Tensor, lse: Tensor, o: Operand
+    operands: Operands, plan: Plan, listed: TileList | None, out: Tensor, lse: Tensor, o: Operand
 ) -> _Results:
     heads = operands.heads
     if listed is None and plan.leaves_parts:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.decode_schedule import KeysSeen
-from powertrain.ops.attention.decode_tiles import QueryTiles
+from powertrain.ops.attention.decode_tiles import TileList
 from powertrain.ops.attention.hopper.forward import launch_forward
 from powertrain.ops.attention.hopper.plans import Plan, heads_per_tile_for, num_splits_for, plan_for
 from powertrain.ops.attention.operands import Heads, OpArguments, Operand, Operands
@@ -105,12 +105,12 @@ def launch_pages(call: PagedCall, max_queries: int, target: Target) -> tuple[Ten
         return launch_forward(operands, _in_equal_parts(operands, plan), call.page_table)
     cut = cut_for(operands.queries * operands.storage * operands.heads.q_per_kv // operands.batch)
     keys = KeysSeen(call.seqlens, None, call.num_new, operands.keys, -1, call.right)
-    tiles = QueryTiles.of(
+    listed = TileList.of(
         call.query_starts, keys, operands.queries, plan.heads_per_tile, plan.groups_of(operands.heads), operands.keys,
         (plan.block_m, plan.block_n, 1), target, cut.rounds, cut.least_keys,
     )  # fmt: skip
     return launch_forward(
-        operands, plan, call.page_table, tiles, math.gcd(plan.groups_of(operands.heads), cut.together)
+        operands, plan, call.page_table, listed, math.gcd(plan.groups_of(operands.heads), cut.together)
     )
 
 

@@ -1,6 +1,6 @@
 """The loader warp of the Hopper forward: fetches tiles, publishes their descriptors, loads q, k and v by TMA."""
 
-from powertrain.ops.attention.decode_schedule import TILE_FIELDS as LIST_FIELDS
+from powertrain.ops.attention.decode_tiles import ENTRY_FIELDS, LISTED
 from powertrain.ops.attention.hopper.forward_tiles import (
     KEYS_FREE,
     TILE_B,
@@ -29,6 +29,7 @@ from powertrain.runtime.gluon_compat import (
     gluon,
     mbarrier,
     named_barrier_sync,
+    prefetch,
     reinterpret,
     tma_load,
 )
@@ -106,25 +107,27 @@ def _load_part(desc, smem, bar, where, column, part: gl.constexpr, BOX: gl.const
 
 
 @gluon.jit
-def _listed_tile(tile, work, sizes, head_groups, CONFIG: gl.constexpr):
-    """A part of a list: (sequence, tile of it, group of heads, its first query, queries, rows, keys, part, parts, where
-    its results are, -1 if those of the tile). No rows of an entry without a tile. `swizzle` groups of heads at a time
-    run together."""
-    entries = sizes.tiles // head_groups
-    turn = tile // (entries * sizes.swizzle)
-    within = tile - turn * entries * sizes.swizzle
-    at = within // sizes.swizzle
-    group = turn * sizes.swizzle + within % sizes.swizzle
-    of_part = work.parts + at * 3
-    number, split, parts = gl.load(of_part), gl.load(of_part + 1), gl.load(of_part + 2)
-    is_tile = number < sizes.blocks
-    of_tile = work.tiles + gl.where(is_tile, number, 0) * LIST_FIELDS
-    sequence, block, first, count, k_len = (
-        gl.load(of_tile), gl.load(of_tile + 1), gl.load(of_tile + 3), gl.load(of_tile + 4), gl.load(of_tile + 5),
+def _entry_of(tile, tiles, head_groups, swizzle):
+    """(entry of the list, group of heads) of a tile. `swizzle` groups of heads at a time run together."""
+    entries = tiles // head_groups
+    turn = tile // (entries * swizzle)
+    within = tile - turn * entries * swizzle
+    return within // swizzle, turn * swizzle + within % swizzle
+
+
+@gluon.jit
+def _listed_tile(tile, tiles, list_ptr, sizes, head_groups, CONFIG: gl.constexpr):
+    """An entry of a list: (sequence, tile of it, group of heads, its first query, queries, rows, keys, part, parts,
+    where its results are, -1 if those of the tile)."""
+    at, group = _entry_of(tile, tiles, head_groups, sizes.swizzle)
+    # these loads do not wait for one another
+    entry = list_ptr + (at + 1) * ENTRY_FIELDS
+    sequence, block, first, capacity, k_len = (
+        gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4),
     )  # fmt: skip
+    split, parts = gl.load(entry + 5), gl.load(entry + 6)
     if not CONFIG.packed:
         first = gl.to_tensor(0)
-    capacity = gl.where(is_tile, count, 0)
     q_len = gl.where(sequence >= 0, capacity, 0)
     slot = gl.where(parts > 1, at * head_groups + group, -1)
     # the rows of no sequence, as `find_sequence` numbers them
@@ -134,7 +137,7 @@ def _listed_tile(tile, work, sizes, head_groups, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_tile(
-    tile, visited, taken, emptied, counter_ptr, lengths, pages, work, q_desc, k_desc, v_desc, buffers, sync,
+    tile, tiles, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc, buffers, sync,
     sizes, head_groups, window, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
@@ -156,7 +159,7 @@ def _load_tile(
     slot = None
     if CONFIG.listed:
         b, block, head, q_start, q_len, q_capacity, k_len, split, num_splits, slot = _listed_tile(
-            tile, work, sizes, head_groups, CONFIG
+            tile, tiles, list_ptr, sizes, head_groups, CONFIG
         )
         k_start = gl.to_tensor(0)
     elif CONFIG.packed:
@@ -213,8 +216,13 @@ def _load_tile(
                 q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
             )
         before = gl.to_tensor(0)
+        tile_idx = gl.to_tensor(0)
         # the order in which consumers visit blocks; both sides compute it from the same four numbers
         for n in range(end - begin):
+            if CONFIG.listed:
+                # a block earlier than elsewhere, for the tile's entry is to be read too
+                if n == end - begin - 1:
+                    tile_idx = fetch_next_tile_async(counter_ptr)
             row = k_start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
             at = visited + n
             stage = at & (STAGES - 1)
@@ -243,8 +251,14 @@ def _load_tile(
                 _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, before, k_len, pages, CONFIG)
             before = row
         visited += end - begin
-        # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
-        tile_idx = fetch_next_tile_async(counter_ptr)
+        if CONFIG.listed:
+            tile_idx = await_next_tile(tile_idx)
+            at, _ = _entry_of(gl.num_programs(0) + tile_idx, tiles, head_groups, sizes.swizzle)
+            # an address behind the list is ignored
+            prefetch(list_ptr + (at + 1) * ENTRY_FIELDS)
+        else:
+            # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
+            tile_idx = fetch_next_tile_async(counter_ptr)
         stage = (visited - 1) & (STAGES - 1)
         if visited > STAGES:
             take_stage(VALUES_FREE, stage, CONSUMERS)
@@ -257,14 +271,14 @@ def _load_tile(
     # the loads above are under way while the answer is waited for
     tile_idx = await_next_tile(tile_idx)
     # there are as many fetches as tiles: the CTA that fetches the last resets the counter
-    if tile_idx == sizes.tiles - 1:
+    if tile_idx == tiles - 1:
         gl.store(counter_ptr, 0)
     # the first tile of each CTA is its own number, so the counter's tiles come behind those
     return gl.num_programs(0) + tile_idx, visited, taken, emptied
 
 
 @gluon.jit
-def produce(descs, counter_ptr, lengths, pages, work, buffers, sync, sizes, window, CONFIG: gl.constexpr):
+def produce(descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, sizes, window, CONFIG: gl.constexpr):
     """The loader warp: all tiles of this CTA."""
     q_desc, k_desc, v_desc = descs
     await_kernel_before(CONFIG.starts_early)
@@ -276,15 +290,18 @@ def produce(descs, counter_ptr, lengths, pages, work, buffers, sync, sizes, wind
         head_groups = sizes.kv_heads * gl.cdiv(sizes.num_q_per_kv, HEADS_PER_TILE)
     if sizes.num_splits is not None:
         head_groups = head_groups * sizes.num_splits
+    tiles = sizes.tiles
+    if CONFIG.listed:
+        tiles = gl.load(list_ptr + LISTED) * head_groups
     # tiles have 1 to 64 blocks under a causal mask: a counter balances them, a fixed share would not
     tile = gl.program_id(0)
     visited = gl.to_tensor(0)  # blocks so far
     taken = gl.to_tensor(0)  # tiles so far
     emptied = gl.to_tensor(v_smem[0].shape[0])  # blocks of keys whose stage is free, counted from the first
-    while tile < sizes.tiles:
+    while tile < tiles:
         tile, visited, taken, emptied = _load_tile(
-            tile, visited, taken, emptied, counter_ptr, lengths, pages, work, q_desc, k_desc, v_desc, buffers, sync,
-            sizes, head_groups, window, CONFIG,
+            tile, tiles, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc,
+            buffers, sync, sizes, head_groups, window, CONFIG,
         )  # fmt: skip
     pair = taken & 1
     mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)

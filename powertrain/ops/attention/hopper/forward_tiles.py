@@ -94,13 +94,6 @@ class Pages(NamedTuple):
     row: Any  # its stride
 
 
-class WorkList(NamedTuple):
-    """Tiles and parts of their keys (decode_tiles.py); None without."""
-
-    tiles: Any  # [N, TILE_FIELDS]
-    parts: Any  # [extra + N, 3]
-
-
 class ConsumerSizes(NamedTuple):
     batch: Any
     queries: Any
