@@ -95,12 +95,17 @@ def takes_zero_strides(device: int) -> bool:
 
 
 def tensor_map(
-    x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], offset: int = 0
-) -> TensorMap:
+    x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], offset: int = 0,
+    filled: tuple[int, ...] | None = None,
+) -> TensorMap:  # fmt: skip
     """The tiles `block` of a tensor of `shape` and `strides`, in elements, that begins `offset` elements behind x's
-    first. The last stride is 1, the others and the address are multiples of 16 bytes."""
+    first. The last stride is 1, the others and the address are multiples of 16 bytes.
+
+    `filled`: the rows, all dims but the last, that are moved. A tile in shared memory has powers of 2; its first
+    prod(filled) rows are then those of the tensor, one behind the other, and the others are left as they are."""
     known = shape_of(x.dtype, block)
+    box = known.box if filled is None else (*filled, known.box[-1])
     rest = b""
     if x.is_cuda:
-        rest = _rest_of(x.get_device(), x.dtype, shape, strides, known.box, known.swizzle)
+        rest = _rest_of(x.get_device(), x.dtype, shape, strides, box, known.swizzle)
     return TensorMap(x, offset * x.element_size(), known.kind, rest)

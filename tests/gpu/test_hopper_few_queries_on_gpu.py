@@ -48,9 +48,11 @@ LENGTHS = {
 CASES = [
     Case(1, 700, (8, 2)),
     Case(4, 1000, (32, 2)),
-    Case(17, 611, (12, 2), layout="bhsd"),  # 6 heads: 8 to a tile, of which two are missing
+    Case(17, 611, (12, 2), layout="bhsd"),  # 6 heads: a consumer has 60 of 64 rows
+    Case(17, 611, (37, 1)),  # 16 heads to a tile, of which 11 are missing in the last
+    Case(21, 700, (10, 2)),
     Case(33, 300, (4, 1), layout="sbhd"),
-    Case(1, 900, (14, 2)),  # 7 heads: 8 to a tile, of which one is missing
+    Case(1, 900, (14, 2)),
     Case(50, 900, (14, 2), layout="bhsd"),
     Case(20, 700, (9, 3), (64, 64)),
     Case(9, 611, (14, 2), options=LENGTHS | {"sinks": torch.linspace(-1, 3, 14)}, batch=3),
@@ -118,7 +120,7 @@ def test_sweep(cuts: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for n, case in enumerate(CASES):
             _through(case, "hopper")(**_tensors(case, n))
     forwards = [spec for spec in wanted.specs if spec.kernel.name == "_hopper_attention_fwd_kernel"]
-    assert {spec.constants["HEADS_PER_TILE"] for spec in forwards} == {1, 2, 4, 8, 16}
+    assert {spec.constants["HEADS_PER_TILE"] for spec in forwards} == {1, 2, 3, 4, 5, 6, 7, 8, 12, 16}
     assert {spec.constants["SPLIT_KV"] for spec in forwards} == {cuts > 1, True}  # where heads are missing always
     assert not prebuild.build(wanted.specs).failures
     bad = []
@@ -144,6 +146,10 @@ PACKED = [
     Packed([4, 20, 11], [700, 20, 800], 4, {"sinks": torch.linspace(-2, 3, 8), "softcap": 20.0}, behind=40),
     Packed([1, 0, 17, 64, 3, 90], [500, 40, 17, 2000, 0, 91], 7, behind=7),
     Packed([4, 20, 11], [700, 20, 800], 3, {"sinks": torch.linspace(-2, 3, 6)}, behind=40),
+    Packed([64, 1, 0, 200, 17], [64, 1, 0, 200, 17], 5, behind=9),
+    Packed([64, 1, 300, 11], [64, 1, 300, 11], 7, {"window_size": (100, 0)}),
+    Packed([90, 5, 30, 33], [90, 5, 30, 33], 12, {"is_causal": False, "softcap": 20.0}, behind=3),
+    Packed([64, 1, 0, 200, 17], [64, 1, 0, 200, 17], 4, {"sinks": torch.linspace(-2, 3, 8)}, behind=9),
 ]
 
 
@@ -247,7 +253,14 @@ def test_self_tests_pass() -> None:
             plans.plan_for(*dims, 16)._replace(heads_per_tile=pack, num_splits=cuts, partial=partial),
         )
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
-        for pack, cuts, partial in ((4, 1, False), (1, 7, False), (16, 7, False), (8, 1, True))
+        for pack, cuts, partial in (
+            (4, 1, False),
+            (7, 1, False),
+            (5, 3, False),
+            (1, 7, False),
+            (16, 7, False),
+            (8, 1, True),
+        )
     ]
     with record() as wanted:
         for call, plan in tested:

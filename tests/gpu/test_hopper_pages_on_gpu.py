@@ -78,7 +78,7 @@ def test_pages(dims: tuple[int, int], page: int) -> None:
 
 
 # as many parts as there are blocks, at most four, and as few as the keys of one CTA allow
-@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (16, 2), (28, 4), (32, 32)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (10, 2), (16, 2), (24, 2), (28, 4), (32, 32), (37, 1)], ids=str)
 @pytest.mark.parametrize("rounds, least", [(64, 64), (3, 512), (1, 1 << 20)])
 def test_heads_and_parts(rounds: int, least: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(rounds, least, 8))
@@ -116,7 +116,7 @@ def test_random_problems() -> None:
         if sum(n for n, _ in sizes) == 0:
             continue
         kv_heads = draws.choice([1, 2, 4])
-        heads = kv_heads * draws.choice([1, 4, 7, 8]), kv_heads
+        heads = kv_heads * draws.choice([1, 3, 4, 5, 7, 8]), kv_heads
         dim = draws.choice([64, 72, 128, 192])
         around = draws.choice([(0, 0), (5, 130)])
         _check(_problem(sizes, draws.choice([16, 32, 64, 128, 384]), heads, (dim, dim), around))
@@ -169,7 +169,7 @@ def test_packed_queries_over_dense_caches(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("page", [0, 64])
 @pytest.mark.parametrize("queries", [1, 2, 8, 33, 200])
-@pytest.mark.parametrize("heads", [(8, 2), (7, 1), (32, 32)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (7, 1), (5, 1), (32, 32)], ids=str)
 def test_equal_queries(heads: tuple[int, int], queries: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also more than there are keys, and sequences without any."""
     for least in (128, 3072):

@@ -210,7 +210,7 @@ def _combine_tiles_kernel(
     of the `heads_per_kv` that share keys are one of the `groups`; the last of a kv head may have fewer. Strides: from
     group to group of parts. EQUAL: lse is [B, heads, queries], else [heads, queries]."""
     wait_for_kernel_before(STARTS_EARLY)
-    PER_TILE: tl.constexpr = BLOCK_M // BLOCK_R
+    PER_TILE: tl.constexpr = (BLOCK_M + BLOCK_R - 1) // BLOCK_R
     number = tl.program_id(0) // (PER_TILE * groups)
     group = tl.program_id(0) // PER_TILE % groups
     # whole tiles have no part to combine
@@ -227,7 +227,7 @@ def _combine_tiles_kernel(
         return
     of_kv = tl.cdiv(heads_per_kv, ratio)
     lane = group % of_kv * ratio + rows % ratio
-    mask = (rows < count * ratio) & (lane < heads_per_kv)
+    mask = (rows < count * ratio) & (lane < heads_per_kv) & (local < BLOCK_M)
     query, head = (start + rows // ratio).to(tl.int64), group // of_kv * heads_per_kv + lane
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     wanted = mask[:, None] & (dims < HEAD_DIM_V)
@@ -337,7 +337,7 @@ class TileList(NamedTuple):
         (groups, block_m, head_dim_v), heads = partial.shape[1:], out.shape[-2]
         of_kv = heads // kv_heads
         block_r, block_d = min(8, block_m), min(128, next_power_of_2(head_dim_v))
-        grid = self.cut * groups * (block_m // block_r), cdiv(head_dim_v, block_d)
+        grid = self.cut * groups * cdiv(block_m, block_r), cdiv(head_dim_v, block_d)
         _combine_tiles_kernel[grid](
             partial, partial_lse, sinks, out, lse, self.entries,
             lse.shape[-1], groups, ratio or of_kv, heads, of_kv, partial.stride(1), partial_lse.stride(1),

@@ -180,7 +180,8 @@ def test_what_is_packed_and_cut() -> None:
     assert _packed_and_cut(_few_queries(1, 128, 512)) == (1, False)  # not few
     assert _packed_and_cut(_few_queries(4, 2048, 2048)) == (1, False)
     assert _packed_and_cut(_few_queries(1, 64, 32768, is_causal=False, window_size=(200, 0))) == (4, False)
-    assert _packed_and_cut(_few_queries(8, 16, 4096, (56, 8))) == (8, True)  # one is missing: results leave in parts
+    assert _packed_and_cut(_few_queries(8, 16, 4096, (56, 8))) == (7, True)
+    assert _packed_and_cut(_few_queries(8, 16, 4096, (37, 1))) == (8, True)  # three are missing: results leave in parts
     assert _packed_and_cut(_few_queries(8, 16, 60, (56, 8))) == (1, False)
     assert _packed_and_cut(_few_queries(8, 64, 64)) == (1, False)  # training
     assert _packed_and_cut(_few_queries(1, 16, 32768, causal_align="top_left")) == (4, False)  # 16 keys are seen
@@ -194,8 +195,8 @@ def test_heads_share_a_tile_where_that_makes_fewer() -> None:
     def packs(queries: int) -> list[int]:
         return [plans.heads_per_tile_for(repeats, queries, 128) for repeats in (1, 4, 6, 7, 24, 32)]
 
-    assert packs(1) == [1, 4, 8, 8, 16, 16]
-    assert packs(96) == [1, 4, 1, 8, 8, 16]
+    assert packs(1) == [1, 4, 6, 7, 24, 32]
+    assert packs(96) == [1, 4, 6, 7, 8, 32]
     assert packs(128) == [1] * 6
     assert plans.heads_per_tile_for(4, 300, 128) == 4 and plans.heads_per_tile_for(4, 500, 128) == 1
 

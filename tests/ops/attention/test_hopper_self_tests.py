@@ -95,7 +95,7 @@ def test_right_results_are_not_called_wrong(monkeypatch: pytest.MonkeyPatch, nam
     assert self_tests.backward_defect(call, backward_plans.plan_for(64, 64)) is None
 
 
-@pytest.mark.parametrize("pack, partial", [(1, False), (4, False), (16, False), (8, True)])
+@pytest.mark.parametrize("pack, partial", [(1, False), (4, False), (7, False), (16, False), (8, True)])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_forwards_see_what_is_wrong(head_dims: tuple[int, int], pack: int, partial: bool) -> None:
     call = _operands(*head_dims, right=0)

@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 from powertrain.ops.attention.hopper.plans import pieces_of
+from powertrain.ops.attention.hopper.tile_order import Stretch, best_group, end_of
 from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.ops.shapes import cdiv, next_power_of_2
 
@@ -167,7 +168,9 @@ def schedule_of(operands: Operands, plan: Plan) -> Schedule:
         of_heads = operands.storage * heads.kv * num_splits
         late = late_blocks_for(of_heads, blocks, num_sms)
         if not args.deterministic:
-            group, late = causal_order_for(of_heads, blocks, repeats, group, late, num_sms)
+            # of the query heads of a tile: q and do in 16 bits, dq in float32
+            head_bytes = repeats * queries * (6 * operands.d_qk + 2 * operands.d_v)
+            group, late = causal_order_for(of_heads, blocks, repeats, group, late, num_sms, head_bytes)
     return Schedule(num_splits, group, late)
 
 
@@ -240,25 +243,39 @@ def late_blocks_for(heads: int, blocks: int, num_sms: int) -> int:
     return min(blocks // 2, math.isqrt(num_sms * blocks // max(1, heads)))
 
 
-def causal_order_for(heads: int, blocks: int, repeats: int, group: int, late: int, num_sms: int) -> tuple[int, int]:
+# q, do and dq of a group of heads from which their reads miss the L2 more often, and what as many again cost
+_GROUP_BYTES, _GROUP_PENALTY = 70e6, 0.15
+# what late blocks cost beside the end, which they bring forward
+_LATE_PENALTY = 0.2
+
+
+@functools.lru_cache(maxsize=1024)
+def causal_order_for(
+    heads: int, blocks: int, repeats: int, group: int, late: int, num_sms: int, head_bytes: int
+) -> tuple[int, int]:  # fmt: skip
     """(heads whose tiles are scheduled together, late blocks of each): the given ones, or what reads memory less.
 
     The tiles of late blocks read queries and do, and add to dq, when the L2 holds them no longer. With `repeats` query
-    heads a tile that costs up to a quarter of all time on an H100, whose memory has 0.7 of an H200's bandwidth. Groups
-    of so many heads that each SM has one of their tiles keep the SMs nearly as busy.
+    heads a tile that costs up to a quarter of all time on an H100, whose memory has 0.7 of an H200's bandwidth. So
+    groups of heads serve whose tiles end on all SMs at nearly the same time (tile_order.py). `head_bytes`: of q, do and
+    dq of the `repeats` heads.
 
-    ms, one H100, backward, causal, D128: with late blocks in groups of 4, without in groups of 4, of 8;
-    FlashAttention-3: B4 S2048 32/8 1.043, 0.844, 0.803; 0.869; B8 S1000 32/8 0.726, 0.618, 0.564; 0.654; B16 S1024
-    32/8 1.209, 1.120,
-    1.047; 1.285; B4 S2048 64/8 1.778, 1.645, 1.617; 1.622; D64 B4 S2048 32/8 0.439, 0.472, 0.419; 0.507; B2 S8192 32/8
-    4.653, 4.695, 4.672; 4.602. One query head a tile, all late blocks in groups of 4, two of them, none in groups of 8:
-    B8 S2048 16/16 0.817, 0.785, 0.788; 0.779; B3 S3000 28/4 1.048, 1.038, 1.077; 1.060.
-    Not timed: groups of 16, in which a simulation of short tiles has the SMs busy 0.97 of the time, and 0.84 in groups
-    of 8; fewer waves of tiles than here; an H200, where late blocks gained 1 to 2 %."""
+    ms, one H100, D128, late blocks in groups of 4, none in groups of 8, 12, 16, 32; FlashAttention-3: B8 S1000 32/8
+    .714 .568 .575 .550 .589; .654. B12 S700 32/8 .582 .537 .522 .488 .503; .630. B6 S1200 40/8 .881 .720 .697 .701
+    .795; .791. B3 S2500 24/8 .731 .667 .641 .702 .670; .745, in groups of 6 .638. B16 S512 32/8 .545 .485 .476 .465
+    .446; .576. B9 S2048 16/2 1.115 1.072 .950 1.122 1.318; .930, in groups of 9 .972. B2 S5000 32/8 2.052 2.115;
+    1.944, in groups of 4 1.966. B2 S8192 32/8 4.653 4.672; 4.602. One query head a tile, all late blocks in groups of
+    4, two of them, none in groups of 8: B8 S2048 16/16 0.817, 0.785, 0.788; 0.779; B3 S3000 28/4 1.048, 1.038, 1.077;
+    1.060. Not timed: an H200, where late blocks gained 1 to 2 %."""
     waves = heads * blocks / num_sms
-    if repeats > 1 and waves >= 3 and blocks < 56:
-        # of equal size, as the tiles of a small last group would leave SMs idle
-        return cdiv(heads, cdiv(heads, 16 if blocks <= 12 else 8)), 0
+    if repeats > 1 and blocks < 56:
+        # of the tiles of a head, in blocks of 64 queries; what a tile costs beside is three
+        times = tuple(2 * repeats * (blocks - block) + 3 for block in range(blocks))
+        size, cost = best_group(heads, times, num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)
+        early, behind = times[: blocks - late], times[blocks - late :]
+        with_late = end_of([Stretch(heads, group, early), Stretch(heads, heads, behind)], num_sms)
+        if cost <= with_late + _LATE_PENALTY:
+            return size, 0
     if repeats == 1 and waves >= 8:
         return group, min(late, 2)
     return group, late

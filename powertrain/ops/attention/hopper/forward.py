@@ -54,7 +54,7 @@ from powertrain.ops.attention.hopper.maps import (
     rows_maps,
 )
 from powertrain.ops.attention.hopper.pieces import by_piece
-from powertrain.ops.attention.hopper.plans import Plan, group_for
+from powertrain.ops.attention.hopper.plans import Plan, group_of
 from powertrain.ops.attention.hopper.primitives import (
     Lengths,
     Window,
@@ -212,12 +212,10 @@ def launch_forward(
         # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
         plan = plan._replace(q_held=False)
     groups = plan.groups_of(heads)
-    # keys of the heads whose tiles run together should stay in the L2
-    keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * k.tensor.element_size()
     if listed is None:
         blocks = operands.query_blocks(plan.queries)
         tiles = blocks * groups * plan.num_splits * operands.storage
-        together = group_for(keys_bytes, heads.q_per_kv, args.right >= 0)
+        together = group_of(operands, plan)
     else:
         # no more than that; the list has their number
         blocks, tiles = 0, listed.most * groups
@@ -246,7 +244,7 @@ def launch_forward(
         num_warps=4,
     )  # fmt: skip
     if listed is not None and into.partial is not None:
-        partial, partial_lse = results_in(into.partial, plan.block_m)
+        partial, partial_lse = results_in(into.partial, plan.queries * plan.heads_per_tile)
         listed.combine(partial, partial_lse, args.sinks, out, lse, heads.kv, plan.heads_per_tile)
     elif plan.leaves_parts:
         combine(into.o, into.lse, None, out, lse, (o.b, o.s, o.r))
@@ -267,8 +265,9 @@ def _results_of(
     maps = none if plan.partial else results_maps(operands, o, _ROWS.value, parts, plan.heads_per_tile)
     partial = None
     if listed is not None:
+        rows = plan.queries * plan.heads_per_tile
         # one tensor, for a second address would take two registers of the consumers
-        partial = lse.new_empty((listed.slots, plan.groups_of(heads), plan.block_m * (operands.d_v + 1)))
+        partial = lse.new_empty((listed.slots, plan.groups_of(heads), rows * (operands.d_v + 1)))
     return _Results(out, lse, (o.b, o.s, o.r), maps, partial)
 
 

@@ -21,6 +21,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     clear_values,
     give_back,
     phase_parity,
+    queries_left,
     query_of,
     with_head_of,
 )
@@ -231,9 +232,10 @@ def _store_whole(
         base = o_ptr + b_at.to(gl.int64) * strides.ob + (q_start + row).to(gl.int64) * strides.os
         base += head.to(gl.int64) * strides.oh
         members = num_q_per_kv - head % num_q_per_kv
+        count = queries_left(q_capacity - row, o[0].shape[0], CONFIG.heads_per_tile)
         for n in gl.static_range(len(o)):
             store_split(
-                pieces[n], n * o[0].shape[1], base, q_capacity - row, members, strides.os, strides.oh, CONFIG.d_v,
+                pieces[n], n * o[0].shape[1], base, count, members, strides.os, strides.oh, CONFIG.d_v,
                 CONFIG.heads_per_tile,
             )  # fmt: skip
     else:
@@ -257,7 +259,7 @@ def _store_listed_part(
 ):
     """The results of a part of a list, behind the LSE of its rows."""
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    ROWS: gl.constexpr = o[0].shape[0]
+    ROWS: gl.constexpr = o[0].shape[0] // HEADS_PER_TILE * HEADS_PER_TILE  # that are of a query
     stride = gl.to_tensor(HEADS_PER_TILE * CONFIG.d_v)
     stride_h = gl.to_tensor(CONFIG.d_v)
     base = _place_of_part(partial, slot, ROWS * CONFIG.consumers, CONFIG)
@@ -460,13 +462,16 @@ def _consume_tile(
     if HEADS_PER_TILE > 1:
         lse_base += lane * queries
     is_row = i < q_capacity
+    if ROWS % HEADS_PER_TILE:
+        is_row = is_row & (i < row + QUERIES)
     # the last tile of a group may have fewer heads
     if HEADS_PER_TILE > 1 and num_q_per_kv is not None:
         is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
     if CONFIG.listed:
         # a part's LSE lies ahead of its results. By masks: with a branch softcap spilled 8 bytes
         is_cut = slot_of_part >= 0  # type: ignore[operator]
-        of_part = _place_of_part(results.partial, slot_of_part, ROWS * CONSUMERS, CONFIG) + CONSUMER * ROWS
+        FILLED: gl.constexpr = QUERIES * HEADS_PER_TILE
+        of_part = _place_of_part(results.partial, slot_of_part, FILLED * CONSUMERS, CONFIG) + CONSUMER * FILLED
         gl.store(of_part + gl.arange(0, ROWS, row_layout), lse, mask=is_row & is_cut)  # [64]
         gl.store(lse_base + i, lse, mask=is_row & (slot_of_part < 0))  # type: ignore[operator]  # [64]
     else:
@@ -486,7 +491,7 @@ def _consume_tile(
                 o[n] * by_row(inverse, o[n]),
                 n * v_smem[0].shape[2],
                 base,
-                q_capacity - row,
+                queries_left(q_capacity - row, ROWS, HEADS_PER_TILE),
                 num_q_per_kv - head % num_q_per_kv,
                 strides.os,
                 strides.oh,
@@ -496,8 +501,9 @@ def _consume_tile(
     elif CONFIG.listed:
         if slot_of_part >= 0:  # type: ignore[operator]
             _store_listed_part(
-                o, inverse, results.partial, slot_of_part, head, q_capacity - row, num_q_per_kv, CONFIG, CONSUMER
-            )
+                o, inverse, results.partial, slot_of_part, head, queries_left(q_capacity - row, ROWS, HEADS_PER_TILE),
+                num_q_per_kv, CONFIG, CONSUMER,
+            )  # fmt: skip
         else:
             _store_whole(
                 o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,

@@ -30,7 +30,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     ResultStrides,
 )
 from powertrain.ops.attention.hopper.maps import keys_of, queries_of, results_maps, rows_maps
-from powertrain.ops.attention.hopper.plans import Plan, group_for
+from powertrain.ops.attention.hopper.plans import Plan, group_of
 from powertrain.ops.attention.hopper.primitives import (
     Lengths,
     Window,
@@ -125,7 +125,6 @@ def launch_forward_d512(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]
     o = operands.like_query(out)
     blocks = operands.query_blocks(plan.queries)
     tiles = blocks * heads.kv * heads.q_per_kv * operands.storage
-    keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * k.tensor.element_size()
     chunk = (_COLS.value,)
     q_map, _ = rows_maps(queries_of(operands, q, operands.d_qk), _ROWS.value, chunk)
     k_map, _ = rows_maps(keys_of(operands, k, operands.d_qk), plan.block_n, chunk)
@@ -136,7 +135,7 @@ def launch_forward_d512(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]
         q_map, k_map, v_map, o_map, out, lse, args.slopes, args.sinks,
         args.query_starts, args.key_starts, args.query_used, args.key_used, counter_of(q.tensor),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
-        group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
+        group_of(operands, plan), tiles,
         o.b, o.s, o.r, args.slopes_stride,
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,

@@ -107,7 +107,7 @@ def launch_pages(call: PagedCall, max_queries: int, target: Target) -> tuple[Ten
     keys = KeysSeen(call.seqlens, None, call.num_new, operands.keys, -1, call.right)
     listed = TileList.of(
         call.query_starts, keys, operands.queries, plan.heads_per_tile, plan.groups_of(operands.heads), operands.keys,
-        (plan.block_m, plan.block_n, 1), target, cut.rounds, cut.least_keys,
+        (plan.queries * plan.heads_per_tile, plan.block_n, 1), target, cut.rounds, cut.least_keys,
     )  # fmt: skip
     return launch_forward(
         operands, plan, call.page_table, listed, math.gcd(plan.groups_of(operands.heads), cut.together)
@@ -151,5 +151,5 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
     # a tile has one slope
     if operands.args.slopes is not None:
         return plan
-    pack = heads_per_tile_for(heads.q_per_kv, mean, plan.block_m)
+    pack = heads_per_tile_for(heads.q_per_kv, mean, plan.block_m, operands.is_packed and operands.batch > 1)
     return plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)

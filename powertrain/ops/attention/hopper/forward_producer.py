@@ -47,7 +47,9 @@ def _load_queries(
 ):  # fmt: skip
     ROWS: gl.constexpr = q_smem[0].shape[1]
     CHANNELS: gl.constexpr = q_smem[0].shape[2] + (q_smem[1].shape[2] if len(q_smem) > 1 else 0)
-    BYTES: gl.constexpr = ROWS * CHANNELS * q_smem[0].dtype.primitive_bitwidth // 8
+    # the last rows are of no query where HEADS_PER_TILE is no power of 2
+    FILLED: gl.constexpr = ROWS // HEADS_PER_TILE * HEADS_PER_TILE
+    BYTES: gl.constexpr = FILLED * CHANNELS * q_smem[0].dtype.primitive_bitwidth // 8
     for c in gl.static_range(CONSUMERS):
         bar = q_full.index(first_slot + c)
         mbarrier.expect(bar, BYTES)
@@ -150,7 +152,7 @@ def _load_tile(
     STAGES: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = v_smem[0].shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
-    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS_PER_TILE
+    QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE * CONSUMERS
     PIECES: gl.constexpr = len(q_smem)
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8

@@ -1,6 +1,6 @@
 """Results of the Hopper forward from registers to memory: by TMA, or by ordinary stores where a tile is cut off."""
 
-from powertrain.ops.attention.hopper.forward_tiles import as_tile, query_of, with_head_of
+from powertrain.ops.attention.hopper.forward_tiles import as_tile, queries_left, query_of, with_head_of
 from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, reinterpret, tma, tma_store
 
 
@@ -30,7 +30,8 @@ def store_result(
         for i in gl.static_range(len(o_smem)):
             column = gl.to_tensor(FIRST + i * PIECE + PART * o_smem[i].shape[2])
             o_tile = o_smem[i].index(CONSUMER)
-            _copy_out(o_tile, base, q_capacity - row, column, strides.os, strides.oh, CONFIG.d_v, HEADS_PER_TILE)
+            count = queries_left(q_capacity - row, o_smem[i].shape[1], HEADS_PER_TILE)
+            _copy_out(o_tile, base, count, column, strides.os, strides.oh, CONFIG.d_v, HEADS_PER_TILE)
 
 
 @gluon.jit

@@ -178,19 +178,32 @@ def block_at(n, begin, end, full_end, at_right, masked, LEFT: gl.constexpr):
 
 @gluon.jit
 def as_tile(smem, HEADS_PER_TILE: gl.constexpr = 1):
-    """[rows, columns] in shared memory as the tile of a descriptor."""
+    """[rows, columns] in shared memory as the tile of a descriptor. Of heads that are no power of 2 the descriptor's
+    box is smaller (`packed_maps`)."""
     ROWS: gl.constexpr = smem.shape[0]
     COLS: gl.constexpr = smem.shape[1]
-    box: gl.constexpr = [1, 1, ROWS, COLS] if HEADS_PER_TILE == 1 else [1, ROWS // HEADS_PER_TILE, HEADS_PER_TILE, COLS]
+    HEADS: gl.constexpr = 1 << (HEADS_PER_TILE - 1).bit_length()
+    box: gl.constexpr = [1, 1, ROWS, COLS] if HEADS_PER_TILE == 1 else [1, ROWS // HEADS, HEADS, COLS]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, smem.dtype)
     return reinterpret(smem, smem.dtype, box, layout)
+
+
+@gluon.jit
+def queries_left(count, ROWS: gl.constexpr, HEADS_PER_TILE: gl.constexpr):
+    """`count` queries from a tile's first on, or as many as its ROWS hold."""
+    if ROWS % HEADS_PER_TILE:
+        count = gl.minimum(count, ROWS // HEADS_PER_TILE)
+    return count
 
 
 @gluon.jit
 def query_of(row, HEADS_PER_TILE: gl.constexpr):
     """Which of a tile's queries a row is of."""
     if HEADS_PER_TILE > 1:
-        row = row >> (HEADS_PER_TILE.bit_length() - 1)
+        if HEADS_PER_TILE & (HEADS_PER_TILE - 1):
+            row = row // HEADS_PER_TILE
+        else:
+            row = row >> (HEADS_PER_TILE.bit_length() - 1)
     return row
 
 
@@ -210,7 +223,10 @@ def give_back(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
 def with_head_of(head, row, HEADS_PER_TILE: gl.constexpr):
     """The head of a row whose tile begins with `head`."""
     if HEADS_PER_TILE > 1:
-        head += row & (HEADS_PER_TILE - 1)
+        if HEADS_PER_TILE & (HEADS_PER_TILE - 1):
+            head += row % HEADS_PER_TILE
+        else:
+            head += row & (HEADS_PER_TILE - 1)
     return head
 
 

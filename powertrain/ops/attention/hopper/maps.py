@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from powertrain.ops.attention.operands import Operand, Operands
+from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime.tensor_maps import TensorMap, takes_zero_strides, tensor_map
 
 # a head dim in two pieces (hopper/pieces.py) has a map of each; of one piece the second is None
@@ -52,10 +53,13 @@ def rows_maps(x: Source, block: int, pieces: tuple[int, ...]) -> Maps:
 
 
 def packed_maps(x: Source, block: int, pieces: tuple[int, ...], heads_per_tile: int) -> Maps:
-    """[storage, rows, heads, dim] in tiles of (row, head) pairs: heads share a tile."""
+    """[storage, rows, heads, dim] in tiles of (row, head) pairs: heads share a tile. With heads that are no power of 2
+    the last few of `block` pairs are left out."""
     storage, heads, rows, dim = x.sizes
     box = 1, block // heads_per_tile, heads_per_tile
-    return _each(x.tensor, (storage, rows, heads, dim), (x.b, x.s, x.h, 1), box, pieces)
+    width = next_power_of_2(heads_per_tile)
+    tile = 1, block // width, width
+    return _each(x.tensor, (storage, rows, heads, dim), (x.b, x.s, x.h, 1), tile, pieces, filled=box)
 
 
 def pages_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
@@ -101,7 +105,7 @@ def ending_maps(x: Source, block: int, pieces: tuple[int, ...], is_ragged: bool)
 
 def _each(
     x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], pieces: tuple[int, ...],
-    offset: int = 0,
+    offset: int = 0, filled: tuple[int, ...] | None = None,
 ) -> Maps:  # fmt: skip
-    first, *rest = (tensor_map(x, shape, strides, (*block, piece), offset) for piece in pieces)
+    first, *rest = (tensor_map(x, shape, strides, (*block, piece), offset, filled) for piece in pieces)
     return first, rest[0] if rest else None

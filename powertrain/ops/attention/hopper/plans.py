@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+from powertrain.ops.attention.hopper.tile_order import best_group
 from powertrain.ops.attention.operands import Heads, Operands
 from powertrain.ops.shapes import cdiv, next_power_of_2
 
@@ -19,7 +20,7 @@ class Plan(NamedTuple):
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
     takes_turns: bool = True  # consumers issue their products in a fixed order
-    heads_per_tile: int = 1  # heads that share keys in one tile, a power of 2
+    heads_per_tile: int = 1  # heads that share keys in one tile
     partial: bool = False  # the last tile of a group has fewer: results leave as those of splits
     num_splits: int = 1  # parts of the keys, a tile each
 
@@ -39,7 +40,7 @@ class Plan(NamedTuple):
     @property
     def queries(self) -> int:
         """Of a tile."""
-        return self.block_m // self.heads_per_tile
+        return _queries_of(self.block_m, self.heads_per_tile)
 
     def groups_of(self, heads: Heads) -> int:
         """Heads that share tiles, of all kv heads."""
@@ -80,20 +81,67 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     return Plan((256,), p_v, block_n=64, store_parts=p_v[0] // 64, q_slots=1, q_held=False)
 
 
+def _queries_of(block_m: int, heads_per_tile: int) -> int:
+    """Of a tile: a consumer's 64 rows hold whole queries."""
+    return 64 // heads_per_tile * (block_m // 64)
+
+
 @functools.lru_cache(maxsize=1024)
-def heads_per_tile_for(repeats: int, queries: int, block_m: int) -> int:
-    """How many of `repeats` heads that share keys stand in one tile: as many as may, where that makes fewer tiles.
-    The last tile of a group may have fewer.
+def heads_per_tile_for(repeats: int, queries: int, block_m: int, ragged: bool = False, whole: bool = False) -> int:
+    """How many of `repeats` heads that share keys stand in one tile: as many as may, where that makes fewer tiles of so
+    many queries, on average if they are `ragged`. The last tile of a group may have fewer, unless all are to be
+    `whole`.
 
     ms, bf16, one H200, B8 D128, 32768 keys, alone and packed: H32/8, 16 queries .67 .35, 64 .70 .40, 96 .73 .73; H64/8,
-    16 queries 1.30 .36, 64 1.39 .78."""
+    16 queries 1.30 .36, 64 1.39 .78. Ragged, one H100, 1, 2, 4 and 8 heads a tile: packed causal self-attention H32/8,
+    sequences of 10 to 200 .264 .221 .187, 50 to 550 .239 .228 .212, 200 to 1800 .659 .650 .645; H64/8, 10 to 200 .506
+    .419 .347 .304, 200 to 1800 1.295 1.301 1.265 1.249; 100 chunks of 20 to 600 beside 2000 keys H32/8 1.423 1.261
+    1.200, H64/8 2.727 2.371 2.190 2.129. A consumer's 64 rows hold 63 of 7 heads and 60 of 5."""
 
-    def tiles(pack: int) -> int:
-        return cdiv(repeats, pack) * cdiv(queries * pack, block_m)
+    def tiles(pack: int) -> float:
+        each = _queries_of(block_m, pack)
+        return cdiv(repeats, pack) * (queries / each + 0.5 if ragged else cdiv(queries, each))
 
-    packs = [pack for pack in (16, 8, 4, 2, 1) if pack < 2 * repeats]
-    pack = min(packs, key=lambda pack: (tiles(pack), repeats % pack > 0))
-    return pack if 8 * tiles(pack) <= 7 * tiles(1) else 1
+    divisors = {pack for pack in range(1, 33) if repeats % pack == 0}
+    packs = divisors if whole else divisors | {pack for pack in (2, 4, 8, 16) if pack < 2 * repeats}
+    pack = min(sorted(packs, reverse=True), key=lambda pack: (tiles(pack), repeats % pack > 0))
+    return pack if tiles(pack) <= (0.97 if ragged else 0.875) * tiles(1) else 1
+
+
+def group_of(operands: Operands, plan: Plan) -> int:
+    """Heads, or groups of those in one tile, whose tiles are taken in turn."""
+    args, heads = operands.args, operands.heads
+    # of all queries together, if packed; keys of the heads whose tiles run together should stay in the L2
+    keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
+    repeats = cdiv(heads.q_per_kv, plan.heads_per_tile)
+    if args.right < 0 or operands.is_packed or plan.num_splits > 1:
+        return group_for(keys_bytes, repeats, args.right >= 0)
+    of_all = operands.storage * plan.groups_of(heads)
+    return _busy_group_for(of_all, _times_of(operands, plan), operands.target.num_sms, keys_bytes // repeats)
+
+
+def _times_of(operands: Operands, plan: Plan) -> tuple[int, ...]:
+    """Of a head's tiles, the last first, in halves of a block of keys; what a tile costs beside is three."""
+    args = operands.args
+    offset = operands.keys - operands.queries if args.bottom_right else 0
+    times = []
+    for first in range(0, operands.queries, plan.queries):
+        last = min(first + plan.queries, operands.queries) - 1
+        end = max(0, min(operands.keys, last + offset + args.right + 1))
+        begin = max(0, first + offset - args.left) if args.left >= 0 else 0
+        times.append(2 * max(1, cdiv(end, plan.block_n) - begin // plan.block_n) + 3)
+    return tuple(reversed(times))
+
+
+# keys and values of a group of heads from which their reads miss the L2 more often, and what as many again cost
+_GROUP_BYTES, _GROUP_PENALTY = 33.5e6, 0.02
+
+
+@functools.lru_cache(maxsize=1024)
+def _busy_group_for(heads: int, times: tuple[int, ...], num_sms: int, head_bytes: int) -> int:
+    """TFLOP/s, bf16, one H200, H16 D128 causal, S8192 (4 MiB of keys and values a head), groups of 2, 4, 8, 16: 732,
+    733, 728, 716; S2048 604, 613, 621, 620. tile_order.py has more."""
+    return best_group(heads, times, num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)[0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -116,26 +164,29 @@ def num_splits_for(tiles: int, blocks: int, result_bytes: int, sms: int) -> int:
 
 
 def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
-    """Heads whose tiles are taken in turn. TFLOP/s, bf16, one H200, H16 D128: causal S2048 (1 MiB of keys and values a
-    head) 2 604, 4 613, 8 621, 16 620; S8192 732, 733, 728, 716; full S8192 1 725, 2 723, 8 710."""
+    """The same where tiles take the same time, or times that are not known. TFLOP/s, bf16, one H200, H16 D128: causal
+    S2048 (1 MiB of keys and values a head) 2 604, 4 613, 8 621, 16 620; S8192 732, 733, 728, 716; full S8192 1 725, 2
+    723, 8 710."""
     if not causal:
         return repeats
     return min(8, max(4, next_power_of_2(16 * 2**20 * repeats // max(1, keys_bytes) + 1) // 2))
 
 
 def plan_of(operands: Operands) -> Plan:
-    """The plan of a call. Heads share tiles and keys are split only beside four keys or more a query."""
+    """The plan of a call. Keys are split only beside four keys or more a query."""
     args, heads = operands.args, operands.heads
     sequences = max(1, operands.batch) if operands.is_packed else 1
     # of packed sequences on average
     queries, keys = max(1, operands.queries // sequences), max(1, operands.keys // sequences)
     plan = plan_for(operands.d_qk, operands.d_v, queries)
-    if 4 * queries > keys or plan.splits_columns:
-        return plan
+    is_few = 4 * queries <= keys
     # a tile has one slope
-    if args.slopes is None:
-        pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m)
+    if args.slopes is None and not plan.splits_columns:
+        # fewer heads leave in parts: another kernel, and float32 results
+        pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, sequences > 1, whole=not is_few)
         plan = plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
+    if not is_few or plan.splits_columns:
+        return plan
     tiles = operands.batch * heads.kv * cdiv(heads.q_per_kv, plan.heads_per_tile) * cdiv(queries, plan.queries)
     # the position of the first query
     first = keys - queries if args.bottom_right else 0
