@@ -13,6 +13,7 @@ import torch._functorch.config
 import triton
 
 import powertrain
+from benchmarks import ahead
 
 
 def _file_of(op: str) -> str:
@@ -28,9 +29,10 @@ def main(ops: list[str]) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     print(f"{torch.cuda.get_device_name()}, {versions}, commit {commit or 'unknown'}")
-    files = dict.fromkeys(_file_of(op) for op in ops)
-    for op in files:
-        for lines in importlib.import_module(f"benchmarks.ops.{op}").run():
+    modules = [importlib.import_module(f"benchmarks.ops.{op}") for op in dict.fromkeys(map(_file_of, ops))]
+    print(ahead.build(module.launch for module in modules if hasattr(module, "launch")), flush=True)
+    for module in modules:
+        for lines in module.run():
             print(lines, flush=True)
             print()
 
