@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._functorch.config
 import triton
 
 from benchmarks import ahead, peers
@@ -146,7 +145,7 @@ def main(arguments: list[str]) -> int:
         parser.error(f"SECTION must be of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks need a CUDA GPU; none is visible here")
-    torch._functorch.config.donated_buffer = False  # torch.compile's backward, too, is timed with retain_graph
+    peers.set_up_torch_compile()
     gpu = short_name(torch.cuda.get_device_name())
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import ahead
+from benchmarks import ahead, peers
 from benchmarks import all as bench_all
 from benchmarks.ops import host, rope
 from powertrain.ops import norm_fwd_kernels
@@ -78,6 +79,21 @@ def test_tables_are_recorded_and_a_failing_part_does_not_lose_them(monkeypatch: 
         pass
     table("after", {"powertrain": Timing(1.0, 0.0, 0.0)})
     assert not outside
+
+
+def test_torch_compile_compiles_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    peers.set_up_torch_compile()
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    for n in range(1, 13):
+        torch.compile(lambda x: x + 1, dynamic=False, backend=backend)(torch.zeros(n + 1))
+    assert len(compiled) == 12
 
 
 def test_the_launch_that_is_timed_names_every_constant_of_its_kernel() -> None:
