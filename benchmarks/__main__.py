@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch._functorch.config
 import triton
 
 import powertrain
+from benchmarks import ahead, peers
 
 
 def _file_of(op: str) -> str:
@@ -24,13 +24,14 @@ def _file_of(op: str) -> str:
 def main(ops: list[str]) -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks need a CUDA GPU; none is visible here")
-    torch._functorch.config.donated_buffer = False  # torch.compile's backward, too, is timed with retain_graph
+    peers.set_up_torch_compile()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     print(f"{torch.cuda.get_device_name()}, {versions}, commit {commit or 'unknown'}")
-    files = dict.fromkeys(_file_of(op) for op in ops)
-    for op in files:
-        for lines in importlib.import_module(f"benchmarks.ops.{op}").run():
+    modules = [importlib.import_module(f"benchmarks.ops.{op}") for op in dict.fromkeys(map(_file_of, ops))]
+    print(ahead.build(module.launch for module in modules if hasattr(module, "launch")), flush=True)
+    for module in modules:
+        for lines in module.run():
             print(lines, flush=True)
             print()
 

@@ -13,13 +13,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch._functorch.config
 import triton
 
-from benchmarks import peers
+from benchmarks import ahead, peers
 from powertrain.testing.bench import copy_bandwidth, recorded
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,20 +29,27 @@ NOISE = 0.03
 Row = dict[str, Any]
 
 
-def _module(name: str) -> Callable[[], Iterator[str]]:
-    return lambda: importlib.import_module(f"benchmarks.ops.{name}").run()
+class Part(NamedTuple):
+    run: Callable[[], Iterator[str]]
+    launch: Callable[[], None]  # ours on meta tensors, whose kernels are compiled before anything is timed
 
 
-def _attention(*names: str) -> Callable[[], Iterator[str]]:
-    def run() -> Iterator[str]:
+def _module(name: str) -> Part:
+    def module() -> Any:
+        return importlib.import_module(f"benchmarks.ops.{name}")
+
+    return Part(lambda: module().run(), lambda: module().launch())
+
+
+def _attention(*names: str) -> Part:
+    def of_cases(function: str) -> Any:
         attention = importlib.import_module("benchmarks.ops.attention")
-        for name in names:
-            yield from attention.against_peers(getattr(attention, name))
+        return getattr(attention, function)([case for name in names for case in getattr(attention, name)])
 
-    return run
+    return Part(lambda: of_cases("against_peers"), lambda: of_cases("launch_cases"))
 
 
-SECTIONS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
+SECTIONS: dict[str, tuple[Part, ...]] = {
     "host": (_module("host"),),
     "decode": (_module("decode"),),
     "attention": (_attention("CASES", "GROUPED"),),
@@ -52,23 +58,31 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
 }
 
 
+def _of(section: str, rows: list[Row]) -> list[Row]:
+    return [{"section": section, **row} for row in rows]
+
+
 def measure(sections: list[str], write: Callable[[list[Row]], None]) -> tuple[list[Row], list[str]]:
-    """Every row, and the sections in which something failed; `write` is called after each part."""
+    """Every row, and the sections in which something failed; `write` is called after each table."""
     found: list[Row] = []
     failed = []
     for section in sections:
-        for run in SECTIONS[section]:
+        start = time.monotonic()
+        for part in SECTIONS[section]:
             with recorded() as rows:
                 try:
-                    for lines in run():
+                    for lines in part.run():
                         print(lines, end="\n\n", flush=True)
+                        # a run that is ended keeps what it measured
+                        write([*found, *_of(section, rows)])
                 except Exception:
                     # rows measured before the error are kept; the next section runs
                     traceback.print_exc()
                     failed.append(section)
-            found += [{"section": section, **row} for row in rows]
+            found += _of(section, rows)
             write(found)
             torch.cuda.empty_cache()
+        print(f"{section}: {time.monotonic() - start:.0f} s", end="\n\n", flush=True)
     return found, failed
 
 
@@ -131,7 +145,7 @@ def main(arguments: list[str]) -> int:
         parser.error(f"SECTION must be of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks need a CUDA GPU; none is visible here")
-    torch._functorch.config.donated_buffer = False  # torch.compile's backward, too, is timed with retain_graph
+    peers.set_up_torch_compile()
     gpu = short_name(torch.cuda.get_device_name())
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
@@ -143,6 +157,7 @@ def main(arguments: list[str]) -> int:
     what = "all" if set(sections) == set(SECTIONS) else "-".join(sections)
     path = RESULTS / f"{time.strftime('%Y-%m-%d')}_{gpu}_{what}.json"
     before = last_committed(gpu)
+    print(ahead.build(part.launch for section in sections for part in SECTIONS[section]), end="\n\n", flush=True)
     rows, failed = measure(sections, lambda rows: _write(path, machine, rows))
     _report("other libraries are faster (best of ours | best of theirs | ratio)", behind(rows), "nowhere")
     if before is None:

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch._functorch.config
 from torch import Tensor
 
 
@@ -15,6 +17,13 @@ def peer(module: str, name: str) -> Callable[..., Any] | None:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return None
+
+
+def set_up_torch_compile() -> None:
+    # its backward, too, is timed with retain_graph
+    torch._functorch.config.donated_buffer = False
+    # a function is compiled for each size; beyond the limit, 8 by default, it would run uncompiled
+    torch._dynamo.config.recompile_limit = 64
 
 
 def flash_3() -> Any:

@@ -5,13 +5,34 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks import ahead, peers
 from benchmarks import all as bench_all
-from benchmarks.ops import attention, decode, host
+from benchmarks.ops import host, rope
 from powertrain.ops import norm_fwd_kernels
+from powertrain.runtime.compile import prebuild
+from powertrain.runtime.compile.service import Spec
+from powertrain.runtime.errors import CompileError
+from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.testing.bench import Timing, recorded, table
+
+# some of each section's kernels
+KERNELS = {
+    "host": {"_norm_fwd_kernel", "_norm_bwd_kernel", "_hopper_attention_bwd_kernel", "_decode_kernel"},
+    "decode": {
+        "_decode_kernel", "_tiles_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel",
+        "_hopper_decode_mla_kernel",
+    },
+    "attention": {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_attention_fwd_kernel"},
+    "head-dims": {"_hopper_attention_fwd_d512_kernel", "_attention_dkdv_kernel"},
+    "ops": {
+        "_row_stats_kernel", "_dlogits_kernel", "_norm_bwd_kernel", "_activation_bwd_kernel", "_rope_kernel",
+        "_adamw_kernel", "_norm_partials_kernel",
+    },
+}  # fmt: skip
 
 
 def _row(label: str, variant: str, ms: float, spread: float = 0.01) -> dict[str, Any]:
@@ -46,16 +67,33 @@ def test_tables_are_recorded_and_a_failing_part_does_not_lose_them(monkeypatch: 
     def works() -> Iterator[str]:
         yield table("other", {"powertrain": Timing(2.0, 0.02, 3.0)})
 
-    monkeypatch.setattr(bench_all, "SECTIONS", {"ops": (fails, works)})
+    parts = tuple(bench_all.Part(run, lambda: None) for run in (fails, works))
+    monkeypatch.setattr(bench_all, "SECTIONS", {"ops": parts})
     written: list[Any] = []
     rows, failed = bench_all.measure(["ops"], lambda rows: written.append(list(rows)))
     first = {"section": "ops", "label": "label", "variant": "powertrain", "ms": 1.0, "spread": 0.02, "peak_mib": 3.0}
     assert rows[0] == first and rows[1]["label"] == "other" and failed == ["ops"]
-    assert written == [rows[:1], rows]
+    # after each table and after each part: an interrupted run keeps what it measured
+    assert written == [rows[:1], rows[:1], rows, rows]
     with recorded() as outside:
         pass
     table("after", {"powertrain": Timing(1.0, 0.0, 0.0)})
     assert not outside
+
+
+def test_torch_compile_compiles_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    peers.set_up_torch_compile()
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    for n in range(1, 13):
+        torch.compile(lambda x: x + 1, dynamic=False, backend=backend)(torch.zeros(n + 1))
+    assert len(compiled) == 12
 
 
 def test_the_launch_that_is_timed_names_every_constant_of_its_kernel() -> None:
@@ -64,9 +102,31 @@ def test_the_launch_that_is_timed_names_every_constant_of_its_kernel() -> None:
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
-def test_kernels_that_are_compiled_ahead_of_the_tables() -> None:
-    target = Target.parse("H100")
-    names = {spec.kernel.name for spec in attention.kernels_of([attention.CASES[0], attention.HEAD_DIMS[-1]], target)}
-    assert {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_hopper_attention_fwd_d512_kernel"} < names
-    names = {spec.kernel.name for spec in decode.kernels_of_lengths(target)}
-    assert {"_decode_kernel", "_tiles_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel"} < names
+@pytest.mark.parametrize(("section", "names"), KERNELS.items())
+def test_kernels_that_are_compiled_ahead_of_the_tables(section: str, names: set[str]) -> None:
+    with record("H100") as wanted:
+        for part in bench_all.SECTIONS[section]:
+            part.launch()
+    assert names <= {spec.kernel.name for spec in wanted.specs}
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+def test_what_cannot_be_launched_ahead_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+
+    def build(specs: list[Spec]) -> prebuild.Report:
+        built.extend(spec.kernel.name for spec in specs)
+        return prebuild.Report(
+            sources={"store": 2, "compiled": len(built) - 2}, failures={"a for sm_90": CompileError("no")}
+        )
+
+    def fails() -> None:
+        raise RuntimeError("no such op")
+
+    monkeypatch.setattr(prebuild, "build", build)
+    told = ahead.build([fails, rope.launch], Target.parse("H100"))
+    assert built == ["_rope_kernel"] * 3
+    assert told == "3 kernels, 1 of them compiled now, in 0 s\na for sm_90: no"
+    assert "no such op" in capsys.readouterr().err

@@ -14,16 +14,17 @@ from powertrain.testing.bench import measure, table
 SIZES = ((16384, 14336), (25000, 4304))
 
 
-def _variants(op: str) -> dict[str, Callable[..., Tensor]]:
+OURS = {"swiglu": swiglu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
+
+
+def _theirs(op: str) -> dict[str, Callable[..., Tensor]]:
     if op == "gelu_tanh":
         found = {
-            "powertrain": lambda x: gelu(x, approximate="tanh"),
             "torch.compile": torch.compile(lambda x: F.gelu(x, approximate="tanh"), dynamic=False),
         }
     else:
         liger = peer("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
         found = {
-            "powertrain": swiglu,
             "torch.compile": torch.compile(lambda gate, up: F.silu(gate) * up, dynamic=False),
             "liger": liger and liger.apply,
         }
@@ -31,7 +32,7 @@ def _variants(op: str) -> dict[str, Callable[..., Tensor]]:
 
 
 def _measure(op: str, leaves: list[Tensor], dy: Tensor) -> Iterator[str]:
-    variants, (M, N) = _variants(op), dy.shape
+    variants, (M, N) = {"powertrain": OURS[op]} | _theirs(op), dy.shape
     with torch.no_grad():
         forward = measure({name: lambda f=f: f(*leaves) for name, f in variants.items()})
     yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=(len(leaves) + 1) * 2 * M * N)
@@ -42,9 +43,24 @@ def _measure(op: str, leaves: list[Tensor], dy: Tensor) -> Iterator[str]:
     yield table(f"{op} {M}x{N} bf16 bwd", backward, num_bytes=(2 * len(leaves) + 1) * 2 * M * N)
 
 
+def _inputs(size: tuple[int, int], device: str) -> tuple[dict[str, list[Tensor]], Tensor]:
+    """Of each op, and the result's gradient."""
+    gate, up = (torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    return {"swiglu": [gate, up], "gelu_tanh": [gate]}, torch.randn_like(gate)
+
+
+def launch() -> None:
+    """Ours on meta tensors: for `ahead.build`."""
+    for size in SIZES:
+        inputs, dy = _inputs(size, "meta")
+        for op, leaves in inputs.items():
+            torch.autograd.grad(OURS[op](*leaves), leaves, dy)
+            with torch.no_grad():
+                OURS[op](*leaves)
+
+
 def run() -> Iterator[str]:
     for size in SIZES:
-        gate, up = (torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-        dy = torch.randn_like(gate)
-        yield from _measure("swiglu", [gate, up], dy)
-        yield from _measure("gelu_tanh", [gate], dy)
+        inputs, dy = _inputs(size, "cuda")
+        for op, leaves in inputs.items():
+            yield from _measure(op, leaves, dy)

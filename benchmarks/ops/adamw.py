@@ -14,10 +14,24 @@ from powertrain.testing.bench import measure, table
 COUNT, SIZE = 240, 4_194_304  # tensors of 2048 x 2048: 1.007e9 parameters
 
 
-def run() -> Iterator[str]:
-    params = [torch.randn(2048, 2048, device="cuda", requires_grad=True) for _ in range(COUNT)]
+def _params(device: str) -> list[Tensor]:
+    params = [torch.randn(2048, 2048, device=device, requires_grad=True) for _ in range(COUNT)]
     for p in params:
         p.grad = torch.randn_like(p)
+    return params
+
+
+def launch() -> None:
+    """Ours on meta tensors: for `ahead.build`."""
+    params = _params("meta")
+    optimizer = AdamW(params)
+    optimizer.step()
+    optimizer.step(max_norm=1.0)
+    clip_grad_norm_(params, 1.0)
+
+
+def run() -> Iterator[str]:
+    params = _params("cuda")
     optimizers: dict[str, Any] = {"powertrain": AdamW(params), "torch fused": torch.optim.AdamW(params, fused=True)}
     timings = measure({name: optimizer.step for name, optimizer in optimizers.items()})
     yield table("adamw 1e9 fp32", timings, num_bytes=28 * COUNT * SIZE)

@@ -15,11 +15,6 @@ from benchmarks import peers
 from powertrain.ops.attention import varlen_attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.conversion import gather_pages
-from powertrain.ops.shapes import cdiv
-from powertrain.runtime.compile import prebuild
-from powertrain.runtime.compile.service import Spec
-from powertrain.runtime.recording import record
-from powertrain.runtime.target import Target
 from powertrain.testing.bench import measure, table
 
 H, K, D = 32, 8, 128
@@ -31,6 +26,7 @@ CASES = [
     (16, 8192, (0, 16)),
     (4, 8192, (0, 16)),
 ]
+MLA = 64, 8192  # batch, keys
 
 
 def _spread(batch: int) -> list[int]:
@@ -86,39 +82,15 @@ MIXED = [
 ]
 
 
-def kernels_of_lengths(target: Target) -> list[Spec]:
-    """Those of LENGTHS and MIXED."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    with record(target) as wanted:
-        for _, lengths, heads, kv_heads, head_dim, page_size, queries in LENGTHS:
-            batch, most = len(lengths), max(lengths)
-            cache = empty(batch, page_size or most, kv_heads, head_dim)
-            table = empty(batch, cdiv(most, page_size), dtype=torch.int32) if page_size else None
-            used = empty(batch, dtype=torch.int32)
-            decode_attention(empty(batch, queries, heads, head_dim), cache, cache, used, page_table=table)
-        for _, sizes, heads, kv_heads, page_size in MIXED:
-            batch, longest = len(sizes), max(keys for _, keys in sizes)
-            cache, starts = empty(batch, page_size, kv_heads, D), empty(batch + 1, dtype=torch.int32)
-            counts = [n for n, _ in sizes]
-            decode_attention(
-                empty(sum(counts), heads, D), cache, cache, empty(batch, dtype=torch.int32), cu_seqlens_q=starts,
-                page_table=empty(batch, cdiv(longest, page_size), dtype=torch.int32), max_seqlen_q=max(counts),
-            )  # fmt: skip
-    return wanted.specs
-
-
-def _randn(*shape: int) -> Tensor:
-    return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
+def _randn(*shape: int, device: str) -> Tensor:
+    return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_()
 
 
 def _ours(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, page_size: int) -> Callable[[], Any]:
     if page_size == 0:
         return lambda: decode_attention(q, keys, values, lengths)
     b, n = keys.shape[:2]
-    pages = torch.randperm(b * n // page_size, device="cuda").view(b, -1).int()
+    pages = torch.randperm(b * n // page_size, device=q.device).view(b, -1).int()
     keys, values = (cache.view(-1, page_size, K, D) for cache in (keys, values))
     return lambda: decode_attention(q, keys, values, lengths, page_table=pages)
 
@@ -136,30 +108,39 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Any]:
 
 
 def _of_lengths() -> Iterator[str]:
-    flash = peers.flash_3()
     for label, lengths, heads, kv_heads, head_dim, page_size, queries in LENGTHS:
-        q = _randn(len(lengths), queries, heads, head_dim)
-        pages = [-(-n // page_size) for n in lengths] if page_size else []
-        shape = (sum(pages), page_size) if page_size else (len(lengths), max(lengths))
-        keys, values = (_randn(*shape, kv_heads, head_dim) for _ in range(2))
-        of_sequences = None
-        if page_size:
-            order = torch.randperm(sum(pages), device="cuda").int().split(pages)
-            of_sequences = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
-        seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-
-        def ours(q=q, keys=keys, values=values, seqlens=seqlens, table=of_sequences) -> Tensor:  # type: ignore[no-untyped-def]
-            return decode_attention(q, keys, values, seqlens, page_table=table)
-
-        def theirs(q=q, keys=keys, values=values, seqlens=seqlens, table=of_sequences) -> Tensor:  # type: ignore[no-untyped-def]
-            return flash.fwd(q, keys, values, seqused_k=seqlens, page_table=table, is_causal=True, num_splits=0)[0]
-
-        variants = {"powertrain": ours} | ({} if flash is None else {"flash-attn-3": theirs})
-        if flash is not None:
-            torch.testing.assert_close(ours(), theirs(), rtol=2e-2, atol=2e-2)
-        num_bytes = 2 * sum(lengths) * kv_heads * head_dim * keys.element_size()
+        variants = _variants_of_lengths(lengths, heads, kv_heads, head_dim, page_size, queries)
+        expected = variants["powertrain"]()
+        for run in variants.values():
+            torch.testing.assert_close(run(), expected, rtol=2e-2, atol=2e-2)
+        num_bytes = 2 * 2 * sum(lengths) * kv_heads * head_dim
         heading = f"decode {label}, H{heads}/{kv_heads} D{head_dim} bf16"
-        yield table(heading, measure(variants, seconds=0.1), num_bytes=num_bytes)
+        yield table(heading, measure(variants), num_bytes=num_bytes)
+
+
+def _variants_of_lengths(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, page_size: int, queries: int, device: str = "cuda"
+) -> dict[str, Callable[[], Any]]:
+    q = _randn(len(lengths), queries, heads, head_dim, device=device)
+    pages = [-(-n // page_size) for n in lengths] if page_size else []
+    shape = (sum(pages), page_size) if page_size else (len(lengths), max(lengths))
+    keys, values = (_randn(*shape, kv_heads, head_dim, device=device) for _ in range(2))
+    of_sequences = _page_table(pages, device) if page_size else None
+    used = torch.tensor(lengths, dtype=torch.int32, device=device)
+    variants: dict[str, Callable[[], Any]] = {
+        "powertrain": lambda: decode_attention(q, keys, values, used, page_table=of_sequences)
+    }
+    flash = peers.flash_3()
+    if flash is not None:
+        options = {"page_table": of_sequences, "is_causal": True, "num_splits": 0}
+        variants["flash-attn-3"] = lambda: flash.fwd(q, keys, values, seqused_k=used, **options)[0]
+    return variants
+
+
+def _page_table(pages: list[int], device: str) -> Tensor:
+    """Pages in no order, so many of each sequence."""
+    order = torch.randperm(sum(pages), device=device).int().split(pages)
+    return torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
 
 
 def _of_packed_queries() -> Iterator[str]:
@@ -172,23 +153,22 @@ def _of_packed_queries() -> Iterator[str]:
         num_bytes = 2 * 2 * sum(keys for _, keys in sizes) * kv_heads * D
         flops = sum(4 * heads * D * (n * (keys - n) + n * (n + 1) // 2) for n, keys in sizes)
         heading = f"{label}, pages of {page_size}, H{heads}/{kv_heads} D{D} bf16"
-        yield table(heading, measure(variants, seconds=0.1), num_bytes=num_bytes, flops=flops)
+        yield table(heading, measure(variants), num_bytes=num_bytes, flops=flops)
         del variants, expected
         torch.cuda.empty_cache()
 
 
 def _packed_variants(
-    sizes: list[tuple[int, int]], heads: int, kv_heads: int, page_size: int
+    sizes: list[tuple[int, int]], heads: int, kv_heads: int, page_size: int, device: str = "cuda"
 ) -> dict[str, Callable[[], Any]]:
     queries, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*sizes, strict=True))
     pages = [-(-keys // page_size) for _, keys in sizes]
-    caches = [_randn(sum(pages), page_size, kv_heads, D) for _ in range(2)]
-    order = torch.randperm(sum(pages), device="cuda").int().split(pages)
-    of_sequences = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
-    starts, ends = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (queries, lengths))
-    used, most, longest = lengths.cuda(), int(queries.max()), int(lengths.max())
-    room = torch.arange(len(sizes) + 1, dtype=torch.int32, device="cuda") * longest
-    q = _randn(int(queries.sum()), heads, D)
+    caches = [_randn(sum(pages), page_size, kv_heads, D, device=device) for _ in range(2)]
+    of_sequences = _page_table(pages, device)
+    starts, ends = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().to(device) for x in (queries, lengths))
+    used, most, longest = lengths.to(device), int(queries.max()), int(lengths.max())
+    room = torch.arange(len(sizes) + 1, dtype=torch.int32, device=device) * longest
+    q = _randn(int(queries.sum()), heads, D, device=device)
 
     def copied() -> Any:
         k, v = (gather_pages(x, of_sequences, longest).flatten(0, 1) for x in caches)
@@ -209,26 +189,43 @@ def _packed_variants(
     return variants
 
 
+def _variants_of_equal_lengths(
+    b: int, n: int, page_sizes: tuple[int, ...], device: str
+) -> dict[str, Callable[[], Any]]:
+    q, keys, values = (_randn(b, *shape, device=device) for shape in ((1, H, D), (n, K, D), (n, K, D)))
+    lengths = torch.full((b,), n, dtype=torch.int32, device=device)
+    variants = {f"page {p}" if p else "dense": _ours(q, keys, values, lengths, p) for p in page_sizes}
+    return {**variants, "torch flash": _sdpa(q, keys, values)}
+
+
+def _mla(b: int, n: int, device: str) -> dict[str, Callable[[], Any]]:
+    q, latent = _randn(b, 1, 128, 576, device=device), _randn(b, n, 1, 576, device=device)
+    lengths = torch.full((b,), n, dtype=torch.int32, device=device)
+    return {"dense": lambda: decode_attention(q, latent, None, lengths, head_dim_v=512)}
+
+
+@torch.no_grad()
+def launch() -> None:
+    """Ours on meta tensors: for `ahead.build`."""
+    every = [_variants_of_lengths(*case[1:], device="meta") for case in LENGTHS]
+    every += [_packed_variants(*case[1:], device="meta") for case in MIXED]
+    every += [_variants_of_equal_lengths(*case, device="meta") for case in CASES]
+    for variants in [*every, _mla(*MLA, device="meta")]:
+        for name, call in variants.items():
+            if not name.startswith(("flash", "torch")):
+                call()
+
+
 @torch.no_grad()
 def run() -> Iterator[str]:
-    prebuild.build(kernels_of_lengths(Target.of(torch.device("cuda"))))  # in parallel
     yield from _of_packed_queries()
     yield from _of_lengths()
     for b, n, page_sizes in CASES:
-        q, keys, values = _randn(b, 1, H, D), _randn(b, n, K, D), _randn(b, n, K, D)
-        lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")
-        variants = {f"page {p}" if p else "dense": _ours(q, keys, values, lengths, p) for p in page_sizes}
-        num_bytes = 2 * keys.numel() * keys.element_size()
-        timings = measure({**variants, "torch flash": _sdpa(q, keys, values)})
-        yield table(f"decode B{b} keys {n} H{H}/{K} D{D} bf16", timings, num_bytes=num_bytes)
-        del q, keys, values, variants
+        timings = measure(_variants_of_equal_lengths(b, n, page_sizes, "cuda"))
+        yield table(f"decode B{b} keys {n} H{H}/{K} D{D} bf16", timings, num_bytes=2 * 2 * b * n * K * D)
         torch.cuda.empty_cache()
 
-    b, n = 64, 8192
-    q, latent = _randn(b, 1, 128, 576), _randn(b, n, 1, 576)
-    lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")
-    mla = {"dense": lambda: decode_attention(q, latent, None, lengths, head_dim_v=512)}
+    b, n = MLA
     flops = 2 * b * 128 * n * (576 + 512)
-    yield table(
-        f"decode MLA B{b} keys {n} H128/1 576/512 bf16", measure(mla), num_bytes=2 * latent.numel(), flops=flops
-    )
+    timings = measure(_mla(b, n, "cuda"))
+    yield table(f"decode MLA B{b} keys {n} H128/1 576/512 bf16", timings, num_bytes=2 * b * n * 576, flops=flops)

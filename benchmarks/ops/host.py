@@ -35,13 +35,21 @@ def _step(op: object, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> Non
     op(x, w).backward(dy)
 
 
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attention(q, k, v, is_causal=True)
+
+
+def _attention_inputs(device: str) -> list[torch.Tensor]:
+    heads = 32, 8, 8
+    return [torch.randn(1, 128, n, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for n in heads]
+
+
 def _attention() -> Iterator[str]:
-    q = torch.randn(1, 128, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    k, v = (torch.randn(1, 128, 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    q, k, v = _attention_inputs("cuda")
     dout = torch.randn_like(q)
     with_heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
     calls = {
-        "powertrain": ((q, k, v), dout, lambda q, k, v: attention(q, k, v, is_causal=True)),
+        "powertrain": ((q, k, v), dout, _causal),
         "torch": (
             with_heads_first,
             dout.transpose(1, 2).contiguous(),
@@ -60,10 +68,14 @@ def _attention() -> Iterator[str]:
         yield f"{label} forward {times[0]:6.1f} us, with backward {times[1]:6.1f} us"
 
 
+def _decode_inputs(device: str) -> list[torch.Tensor]:
+    shapes = (1, 1, 32, 128), (1, 2048, 8, 128), (1, 2048, 8, 128)
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    return [q, k, v, torch.tensor([2000], device=device, dtype=torch.int32)]
+
+
 def _decode() -> Iterator[str]:
-    q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 2048, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    lengths = torch.tensor([2000], device="cuda", dtype=torch.int32)
+    q, k, v, lengths = _decode_inputs("cuda")
     calls = {
         "powertrain": lambda: decode_attention(q, k, v, lengths),
         "torch": lambda: F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True),
@@ -80,10 +92,32 @@ def _note(label: str, name: str, *microseconds: float) -> None:
         note(f"{label}, {way}", name, Timing(spent / 1e3, 0.1, 0.0))
 
 
-def run() -> Iterator[str]:
-    x, dy = (torch.randn(128, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+def _norm_inputs(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """x, weight, the result's gradient, and copies of x and weight that want gradients."""
+    x, dy = (torch.randn(128, 1024, device=device, dtype=torch.bfloat16) for _ in range(2))
     w = torch.ones_like(x[0])
-    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    return x, w, dy, (x.clone().requires_grad_(), w.clone().requires_grad_())
+
+
+def _launch_arguments(x: torch.Tensor, w: torch.Tensor) -> tuple[Any, ...]:
+    y, rstd = torch.empty_like(x), torch.empty(128, device=x.device)
+    return (x, None, w, None, y, None, None, rstd, 128, 1024, 1024, 0, 1e-6)
+
+
+def launch() -> None:
+    """Ours on meta tensors: for `ahead.build`."""
+    x, w, dy, leaves = _norm_inputs("meta")
+    norm.rms_norm(x, w)
+    _step(norm.rms_norm, *leaves, dy)
+    norm_fwd_kernels._norm_fwd_kernel[(32,)](*_launch_arguments(x, w), **LAUNCH)
+    inputs = _attention_inputs("meta")
+    torch.autograd.grad(_causal(*inputs), inputs, torch.empty_like(inputs[0]))
+    _causal(*(x.detach() for x in inputs))
+    decode_attention(*_decode_inputs("meta"))
+
+
+def run() -> Iterator[str]:
+    x, w, dy, leaves = _norm_inputs("cuda")
     ops = {"powertrain": norm.rms_norm, "torch": lambda x, w: F.rms_norm(x, (1024,), w, 1e-6)}
     for name, op in ops.items():
         _step(op, *leaves, dy)
@@ -93,8 +127,7 @@ def run() -> Iterator[str]:
 
     yield from _attention()
     yield from _decode()
-    y, rstd = torch.empty_like(x), torch.empty(128, device="cuda")
-    arguments = (x, None, w, None, y, None, None, rstd, 128, 1024, 1024, 0, 1e-6)
+    arguments = _launch_arguments(x, w)
     kernel = norm_fwd_kernels._norm_fwd_kernel
     for name, launch in {"powertrain": kernel[(32,)], "triton": kernel.jit[(32,)]}.items():
         launch(*arguments, **LAUNCH)

@@ -9,11 +9,12 @@ from benchmarks.peers import peer
 from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.testing.bench import measure, table
 
+OURS = {"rms_norm": lambda x, w, b: rms_norm(x, w), "layer_norm": layer_norm}
 
-def _variants(op: str, N: int) -> dict[str, Callable[..., torch.Tensor]]:
+
+def _theirs(op: str, N: int) -> dict[str, Callable[..., torch.Tensor]]:
     if op == "rms_norm":
         found = {
-            "powertrain": lambda x, w, b: rms_norm(x, w),
             "torch.compile": torch.compile(lambda x, w, b: F.rms_norm(x, (N,), w, 1e-6), dynamic=False),
             "liger": peer("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
             "quack": peer("quack", "rmsnorm"),
@@ -24,23 +25,36 @@ def _variants(op: str, N: int) -> dict[str, Callable[..., torch.Tensor]]:
     else:
         liger = peer("liger_kernel.ops.layer_norm", "LigerLayerNormFunction")
         found = {
-            "powertrain": layer_norm,
             "torch.compile": torch.compile(lambda x, w, b: F.layer_norm(x, (N,), w, b), dynamic=False),
             "liger": liger and (lambda x, w, b: liger.apply(x, w, b, 1e-5)),
         }
     return {name: function for name, function in found.items() if function is not None}
 
 
+def _inputs(op: str, M: int, N: int, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """x, weight and bias; those of them that have gradients; the result's gradient."""
+    shapes = (M, N), (N,), (N,)
+    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    return inputs, inputs if op == "layer_norm" else inputs[:2], torch.randn_like(inputs[0])
+
+
+def launch() -> None:
+    """Ours on meta tensors: for `ahead.build`."""
+    for op, sizes in SIZES.items():
+        for M, N in sizes:
+            inputs, leaves, dy = _inputs(op, M, N, "meta")
+            torch.autograd.grad(OURS[op](*inputs), leaves, dy)
+            with torch.no_grad():
+                OURS[op](*inputs)
+
+
 def _rows(op: str, M: int, N: int) -> Iterator[str]:
-    x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w, b = (torch.randn(N, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    dy = torch.randn_like(x)
-    leaves = (x, w, b) if op == "layer_norm" else (x, w)
-    variants = _variants(op, N)
+    inputs, leaves, dy = _inputs(op, M, N, "cuda")
+    variants = {"powertrain": OURS[op]} | _theirs(op, N)
     with torch.no_grad():
-        forward = measure({name: lambda f=f: f(x, w, b) for name, f in variants.items()})
+        forward = measure({name: lambda f=f: f(*inputs) for name, f in variants.items()})
     yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=2 * 2 * M * N)
-    outputs = {name: f(x, w, b) for name, f in variants.items()}
+    outputs = {name: f(*inputs) for name, f in variants.items()}
     backward = measure(
         {n: lambda y=y: torch.autograd.grad(y, leaves, dy, retain_graph=True) for n, y in outputs.items()}
     )
@@ -48,10 +62,14 @@ def _rows(op: str, M: int, N: int) -> Iterator[str]:
 
 
 # 128: heads of qk-norm; 5120 to 18432: no powers of 2
-SIZES = ((16384, 4096), (16384, 8192), (524288, 128), (16384, 5120), (16384, 6144), (16384, 18432))
+_OF_BOTH = ((16384, 4096), (16384, 8192), (16384, 5120), (16384, 18432))
+SIZES = {
+    "rms_norm": (*_OF_BOTH, (524288, 128), (16384, 6144)),
+    "layer_norm": _OF_BOTH,
+}
 
 
 def run() -> Iterator[str]:
-    for op in ("rms_norm", "layer_norm"):
-        for M, N in SIZES:
+    for op, sizes in SIZES.items():
+        for M, N in sizes:
             yield from _rows(op, M, N)

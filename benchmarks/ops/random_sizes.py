@@ -314,7 +314,7 @@ def _shares(draw: Draw) -> Iterator[tuple[str, float, float, float]]:
     """Way, share, ms of the floor, ms of ours."""
     call, leaves = draw.build("cuda")
     with torch.no_grad():
-        found = measure({"floor": draw.floor(), "ours": call}, seconds=0.02)
+        found = measure({"floor": draw.floor(), "ours": call}, seconds=0.1)
     yield "forward", found["floor"].ms / found["ours"].ms, found["floor"].ms, found["ours"].ms
     if draw.floor_both is None or not leaves:
         return
@@ -326,7 +326,7 @@ def _shares(draw: Draw) -> Iterator[tuple[str, float, float, float]]:
         again = call()
         return torch.autograd.grad(again if isinstance(again, tuple) else (again,), leaves, grads)
 
-    found = measure({"floor": draw.floor_both(), "ours": step}, seconds=0.02)
+    found = measure({"floor": draw.floor_both(), "ours": step}, seconds=0.1)
     yield "both", found["floor"].ms / found["ours"].ms, found["floor"].ms, found["ours"].ms
 
 

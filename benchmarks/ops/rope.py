@@ -20,24 +20,48 @@ def _plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]
     return rotate(q), rotate(k)
 
 
-def _variants(angles: RopeTable, dtype: torch.dtype) -> dict[str, Any]:
+B, S, H, K, D = 4, 4096, 32, 8, 128
+
+
+def _ours(angles: RopeTable) -> dict[str, Any]:
+    return {
+        "powertrain": lambda q, k: rope(q, k, table=angles),
+        "in place": lambda q, k: rope(q, k, table=angles, inplace=True),
+    }
+
+
+def _theirs(angles: RopeTable, dtype: torch.dtype) -> dict[str, Any]:
     compiled, liger = torch.compile(_plain, dynamic=False), peer("liger_kernel.ops.rope", "LigerRopeFunction")
     cos, sin = angles.cos[:, None], angles.sin[:, None]
     doubled = [torch.cat((t, t), -1).to(dtype)[None] for t in (angles.cos, angles.sin)]
     found = {
-        "powertrain": lambda q, k: rope(q, k, table=angles),
-        "in place": lambda q, k: rope(q, k, table=angles, inplace=True),
         "torch.compile": lambda q, k: compiled(q, k, cos, sin),
         "liger": liger and (lambda q, k: liger.apply(q.transpose(1, 2), k.transpose(1, 2), *doubled)),
     }
     return {name: function for name, function in found.items() if function is not None}
 
 
+def _inputs(device: str) -> list[Tensor]:
+    """q, k, and both with v in one tensor."""
+    heads = H, K, H + 2 * K
+    return [torch.randn(B, S, n, D, device=device, dtype=torch.bfloat16, requires_grad=True) for n in heads]
+
+
+def launch() -> None:
+    """Ours on meta tensors: for `ahead.build`."""
+    angles, (q, k, qkv) = rope_table(D, S, device="meta"), _inputs("meta")
+    calls = [lambda f=f: f(q.clone(), k.clone()) for f in _ours(angles).values()]
+    calls.append(lambda: rope_qkv(qkv, table=angles, num_heads=H, num_kv_heads=K))
+    for call in calls:
+        outputs = call()
+        torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+        with torch.no_grad():
+            call()
+
+
 def run() -> Iterator[str]:
-    B, S, H, K, D = 4, 4096, 32, 8, 128
-    angles = rope_table(D, S, device="cuda")
-    q, k = (torch.randn(B, S, n, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (H, K))
-    variants, num_bytes = _variants(angles, q.dtype), 2 * 2 * B * S * (H + K) * D
+    angles, (q, k, qkv) = rope_table(D, S, device="cuda"), _inputs("cuda")
+    variants, num_bytes = _ours(angles) | _theirs(angles, q.dtype), 2 * 2 * B * S * (H + K) * D
     label = f"rope B{B} S{S} H{H}/{K} D{D} bf16"
     with torch.no_grad():
         yield table(f"{label} fwd", measure({n: lambda f=f: f(q, k) for n, f in variants.items()}), num_bytes=num_bytes)
@@ -50,7 +74,6 @@ def run() -> Iterator[str]:
     }
     yield table(f"{label} bwd", measure(backward), num_bytes=num_bytes)
 
-    qkv = torch.randn(B, S, H + 2 * K, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     out = rope_qkv(qkv, table=angles, num_heads=H, num_kv_heads=K)
     grads = [torch.randn_like(t) for t in out]
     with torch.no_grad():

@@ -72,7 +72,8 @@ def _norm_partials_kernel(
     tl.store(partial_ptr + chunk, result)  # scalar
 
 
-@kernel()
+# the factor lies behind the norm, at no multiple of 16 bytes
+@kernel(unaligned=("factor_ptr",))
 def _norm_total_kernel(partial_ptr, total_ptr, factor_ptr, count, max_norm, NORM: tl.constexpr, BLOCK: tl.constexpr):
     """The norm, and the factor that brings it down to max_norm. One program."""
     total = tl.zeros([BLOCK], tl.float32)
@@ -96,7 +97,8 @@ def _norm_total_kernel(partial_ptr, total_ptr, factor_ptr, count, max_norm, NORM
     tl.store(factor_ptr, tl.where(factor > 1.0, 1.0, factor))  # scalar
 
 
-@kernel()
+# the factor lies behind the norm, at no multiple of 16 bytes
+@kernel(unaligned=("factor_ptr",))
 def _scale_tensors_kernel(
     chunks_ptr,
     table_ptr,

@@ -208,7 +208,8 @@ class Kernel:
         # all or none: a specialization for each subset would be compiled anew for nothing
         pointers = [n for n in self.aligned_pointers if values[n] is not None]
         for names, multiples in (
-            (pointers, [0 if values[n].is_meta else values[n].data_ptr() for n in pointers]),
+            # a meta tensor's is its offset: tensors of their own are aligned
+            (pointers, [values[n].data_ptr() for n in pointers]),
             (self.aligned, [values[n] for n in self.aligned]),
         ):
             step = _step(multiples)

@@ -11,6 +11,8 @@ import powertrain
 from powertrain.ops import adamw as module
 from powertrain.ops.adamw import AdamW, adamw_ref
 from powertrain.ops.grad_norm import clip_grad_norm_
+from powertrain.runtime.recording import record
+from powertrain.runtime.settings import settings
 from tests.cuda_graph import captured
 
 SHAPES = [(3,), (7, 5), (20000,), ()]  # an unaligned size, a second chunk, a scalar
@@ -374,6 +376,17 @@ def test_clip_nonfinite(value: float, norm_type: float, device: torch.device) ->
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(others, 1.0, norm_type), equal_nan=True)
     for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(p.grad, q.grad, equal_nan=True)
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is specialized under the interpreter")
+def test_clipping_takes_vectors_though_its_factor_lies_behind_the_norm() -> None:
+    parameter = torch.empty(64, device="meta", requires_grad=True)
+    parameter.grad = torch.empty_like(parameter)
+    with record("sm_90") as wanted:
+        clip_grad_norm_([parameter], 1.0)
+    aligned = {spec.kernel.name: set(spec.aligned) for spec in wanted.specs}
+    assert aligned["_scale_tensors_kernel"] == {"chunks_ptr", "table_ptr", "grad_ptr"}
+    assert aligned["_norm_total_kernel"] == {"partial_ptr", "total_ptr"}
 
 
 def test_clip_nothing(device: torch.device) -> None:

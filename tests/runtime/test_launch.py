@@ -150,8 +150,9 @@ def test_rows_are_loaded_in_the_widest_vectors_that_their_width_allows() -> None
     assert widths == [16, 16, 8, 4, 2], loads
 
 
-def test_misaligned_tensors_share_their_step() -> None:
-    memory = torch.empty(64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_misaligned_tensors_share_their_step(device: str) -> None:
+    memory = torch.empty(64, dtype=torch.bfloat16, device=device)
     values = dict(x_ptr=memory[2:], b_ptr=None, y_ptr=memory[8:], M=1, N=16, stride_xm=16, scale=1.0)
     constants = dict(FLAG=True, BLOCK=16, num_warps=4, num_stages=3, maxnreg=None)
     rows = {"N": 16, "stride_xm": 16}
