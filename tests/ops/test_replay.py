@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import powertrain
 from powertrain.ops.cases import Case, cases
 from powertrain.ops.fp8.current import new_states
-from powertrain.runtime import recording, replay, steering
+from powertrain.runtime import recording, replay, signature, steering
 from powertrain.runtime.dispatch import Op, falls_back
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
@@ -37,7 +37,7 @@ _CASES = 1  # of each op; its other cases are slow tests here, and the op's own 
 @pytest.fixture(autouse=True)
 def _replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     steering.changed()
-    monkeypatch.setattr(replay, "in_interpreter", True)
+    monkeypatch.setattr(signature, "in_interpreter", True)
     yield
     steering.changed()
 

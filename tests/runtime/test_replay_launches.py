@@ -88,7 +88,7 @@ def test_what_is_launched(driver: Driver) -> None:
     for _ in range(2):
         x, weight = torch.randn(4, 8).bfloat16(), torch.ones(8).bfloat16()
         driver.launches.clear()
-        y, none, rstd = tape.run(x, 1e-6, weight)
+        y, none, rstd = tape.run(x, weight)
         (grid, handle, values), (grid_2, handle_2, values_2) = driver.launches
         assert (handle, handle_2) == (3, 5)
         assert grid == (6, 1, 1, 128, 1, 1, 3072, STREAM) and grid_2 == (2, 3, 4, 128, 1, 1, 5120, STREAM)
