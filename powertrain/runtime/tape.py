@@ -17,6 +17,7 @@ from torch import Tensor
 
 from powertrain.runtime import driver
 from powertrain.runtime.errors import LaunchError
+from powertrain.runtime.packed_launches import Address, PackedLaunches
 
 
 class NotReplayable(Exception):
@@ -71,6 +72,15 @@ class _Part(NamedTuple):
     layout: _Layout
 
 
+class _Queued(NamedTuple):
+    """A launch whose arguments are packed with those of the next ones."""
+
+    loaded: Any
+    arguments: list[Address | int | float]
+    config: driver.LaunchConfig
+    used: list[str]  # bases
+
+
 class Tape:
     """`run(*arguments)` repeats a recorded call on other tensors of the same signature.
 
@@ -122,6 +132,7 @@ class _Source:
         self._names: dict[str, Any] = {"inf": math.inf, "nan": math.nan, "part": _part}
         self._lines: list[str] = []
         self._launches = 0
+        self._queued: list[_Queued] = []
         self._addressed: set[str] = set()  # bases whose address is in a local variable
         self._last_use: dict[str, int] = {}  # base -> line
         self._made_at: dict[str, int] = {}
@@ -136,6 +147,8 @@ class _Source:
         written = self._layouts_of_outputs()
         calls = False
         for index, step in enumerate(self._steps):
+            if not isinstance(step, Launch):
+                self._launch_queued()
             if isinstance(step, Allocation):
                 self._allocate(f"b{index}", step.tensor, written)
             elif isinstance(step, Launch):
@@ -143,6 +156,7 @@ class _Source:
             else:
                 calls = True
                 self._call(index, step)
+        self._launch_queued()
         results = [self._output(out) for out in self._outputs]
         body = self._with_ends(set(results))
         body.append(f"return ({', '.join(results)},)" if isinstance(self._result, tuple) else f"return {results[0]}")
@@ -183,31 +197,44 @@ class _Source:
             self._launch_interpreted(index, launch)
             return
         used: list[str] = []
-        loaded, values = launch.loaded, [
-            self._packed(value, used, f"m{index}_{place}", place in launch.loaded.maps)
-            for place, value in enumerate(launch.values)
-        ]  # fmt: skip
+        loaded = launch.loaded
+        arguments = [self._argument(value, used) for value in launch.values]
         gx, gy, gz = (*launch.grid, 1, 1)[:3]
         if loaded.has_scratch:
             self._names[f"scratch{index}"] = loaded.scratch
             self._lines.append(f"kept{index} = scratch{index}({gx * gy * gz}, {self._device})")
-            values += [f"kept{index}[0].data_ptr()", f"kept{index}[1].data_ptr()"]
+            arguments += [Address(f"kept{index}[0].data_ptr()"), Address(f"kept{index}[1].data_ptr()")]
         else:
-            values += ["0", "0"]
+            arguments += [0, 0]
         config = driver.LaunchConfig((gx, gy, gz), loaded.threads, loaded.shared, stream, loaded.starts_early)
+        self._names[f"c{index}"] = config
+        self._queued.append(_Queued(loaded, arguments, config, used))
+
+    def _launch_queued(self) -> None:
+        """The launches since the last step of another kind: their arguments are packed at once."""
+        queued, number = self._queued, len(self._lines)
+        if not queued:
+            return
+        self._queued = []
+        packed = PackedLaunches([(launch.loaded, launch.arguments) for launch in queued])
         self._names |= {
-            f"l{index}": loaded, f"s{index}": loaded.slots, f"pack{index}": loaded.pack_into, f"c{index}": config,
+            f"s{number}": packed.slots, f"new{number}": packed.new_slot, f"pack{number}": packed.pack_into,
             "launch": driver.configured_launcher(),
         }  # fmt: skip
-        call = f"launch({config.address}, {loaded.handle!r}, slot[1], None)"
-        self._lines += [
-            f"slot = s{index}.pop() if s{index} else l{index}.new_slot()",
-            f"pack{index}(slot[0], 0, {', '.join(values)})",
-            f"if {call}: again({self._launches}, {self._device}, lambda: {call})",
-            f"s{index}.append(slot)",
+        changing = [
+            address.expression if address.rest is None else f"{address.expression}, {self._constant(address.rest)}"
+            for address in packed.changing
         ]
-        self._last_use |= dict.fromkeys(used, len(self._lines) - 1)
-        self._launches += 1
+        self._lines += [
+            f"slot = s{number}.pop() if s{number} else new{number}()",
+            f"pack{number}({', '.join(['slot[0]', '0', *changing])})",
+        ]
+        for place, launch in enumerate(queued, 1):
+            call = f"launch({launch.config.address}, {launch.loaded.handle!r}, slot[{place}], None)"
+            self._last_use |= dict.fromkeys(launch.used, len(self._lines))
+            self._lines.append(f"if {call}: again({self._launches}, {self._device}, lambda: {call})")
+            self._launches += 1
+        self._lines.append(f"s{number}.append(slot)")
 
     def _launch_interpreted(self, index: int, launch: Launch) -> None:
         named = dict(zip(launch.kernel.arguments, launch.values, strict=True))
@@ -224,28 +251,25 @@ class _Source:
         self._names["memory"] = _memory
         return f"memory({part.base.name}, {part.offset}, *{self._constant(part.layout)})"
 
-    def _packed(self, value: Any, used: list[str], name: str, is_map: bool) -> str:
-        """An argument of a launch, as its buffer takes it; a tensor map is two numbers."""
-        if not is_map:
-            return self._address_or_number(value, used)
-        if value is None:
-            return '0, b""'
-        address = self._address_or_number(value.tensor, used)
-        self._names[name] = value.rest
-        return f"{address} + {value.offset}, {name}" if value.offset else f"{address}, {name}"
+    def _argument(self, value: Any, used: list[str]) -> Address | int | float:
+        """An argument of a launch, as its buffer takes it; `used` notes the base."""
+        if value is None or isinstance(value, int | float):
+            return 0 if value is None else value
+        if isinstance(value, Tensor):
+            return self._address(value, 0, None, used)
+        return self._address(value.tensor, value.offset, value.rest, used)
 
-    def _address_or_number(self, value: Any, used: list[str]) -> str:
-        if not isinstance(value, Tensor):
-            return repr(0 if value is None else value)
-        part = self._find(value)
+    def _address(self, x: Tensor, offset: int, rest: bytes | None, used: list[str]) -> Address | int:
+        part = self._find(x)
         if part is None:
-            return repr(value.data_ptr())
-        name = part.base.name
+            address = x.data_ptr() + offset
+            return address if rest is None else Address(repr(address), rest)
+        name, offset = part.base.name, part.offset + offset
         if name not in self._addressed:
             self._addressed.add(name)
             self._lines.append(f"p{name} = {name}.data_ptr()")
         used.append(name)
-        return f"p{name} + {part.offset}" if part.offset else f"p{name}"
+        return Address(f"p{name} + {offset}" if offset else f"p{name}", rest)
 
     def _call(self, index: int, call: OpCall) -> None:
         line = len(self._lines)
