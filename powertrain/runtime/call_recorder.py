@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from powertrain.runtime import recording
-from powertrain.runtime.tape import Allocation, Launch, NotReplayable, OpCall, Step, Tape
+from powertrain.runtime.steps import Allocation, Launch, OpCall, Step, tensors_in
+from powertrain.runtime.tape import NotReplayable, Tape
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -182,15 +183,6 @@ class Recorder(TorchDispatchMode):
 
     def _autocasts(self) -> bool:
         return torch.is_autocast_enabled(self.inputs[0].device.type)
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an op's arguments, in lists too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
 
 
 def index_of(things: Iterable[Any], thing: Any) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from powertrain.runtime.call_recorder import tensors_in
+from powertrain.runtime.steps import tensors_in
 from powertrain.runtime.tape import NotReplayable, Tape
 
 

@@ -1,9 +1,5 @@
 """A recorded call as a function: its allocations, launches and calls of PyTorch's ops, generated from the recording.
 
-    Allocation    memory that the call makes
-    Launch        of a kernel of ours: arguments are tensors, numbers or None
-    OpCall        an op of PyTorch that computes: its results are new tensors, or it writes into its arguments
-
 A tensor of the recorded call is found again by its storage: it is (a part of) an argument, or (a part of) what an
 earlier step made. A tensor of neither, such as a table that the op keeps, is used as it is.
 """
@@ -18,33 +14,11 @@ from torch import Tensor
 from powertrain.runtime import driver
 from powertrain.runtime.errors import LaunchError
 from powertrain.runtime.packed_launches import Address, PackedLaunches
+from powertrain.runtime.steps import Allocation, Launch, OpCall, Step, shared_scratch
 
 
 class NotReplayable(Exception):
     """A recording that does not show the whole effect of its call; the text says why."""
-
-
-class Allocation(NamedTuple):
-    tensor: Tensor
-
-
-class Launch(NamedTuple):
-    kernel: Any  # runtime/launch.py's Kernel
-    loaded: Any  # its Loaded; None: through the interpreter
-    grid: tuple[int, ...]
-    values: list[Any]  # tensors, numbers or None
-    constants: dict[str, Any]
-
-
-class OpCall(NamedTuple):
-    op: Any  # a torch._ops.OpOverload
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    results: tuple[Tensor | None, ...]  # new ones
-    many: bool  # they come as a tuple or list
-
-
-Step = Allocation | Launch | OpCall
 
 
 class _Layout(NamedTuple):
@@ -101,7 +75,7 @@ class Tape:
         source = _Source(args, result, steps, hidden)
         lines, names = source.generate(stream, autocasts)
         self.external = source.external
-        names |= {"empty": _empty_cuda if source.is_cuda else torch.empty_strided, "again": self._again}
+        names |= {"empty": _empty["cuda" if source.is_cuda else "cpu"], "again": self._again}
         exec(compile("\n".join(lines), f"<replay of {name}>", "exec"), names)
         self.run: Callable[..., Any] = names["run"]
 
@@ -145,6 +119,7 @@ class _Source:
     def generate(self, stream: int, autocasts: bool) -> tuple[list[str], dict[str, Any]]:
         """The lines of `run`, and the names they use."""
         written = self._layouts_of_outputs()
+        self._offsets, self._scratch_bytes = shared_scratch(self._steps, written)
         calls = False
         for index, step in enumerate(self._steps):
             if not isinstance(step, Launch):
@@ -179,18 +154,25 @@ class _Source:
         return {storage: _Layout.of(out) for storage, out in found.items()}
 
     def _allocate(self, name: str, x: Tensor, outputs: dict[int, _Layout]) -> None:
-        layout = _Layout.of(x)
-        wanted = outputs.get(x.untyped_storage()._cdata)
+        storage, layout = x.untyped_storage()._cdata, _Layout.of(x)
+        offset = self._offsets.get(storage)
+        if offset is not None:
+            # `_find` knows the part by its distance from where the one allocation would begin
+            whole = _Layout((self._scratch_bytes,), (1,), torch.uint8)
+            self._bases[storage] = [_Base("scratch", x.data_ptr() - offset, whole, True)]
+            if "scratch" not in self._made_at:
+                self._make("scratch", whole)
+            return
+        wanted = outputs.get(storage)
         if wanted is not None and _fills(wanted, layout):
             layout = wanted
-        base = _Base(name, x.data_ptr(), layout, True)
-        self._bases.setdefault(x.untyped_storage()._cdata, []).append(base)
+        self._bases.setdefault(storage, []).append(_Base(name, x.data_ptr(), layout, True))
+        self._make(name, layout)
+
+    def _make(self, name: str, layout: _Layout) -> None:
         self._names[f"d{name}"] = layout.dtype
         self._made_at[name] = len(self._lines)
-        self._lines.append(f"{name} = empty({layout.shape}, {layout.stride}, {self._keyword()}d{name})")
-
-    def _keyword(self) -> str:
-        return "" if self.is_cuda else "dtype="
+        self._lines.append(f"{name} = empty({layout.shape}, {layout.stride}, d{name})")
 
     def _launch(self, index: int, launch: Launch, stream: int) -> None:
         if launch.loaded is None:
@@ -404,9 +386,15 @@ def _as_strided(x: Tensor, shape: Any, stride: Any, step: int) -> Tensor:
 _part = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _as_strided)
 
 
-def _empty_cuda(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+def _empty_on(device: str) -> Callable[..., Tensor]:
+    """(shape, stride, dtype) -> an uninitialized tensor."""
+
+    def empty(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    # as Inductor allocates: 1.2 us for torch.empty_strided's 2.3 on the host of one H200
+    found: Callable[..., Tensor] = getattr(torch._C._dynamo.guards, f"_empty_strided_{device}", empty)
+    return found
 
 
-# as Inductor allocates: 1.2 us for torch.empty_strided's 2.3 on the host of one H200
-_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_cuda)
+_empty = {device: _empty_on(device) for device in ("cuda", "cpu")}
