@@ -1,7 +1,7 @@
 """The signature of an eager call: what its effect depends on, beside the values in its tensors and their addresses.
 
-It is made at every call, so the code that makes it is generated for the types of a call's arguments: attention's 27 in
-1.5 us where a loop took 5, and a backward's in 2 where it took 10.
+It is made at every call, so the code that makes it is generated for the types of a call's arguments. Types and layouts
+are in the key by the object that stands for them.
 """
 
 import sys
@@ -21,13 +21,14 @@ in_interpreter = False  # tests replay on the CPU too, through the interpreter
 _PLAIN_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 _TENSORS = frozenset({Tensor, Parameter})
 _READABLE = _PLAIN_TYPES | _TENSORS | {tuple, list}
-_MOST_READERS = 4096  # beyond, all are forgotten
+_RECENT = 4  # layouts that are tried before a key is made
+_CHECKS = 4  # of a layout
+_MOST = 4096  # lists of types, and layouts of one; beyond, all are forgotten
 
 
 class Signature(NamedTuple):
     key: tuple[Any, ...]
     tensors: list[Tensor]  # in the order of the arguments
-    device: int  # -1: the CPU, under the interpreter
     stream: int
 
 
@@ -49,10 +50,61 @@ def _reader(types: tuple[type, ...]) -> Callable[..., Signature | None]:
     if _TENSORS.isdisjoint(types) or not _READABLE.issuperset(types):
         return lambda *values: None
     read = _generated(types)
-    if len(_readers) >= _MOST_READERS:
+    if len(_readers) >= _MOST:
         _readers.clear()
     _readers[types] = read
     return read
+
+
+class _Layout:
+    """Types, shapes, strides, dtypes and device of a call's tensors: a key by its identity."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda, self.device = device.type == "cuda", device.index
+        self.checks: list[Callable[..., bool]] = []
+
+
+class _Layouts:
+    """The layouts met with one list of types."""
+
+    def __init__(self) -> None:
+        self.recent: tuple[tuple[Callable[..., bool], _Layout], ...] = ()  # the last ones first
+        self._known: dict[Any, _Layout] = {}
+
+    def of(self, *tensors: Tensor) -> _Layout | None:
+        """None: the tensors are on several devices, or negated lazily (an imaginary part)."""
+        device = tensors[0].device
+        if any(x.is_neg() or x.device != device for x in tensors):
+            return None
+        key = device, *((x.shape, x.stride(), x.dtype) for x in tensors)
+        layout = self._known.get(key)
+        if layout is None:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            layout = self._known[key] = _Layout(device)
+        # the check of one tensor given twice fails
+        if len(set(map(id, tensors))) == len(tensors):
+            self._remember(_check_of(layout, tensors), layout)
+        return layout
+
+    def _remember(self, check: Callable[..., bool], layout: _Layout) -> None:
+        others = [pair for pair in self.recent if pair[0] is not check]
+        self.recent = (check, layout), *others[: _RECENT - 1]
+
+
+def _check_of(layout: _Layout, tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have this layout, in one call of C++: two calls for each would take as long as all the rest.
+
+    Dynamo's guard compares types, dtypes, device, sizes and strides, and also what keys have elsewhere: requires_grad,
+    dispatch keys (of inference mode, of autocast). So a layout has several.
+    """
+    found = next((check for check in layout.checks if check(*tensors)), None)
+    if found is None:
+        sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+        guards = torch._C._dynamo.guards.TensorGuards
+        found = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        layout.checks = [found, *layout.checks[: _CHECKS - 1]]
+    return found
 
 
 _SOURCE = """
@@ -64,28 +116,35 @@ def read({names}):
     except RuntimeError:  # a wrapper without storage
         return None
     # kernels are specialized on 16-byte alignment, which a recording fixes
-    if ({bits}) & 15 or {are_negative} or state.redirected or steering.unsettled:
+    if ({bits}) & 15 or state.redirected or steering.unsettled:
         return None
-    device = {first}.get_device()
-    if {first}.is_cuda:
-        if current_device() != device or is_capturing():
+    for check, layout in layouts.recent:
+        if check({tensors}):
+            break
+    else:
+        layout = layouts.of({tensors})
+        if layout is None:
+            return None
+    if layout.is_cuda:
+        if current_device() != layout.device or is_capturing():
             return None
         # part of the key: the launches of a recording go to the stream they were recorded on
-        stream, autocast = current_stream(device), is_autocast_enabled("cuda") and get_autocast_dtype("cuda")
+        stream = current_stream(layout.device)
+        autocast = is_autocast_enabled("cuda") and get_autocast_dtype("cuda")
     elif here.in_interpreter and are_interpreted({tensors}):
         stream, autocast = 0, is_autocast_enabled("cpu") and get_autocast_dtype("cpu")
     else:
         return None
-    if {differ} or (not ({all_have_addresses}) and not are_empty({tensors})):
+    if not ({all_have_addresses}) and not are_empty({tensors}):
         return None
 {sequences}
     key = (
-        types, {values}
-        device, stream, autocast, epoch, is_grad_enabled(), is_inference_mode_enabled(), is_deterministic(),
-        default_dtype(), matmul_precision(), allows_tf32(),
+        layout, {values}
+        stream, autocast, epoch, is_grad_enabled(), is_inference_mode_enabled(), is_deterministic(), default_dtype(),
+        matmul_precision(), allows_tf32(),
     )
 {sharing}
-    return make(Signature, (key, [{tensors}], device, stream))
+    return make(Signature, (key, [{tensors}], stream))
 """
 
 _SEQUENCE = """
@@ -110,16 +169,13 @@ def _generated(types: tuple[type, ...]) -> Callable[..., Signature | None]:
         names=", ".join(f"v{i}" for i in range(len(types))),
         addresses="; ".join(f"p{i} = v{i}.data_ptr()" for i in tensors),
         bits=" | ".join(f"p{i}" for i in tensors),
-        are_negative=" or ".join(f"v{i}.is_neg()" for i in tensors),
-        first=f"v{tensors[0]}",
-        differ=" or ".join(f"v{i}.get_device() != device" for i in tensors[1:]) or "False",
         all_have_addresses=" and ".join(f"p{i}" for i in tensors),
         tensors=listed,
         sequences="".join(_SEQUENCE.format(i=i) for i in sequences),
         values=" ".join(f"{_key_of(kind, i)}," for i, kind in enumerate(types) if kind is not type(None)),
         sharing=_SHARING.format(addresses=addresses, tensors=listed, count=len(tensors)) if len(tensors) > 1 else "",
     )
-    space = {"types": types, **_NAMES}
+    space = {"layouts": _Layouts(), **_NAMES}
     exec(compile(source, "<signature>", "exec"), space)
     read: Callable[..., Signature | None] = space["read"]
     return read
@@ -128,7 +184,7 @@ def _generated(types: tuple[type, ...]) -> Callable[..., Signature | None]:
 def _key_of(kind: type, i: int) -> str:
     """Values beside their types, as 0 == 0.0 == False; of floats, 0.0 == -0.0 and NaN is equal to nothing."""
     if kind in _TENSORS:
-        return f"v{i}.shape, v{i}.stride(), v{i}.dtype, v{i}.requires_grad"
+        return f"v{i}.requires_grad"
     if kind is float:
         return f"v{i} if v{i} > 0 or v{i} < 0 else repr(v{i})"
     return f"q{i}" if kind in (tuple, list) else f"v{i}"
