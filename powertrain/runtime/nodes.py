@@ -80,6 +80,7 @@ class _Context:
 
     def __init__(self, node: Any, saved: tuple[Tensor, ...]) -> None:
         stage: Stage = node.stage
+        self._node: Any
         self.__dict__.update(stage.attributes(node.held), _node=node)
         self.__dict__.update(saved_tensors=stage.saved(saved), needs_input_grad=stage.needs(node.needs_input_grad))
         self.__dict__.update(getattr(node, "written", {}))

@@ -6,7 +6,8 @@ the third on a function generated from the recording does the allocations and la
 
     Tape    one op's forward, or one call that differentiates nothing: its allocations, its launches and its calls of
             PyTorch's ops (runtime/tape.py)
-    Route   one call of a public function, or one backward: the ops it consists of, their arguments, and the results
+    Stage   one differentiated op: its tape, and what it keeps for its backward (runtime/stages.py)
+    Route   one call of a public function, or one backward: its tape, or the stages and tapes of the ops it consists of
 
 A recording (runtime/call_recorder.py) is used only if it shows the whole effect of the call: no random draws, nothing
 that reads values on the host or leaves the device. Calls under torch.compile, dispatch modes, functorch and graph
@@ -21,14 +22,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from powertrain.runtime import steering, tracing
-from powertrain.runtime.call_recorder import OpRun, Recorder, observed_call, recorder, tensors_in
+from powertrain.runtime.call_recorder import OpRun, Recorder, observed_call, recorder
 from powertrain.runtime.signature import Signature, signature_of
 from powertrain.runtime.stages import Stage
+from powertrain.runtime.steps import tensors_in
 from powertrain.runtime.tape import NotReplayable, Tape
 
 __all__ = [
     "Recorder", "Route", "Signature", "Table", "Tape",
-    "modes_active", "recorder", "route", "signature_of", "tensors_in",
+    "modes_active", "recorder", "route", "signature_of",
 ]  # fmt: skip
 
 _MOST_SIGNATURES = 4096  # of one op; beyond, all are forgotten
@@ -81,7 +83,7 @@ def _route(recorder: Recorder, result: Any, stream: int) -> Route:
         else:
             names[id(run.result)] = f"o{index}"
     lines.append(f"    return {_results(result, names)}")
-    exec("\n".join(lines), space)
+    exec(compile("\n".join(lines), "<replay of several ops>", "exec"), space)
     return Route(space["function"])
 
 

@@ -101,7 +101,7 @@ def _check_of(layout: _Layout, tensors: Sequence[Tensor]) -> Callable[..., bool]
     found = next((check for check in layout.checks if check(*tensors)), None)
     if found is None:
         sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-        guards = torch._C._dynamo.guards.TensorGuards
+        guards: Any = torch._C._dynamo.guards.TensorGuards  # its stub has other types than Dynamo gives
         found = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         layout.checks = [found, *layout.checks[: _CHECKS - 1]]
     return found

@@ -5,7 +5,7 @@ other attributes constants of the signature. From then on a generated function k
 autograd node has the tensors as its only arguments (attention has 25, most of them numbers or absent).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,12 +49,12 @@ class Stage:
         tensors = list(tensors_in(args))
         if len(tensors) != len(self._places):
             raise NotReplayable(f"{op.name} takes lists of tensors")
-        kept = _Kept()
-        op.setup_context(kept, tuple(args), result)
-        self._are_saved = [x is not None for x in kept._saved]
         results = result if isinstance(result, tuple) else (result,)
         names = {id(x): f"t{i}" for i, x in enumerate(tensors)}
         names |= {id(x): f"o{i}" for i, x in enumerate(results) if x is not None}
+        kept = _Kept()
+        op.setup_context(kept, tuple(args), result)
+        self._are_saved = [x is not None for x in kept._saved]
         # attributes hold tensors that are no part of the graph and may change in place until backward
         held: dict[str, str] = {}  # name in forward -> name in backward
         constants: dict[str, Any] = {}
@@ -63,20 +63,21 @@ class Stage:
         ]
         self.attributes = eval(f"lambda h: {{{', '.join(attributes)}}}", constants)  # of ctx.held
         returned = results[: op.num_results]
-        marked = [names[id(x)] for x in kept._marked if any(x is out for out in returned)]
         lines = [
-            f"def forward(ctx, {', '.join(f't{i}' for i in range(len(tensors)))}):",
-            f"    o = run({', '.join(f't{i}' for i in range(len(tensors)))})",
-            f"    {''.join(f'o{i}, ' for i in range(len(results)))} = {'o' if isinstance(result, tuple) else '(o,)'}",
-            f"    ctx.save_for_backward({', '.join(_name(x, names) for x in kept._saved if x is not None)})",
-            f"    ctx.held = ({''.join(f'{name}, ' for name in held)})",
-            *([f"    ctx.mark_non_differentiable({', '.join(marked)})"] if marked else []),
-            f"    return {''.join('None, ' if x is None else f'{names[id(x)]}, ' for x in returned)}"
-            if isinstance(result, tuple)
-            else "    return o",
+            f"o = run({_listed(names[id(x)] for x in tensors)})",
+            f"{_listed(f'o{i}' for i in range(len(results)))} = {'o' if isinstance(result, tuple) else '(o,)'}",
+            f"ctx.save_for_backward({_listed(_name(x, names) for x in kept._saved if x is not None)})",
+            f"ctx.held = ({_listed(held)})",
         ]
+        marked = [names[id(x)] for x in kept._marked if any(x is out for out in returned)]
+        if marked:
+            lines.append(f"ctx.mark_non_differentiable({_listed(marked)})")
+        out = _listed("None" if x is None else names[id(x)] for x in returned)
+        lines.append(f"return ({out})" if isinstance(result, tuple) else "return o")
+        head = f"def forward(ctx, {_listed(f't{i}' for i in range(len(tensors)))}):"
         space: dict[str, Any] = {"run": tape.run}
-        exec("\n".join(lines), space)
+        text = "\n    ".join([head, *lines])
+        exec(compile(text, f"<replay of {op.name}, differentiated>", "exec"), space)
         self.forward = space["forward"]
 
     def saved(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -96,6 +97,10 @@ class Stage:
         return (None, *(of_op[place] for place in self._places))
 
 
+def _listed(names: Iterable[str]) -> str:
+    return "".join(f"{name}, " for name in names)
+
+
 def _name(x: Tensor, names: dict[int, str]) -> str:
     if id(x) not in names:
         raise NotReplayable("it keeps other tensors than arguments and results for its backward")
@@ -106,8 +111,10 @@ def _source(value: Any, names: dict[int, str], held: dict[str, str], constants: 
     """An attribute as an expression of `h`, the tensors held."""
     if isinstance(value, Tensor):
         return held.setdefault(_name(value, names), f"h[{len(held)}]")
-    if type(value) in (list, tuple) and any(True for _ in tensors_in(value)):
-        inside = "".join(f"{_source(element, names, held, constants)}, " for element in value)
+    if any(True for _ in tensors_in([value])):
+        if type(value) not in (list, tuple):
+            raise NotReplayable("it keeps tensors in another container than a list or tuple")
+        inside = _listed(_source(element, names, held, constants) for element in value)
         return f"[{inside}]" if type(value) is list else f"({inside})"
     name = f"k{len(constants)}"
     constants[name] = value

@@ -6,7 +6,6 @@ OpCall        an op of PyTorch that computes: its results are new tensors, or it
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -52,20 +51,21 @@ def shared_scratch(steps: Sequence[Step], returned: Container[int]) -> tuple[dic
     They are made ahead of all other steps, and nothing takes memory after the last use of any, so that together they
     never take more than apart. Launches by the driver alone use them, by address; `returned` storages leave the call.
     """
-    made = [step.tensor.untyped_storage() for step in takewhile(lambda step: isinstance(step, Allocation), steps)]
+    first = next((index for index, step in enumerate(steps) if not isinstance(step, Allocation)), len(steps))
     last_use: dict[int, int] = {}
     used_as_tensors: set[int] = set()
     last_taken = -1
-    for index, step in enumerate(steps[len(made) :]):
-        by_address = isinstance(step, Launch) and step.loaded is not None
-        if not by_address or step.loaded.has_scratch:
-            last_taken = index
+    for index, step in enumerate(steps[first:]):
         used = {x.untyped_storage()._cdata for x in _used(step)}
         last_use |= dict.fromkeys(used, index)
-        used_as_tensors |= set() if by_address else used
+        loaded = step.loaded if isinstance(step, Launch) else None
+        if loaded is None:
+            used_as_tensors |= used
+        if loaded is None or loaded.has_scratch:
+            last_taken = index
     offsets: dict[int, int] = {}
     end = 0
-    for storage in made:
+    for storage in (x.untyped_storage() for step in steps[:first] for x in tensors_in(step)):
         name = storage._cdata
         if last_use.get(name, -1) > last_taken and name not in used_as_tensors and name not in returned:
             offsets[name] = end
