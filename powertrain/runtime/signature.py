@@ -113,18 +113,21 @@ def read({names}):
     epoch = steering.epoch
     try:
         {addresses}
-    except RuntimeError:  # a wrapper without storage
-        return None
-    # kernels are specialized on 16-byte alignment, which a recording fixes
-    if ({bits}) & 15 or state.redirected or steering.unsettled:
-        return None
-    for check, layout in layouts.recent:
-        if check({tensors}):
-            break
-    else:
-        layout = layouts.of({tensors})
-        if layout is None:
+        # kernels are specialized on 16-byte alignment, which a recording fixes
+        if ({bits}) & 15 or state.redirected or steering.unsettled:
             return None
+        # a check ends the process at a nested tensor, whose strides are an error of C++
+        if {any_nested}:
+            return None
+        for check, layout in layouts.recent:
+            if check({tensors}):
+                break
+        else:
+            layout = layouts.of({tensors})
+            if layout is None:
+                return None
+    except RuntimeError:  # a tensor without storage
+        return None
     if layout.is_cuda:
         if current_device() != layout.device or is_capturing():
             return None
@@ -168,6 +171,7 @@ def _generated(types: tuple[type, ...]) -> Callable[..., Signature | None]:
     source = _SOURCE.format(
         names=", ".join(f"v{i}" for i in range(len(types))),
         addresses="; ".join(f"p{i} = v{i}.data_ptr()" for i in tensors),
+        any_nested=" or ".join(f"v{i}.is_nested" for i in tensors),
         bits=" | ".join(f"p{i}" for i in tensors),
         all_have_addresses=" and ".join(f"p{i}" for i in tensors),
         tensors=listed,

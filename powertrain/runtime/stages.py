@@ -8,10 +8,13 @@ autograd node has the tensors as its only arguments (attention has 25, most of t
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from powertrain.runtime.steps import tensors_in
 from powertrain.runtime.tape import NotReplayable, Tape
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
 class _Kept:
@@ -111,11 +114,12 @@ def _source(value: Any, names: dict[int, str], held: dict[str, str], constants: 
     """An attribute as an expression of `h`, the tensors held."""
     if isinstance(value, Tensor):
         return held.setdefault(_name(value, names), f"h[{len(held)}]")
-    if any(True for _ in tensors_in([value])):
-        if type(value) not in (list, tuple):
-            raise NotReplayable("it keeps tensors in another container than a list or tuple")
+    if type(value) in (list, tuple):
         inside = _listed(_source(element, names, held, constants) for element in value)
         return f"[{inside}]" if type(value) is list else f"({inside})"
+    # ops and functions are the same for every call, other objects may be the call's own
+    if not isinstance(value, _CONSTANTS) and not callable(value):
+        raise NotReplayable(f"it keeps a {type(value).__name__} for its backward")
     name = f"k{len(constants)}"
     constants[name] = value
     return name
