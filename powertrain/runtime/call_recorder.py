@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from powertrain.runtime import recording
-from powertrain.runtime.tape import Allocation, Launch, NotReplayable, OpCall, Step, Tape
+from powertrain.runtime.steps import Allocation, Launch, OpCall, Step, tensors_in
+from powertrain.runtime.tape import NotReplayable, Tape
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -126,7 +127,7 @@ class Recorder(TorchDispatchMode):
         """A call of an op of ours, seen from outside."""
         if not self._depth:
             self._differentiates = differentiated
-        return op.apply(*args, None) if differentiated else op.run(args)
+        return op.apply(*args) if differentiated else op.run(args)
 
     def forward(self, op: Any, args: Sequence[Any]) -> Any:
         """An op's forward; ops that it calls belong to it."""
@@ -143,13 +144,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def tape_of(self, run: OpRun, stream: int) -> Tape:
-        """Raises NotReplayable."""
+        """Of one op, as a function of the tensors among its arguments. Raises NotReplayable."""
         steps = self.steps[run.first : run.end]
+        args = list(tensors_in(run.args))
         if not run.is_differentiated:
-            self._refuse_lost_gradients(steps, list(tensors_in(run.args)))
+            self._refuse_lost_gradients(steps, args)
         # what this op neither got nor made
         hidden = [*self.inputs, *self._seen]
-        return Tape(run.op.name, run.args, run.result, steps, hidden, stream, self._autocasts())
+        return Tape(run.op.name, args, run.result, steps, hidden, stream, self._autocasts())
 
     def tape_of_all(self, result: Any, stream: int) -> Tape:
         """Of the whole call, as a function of its inputs. Raises NotReplayable."""
@@ -181,15 +183,6 @@ class Recorder(TorchDispatchMode):
 
     def _autocasts(self) -> bool:
         return torch.is_autocast_enabled(self.inputs[0].device.type)
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an op's arguments, in lists too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
 
 
 def index_of(things: Iterable[Any], thing: Any) -> int | None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from powertrain.runtime import flops as flop_counting
-from powertrain.runtime import positional, recording, replay, steering, tracing
+from powertrain.runtime import nodes, positional, recording, replay, steering, tracing
 from powertrain.runtime import sharding as dtensors
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.op_names import op_names
@@ -73,43 +73,8 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _NoDoubleBackward(torch.autograd.Function):
-    """Passes gradients through; differentiating them once more raises an error that names the alternative.
-
-    Takes every tensor that gradients depend on, so that the autograd graph leads here from every input.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, name: str, grads: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.name = name
-        return tuple(None if g is None else g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f"{ctx.name}: double backward is not implemented; use `with powertrain.disable(...):` around the forward "
-            "to differentiate plain PyTorch twice"
-        )
-
-
 def _unchanged(x: Tensor) -> Tensor:
     return x
-
-
-class _WithSaved:
-    """A backward's context whose saved tensors are the same objects each time they are read."""
-
-    def __init__(self, ctx: Any, saved: tuple[Any, ...]) -> None:
-        self.__dict__.update(_ctx=ctx, saved_tensors=saved)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._ctx, name, value)
-
-
-_as_it_is = nullcontext()
 
 
 class Op:
@@ -144,7 +109,8 @@ class Op:
     ) -> None:
         self.name = schema.partition("(")[0]
         self.forward = forward
-        self.apply: Any = None  # the autograd.Function's: (*arguments, tape or None)
+        self.apply: Any = None  # the autograd.Function's, of the arguments
+        self.setup_context, self.num_results = setup_context, num_results
         self.replays = replays
         self._tapes = replay.Table(self.name, replay.Recorder.op_tape)
         self._rehearsed: set[Any] = set()
@@ -154,9 +120,8 @@ class Op:
         torch.library.register_fake(qualified, _without_none(self._recorded_or(fake)), lib=_library)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
         if backward is not None and setup_context is not None:
-            function = self._autograd_function(backward, setup_context, num_results)
-            # torch.autograd.Function.apply spends 5 us on functorch, which calls the packet here
-            self.apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+            self.apply = nodes.whole(self.name, self.run, backward, setup_context, num_results)
+            self.apply_replayed = nodes.replayed(self.name, backward)
             torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
         self.packet = getattr(torch.ops.powertrain, self.name)
         self.sharding = sharding
@@ -194,7 +159,7 @@ class Op:
         if settings().on_compile_failure == "reference":
             self._rehearse_backward(args)
         compiled = recording.state.compiled
-        output = self.apply(*args, None)
+        output = self.apply(*args)
         if recording.state.compiled != compiled:
             self._compile_backward_ahead(args)
         return output
@@ -208,10 +173,8 @@ class Op:
                 "to take plain PyTorch"
             )
 
-    def run(self, args: tuple[Any, ...], tape: "replay.Tape | None" = None) -> Any:
-        """The forward: of the tape, of a recording of an earlier call with this signature, or the whole."""
-        if tape is not None:
-            return tape.run(*args)
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """The forward: of a recording of an earlier call with this signature, or the whole."""
         if replay.recorder() is not None or not self.replays:
             return self._whole(args)
         signature = replay.signature_of(args)
@@ -219,7 +182,7 @@ class Op:
             return self.forward(*args)
         tape = self._tapes.find(signature.key)
         if tape is not None:
-            return tape.run(*args)
+            return tape.run(*signature.tensors)
         return self._tapes.record(signature.key, signature, lambda: self._whole(args))
 
     def _whole(self, args: tuple[Any, ...]) -> Any:
@@ -282,7 +245,7 @@ class Op:
         # hooks in force are for the tensors of the call itself: torch.utils.checkpoint counts them, and would compute
         # the whole layer again when this backward reads one
         with recording.record(Target.of(device)) as wanted, saved_tensors_hooks(_unchanged, _unchanged):
-            results = self.apply(*metas, None)
+            results = self.apply(*metas)
             # a single one would be iterated over, by row
             results = results if isinstance(results, tuple) else (results,)
             outputs = [out for out in results if out is not None and out.requires_grad]
@@ -291,62 +254,6 @@ class Op:
 
     def _refuse_vmap(self, info: Any, in_dims: Any, *args: Any) -> Any:
         raise NotImplementedError(_NO_VMAP.format(name=self.name))
-
-    def _autograd_function(
-        self, backward: Callable[..., Any], setup_context: Callable[..., None], num_results: int | None
-    ) -> Any:
-        name, run, results = self.name, self.run, num_results
-        routes = replay.Table(f"{name}'s backward", replay.route)
-
-        def whole(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-            before = dict(vars(ctx._ctx))
-            out = backward(ctx, *grads)
-            active, after = replay.recorder(), vars(ctx._ctx)
-            # cross_entropy's notes that its gradient was given away, which refuses a second backward
-            if active is not None and any(before.get(name) is not value for name, value in after.items()):
-                active.failure = "its backward changes its context"
-            return out
-
-        def gradients(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-            if ctx.tape is None or replay.modes_active():
-                return backward(ctx, *grads)
-            # once: torch.utils.checkpoint raises at the second reading
-            saved = ctx.saved_tensors
-            # tensors kept as attributes, such as main_grad, belong to this call too
-            held = replay.tensors_in(vars(ctx).values())
-            signature = replay.signature_of((*saved, *grads, *ctx.needs_input_grad, *held))
-            if signature is None:
-                return backward(_WithSaved(ctx, saved), *grads)
-            # a tape is of one set of options, so it stands for them in the key
-            key = signature.key, ctx.tape
-            route = routes.find(key)
-            if route is not None:
-                return route.run(signature.tensors)
-            return routes.record(key, signature, lambda: whole(_WithSaved(ctx, saved), grads))
-
-        def forward(ctx: Any, *args: Any) -> Any:
-            ctx.set_materialize_grads(False)
-            *args, ctx.tape = args  # type: ignore[assignment]
-            output = run(args, ctx.tape)
-            setup_context(ctx, tuple(args), output)
-            # saved-only outputs are not returned: each output costs autograd about 2 us
-            return output if results is None else output[:results]
-
-        def checked_backward(ctx: Any, *grads: Any) -> Any:
-            twice = torch.is_grad_enabled()
-            # autograd turns gradients on for create_graph=True; our backward would then record its own graph
-            with torch.no_grad() if twice else _as_it_is:
-                out = gradients(ctx, grads)
-            # the tape, the last argument, has no gradient
-            out += (None,) * (len(ctx.needs_input_grad) - len(out))
-            if not twice:
-                return out
-            sources = (t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad)
-            return _NoDoubleBackward.apply(name, out, *sources)
-
-        # the name that grad_fn and profilers show is taken when the class is made
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(checked_backward)}
-        return type(f"powertrain_{name}", (torch.autograd.Function,), methods)
 
 
 # sorted and without duplicates, so that it can be part of a cache key

@@ -30,7 +30,7 @@ import inspect
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -89,21 +89,27 @@ class Loaded:
         self.has_scratch = bool(facts["global_scratch"] or facts["profile_scratch"])
         # one buffer for all arguments, packed by one call of struct: a ctypes object for each costs more than the
         # launch
-        formats = [_MAP_FORMAT if i in maps else _FORMATS.get(t, "Q") for i, t in enumerate(types)]
-        formats += ["Q"] * _HIDDEN_PARAMETERS
-        layout = struct.Struct("@" + "".join(formats))
+        self._types = [*types, *["*"] * _HIDDEN_PARAMETERS]
+        self.formats = [_MAP_FORMAT if i in maps else _FORMATS.get(t, "Q") for i, t in enumerate(self._types)]
+        layout = struct.Struct("@" + "".join(self.formats))
         self.pack_into, self._size = layout.pack_into, layout.size + 8
-        self._offsets: list[int] = []
-        for i, (format, type_) in enumerate(zip(formats, [*types, *["*"] * _HIDDEN_PARAMETERS], strict=True)):
-            if type_ == "constexpr":
-                continue
-            end = struct.calcsize("@" + "".join(formats[: i + 1]))
-            self._offsets.append(end - struct.calcsize("@" + format))
-            if type_.startswith("tensordesc"):
-                rank = type_[: type_.index("]")].count(",") + 1
-                self._offsets += [layout.size] * (2 * rank)
+        ends = [struct.calcsize("@" + "".join(self.formats[: i + 1])) for i in range(len(self.formats))]
+        places = [end - struct.calcsize("@" + format) for end, format in zip(ends, self.formats, strict=True)]
+        self._offsets = self.pointers(places, layout.size)
         # (buffer, address of the pointer array, that array): taken and put back by launches, so threads never share one
         self.slots: list[tuple[Any, int, Any]] = []
+
+    def pointers(self, places: Sequence[int], zero: int) -> list[int]:
+        """The pointer array for the driver, from the places of all arguments and of a zero."""
+        found: list[int] = []
+        for type_, place in zip(self._types, places, strict=True):
+            if type_ == "constexpr":
+                continue
+            found.append(place)
+            if type_.startswith("tensordesc"):
+                rank = type_[: type_.index("]")].count(",") + 1
+                found += [zero] * (2 * rank)
+        return found
 
     def scratch(self, programs: int, device: int) -> list[Tensor]:
         """Memory for the hidden scratch pointers. Hold it until the launch is queued: the allocator then reuses it

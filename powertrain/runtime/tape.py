@@ -1,9 +1,5 @@
 """A recorded call as a function: its allocations, launches and calls of PyTorch's ops, generated from the recording.
 
-    Allocation    memory that the call makes
-    Launch        of a kernel of ours: arguments are tensors, numbers or None
-    OpCall        an op of PyTorch that computes: its results are new tensors, or it writes into its arguments
-
 A tensor of the recorded call is found again by its storage: it is (a part of) an argument, or (a part of) what an
 earlier step made. A tensor of neither, such as a table that the op keeps, is used as it is.
 """
@@ -17,33 +13,12 @@ from torch import Tensor
 
 from powertrain.runtime import driver
 from powertrain.runtime.errors import LaunchError
+from powertrain.runtime.packed_launches import Address, PackedLaunches
+from powertrain.runtime.steps import Allocation, Launch, OpCall, Step, shared_scratch
 
 
 class NotReplayable(Exception):
     """A recording that does not show the whole effect of its call; the text says why."""
-
-
-class Allocation(NamedTuple):
-    tensor: Tensor
-
-
-class Launch(NamedTuple):
-    kernel: Any  # runtime/launch.py's Kernel
-    loaded: Any  # its Loaded; None: through the interpreter
-    grid: tuple[int, ...]
-    values: list[Any]  # tensors, numbers or None
-    constants: dict[str, Any]
-
-
-class OpCall(NamedTuple):
-    op: Any  # a torch._ops.OpOverload
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    results: tuple[Tensor | None, ...]  # new ones
-    many: bool  # they come as a tuple or list
-
-
-Step = Allocation | Launch | OpCall
 
 
 class _Layout(NamedTuple):
@@ -71,6 +46,15 @@ class _Part(NamedTuple):
     layout: _Layout
 
 
+class _Queued(NamedTuple):
+    """A launch whose arguments are packed with those of the next ones."""
+
+    loaded: Any
+    arguments: list[Address | int | float]
+    config: driver.LaunchConfig
+    used: list[str]  # bases
+
+
 class Tape:
     """`run(*arguments)` repeats a recorded call on other tensors of the same signature.
 
@@ -91,7 +75,7 @@ class Tape:
         source = _Source(args, result, steps, hidden)
         lines, names = source.generate(stream, autocasts)
         self.external = source.external
-        names |= {"empty": _empty_cuda if source.is_cuda else torch.empty_strided, "again": self._again}
+        names |= {"empty": _empty["cuda" if source.is_cuda else "cpu"], "again": self._again}
         exec(compile("\n".join(lines), f"<replay of {name}>", "exec"), names)
         self.run: Callable[..., Any] = names["run"]
 
@@ -122,6 +106,7 @@ class _Source:
         self._names: dict[str, Any] = {"inf": math.inf, "nan": math.nan, "part": _part}
         self._lines: list[str] = []
         self._launches = 0
+        self._queued: list[_Queued] = []
         self._addressed: set[str] = set()  # bases whose address is in a local variable
         self._last_use: dict[str, int] = {}  # base -> line
         self._made_at: dict[str, int] = {}
@@ -134,8 +119,11 @@ class _Source:
     def generate(self, stream: int, autocasts: bool) -> tuple[list[str], dict[str, Any]]:
         """The lines of `run`, and the names they use."""
         written = self._layouts_of_outputs()
+        self._offsets, self._scratch_bytes = shared_scratch(self._steps, written)
         calls = False
         for index, step in enumerate(self._steps):
+            if not isinstance(step, Launch):
+                self._launch_queued()
             if isinstance(step, Allocation):
                 self._allocate(f"b{index}", step.tensor, written)
             elif isinstance(step, Launch):
@@ -143,6 +131,7 @@ class _Source:
             else:
                 calls = True
                 self._call(index, step)
+        self._launch_queued()
         results = [self._output(out) for out in self._outputs]
         body = self._with_ends(set(results))
         body.append(f"return ({', '.join(results)},)" if isinstance(self._result, tuple) else f"return {results[0]}")
@@ -165,49 +154,69 @@ class _Source:
         return {storage: _Layout.of(out) for storage, out in found.items()}
 
     def _allocate(self, name: str, x: Tensor, outputs: dict[int, _Layout]) -> None:
-        layout = _Layout.of(x)
-        wanted = outputs.get(x.untyped_storage()._cdata)
+        storage, layout = x.untyped_storage()._cdata, _Layout.of(x)
+        offset = self._offsets.get(storage)
+        if offset is not None:
+            # `_find` knows the part by its distance from where the one allocation would begin
+            whole = _Layout((self._scratch_bytes,), (1,), torch.uint8)
+            self._bases[storage] = [_Base("scratch", x.data_ptr() - offset, whole, True)]
+            if "scratch" not in self._made_at:
+                self._make("scratch", whole)
+            return
+        wanted = outputs.get(storage)
         if wanted is not None and _fills(wanted, layout):
             layout = wanted
-        base = _Base(name, x.data_ptr(), layout, True)
-        self._bases.setdefault(x.untyped_storage()._cdata, []).append(base)
+        self._bases.setdefault(storage, []).append(_Base(name, x.data_ptr(), layout, True))
+        self._make(name, layout)
+
+    def _make(self, name: str, layout: _Layout) -> None:
         self._names[f"d{name}"] = layout.dtype
         self._made_at[name] = len(self._lines)
-        self._lines.append(f"{name} = empty({layout.shape}, {layout.stride}, {self._keyword()}d{name})")
-
-    def _keyword(self) -> str:
-        return "" if self.is_cuda else "dtype="
+        self._lines.append(f"{name} = empty({layout.shape}, {layout.stride}, d{name})")
 
     def _launch(self, index: int, launch: Launch, stream: int) -> None:
         if launch.loaded is None:
             self._launch_interpreted(index, launch)
             return
         used: list[str] = []
-        loaded, values = launch.loaded, [
-            self._packed(value, used, f"m{index}_{place}", place in launch.loaded.maps)
-            for place, value in enumerate(launch.values)
-        ]  # fmt: skip
+        loaded = launch.loaded
+        arguments = [self._argument(value, used) for value in launch.values]
         gx, gy, gz = (*launch.grid, 1, 1)[:3]
         if loaded.has_scratch:
             self._names[f"scratch{index}"] = loaded.scratch
             self._lines.append(f"kept{index} = scratch{index}({gx * gy * gz}, {self._device})")
-            values += [f"kept{index}[0].data_ptr()", f"kept{index}[1].data_ptr()"]
+            arguments += [Address(f"kept{index}[0].data_ptr()"), Address(f"kept{index}[1].data_ptr()")]
         else:
-            values += ["0", "0"]
+            arguments += [0, 0]
         config = driver.LaunchConfig((gx, gy, gz), loaded.threads, loaded.shared, stream, loaded.starts_early)
+        self._names[f"c{index}"] = config
+        self._queued.append(_Queued(loaded, arguments, config, used))
+
+    def _launch_queued(self) -> None:
+        """The launches since the last step of another kind: their arguments are packed at once."""
+        queued, number = self._queued, len(self._lines)
+        if not queued:
+            return
+        self._queued = []
+        packed = PackedLaunches([(launch.loaded, launch.arguments) for launch in queued])
         self._names |= {
-            f"l{index}": loaded, f"s{index}": loaded.slots, f"pack{index}": loaded.pack_into, f"c{index}": config,
+            f"s{number}": packed.slots, f"new{number}": packed.new_slot, f"pack{number}": packed.pack_into,
             "launch": driver.configured_launcher(),
         }  # fmt: skip
-        call = f"launch({config.address}, {loaded.handle!r}, slot[1], None)"
-        self._lines += [
-            f"slot = s{index}.pop() if s{index} else l{index}.new_slot()",
-            f"pack{index}(slot[0], 0, {', '.join(values)})",
-            f"if {call}: again({self._launches}, {self._device}, lambda: {call})",
-            f"s{index}.append(slot)",
+        changing = [
+            address.expression if address.rest is None else f"{address.expression}, {self._constant(address.rest)}"
+            for address in packed.changing
         ]
-        self._last_use |= dict.fromkeys(used, len(self._lines) - 1)
-        self._launches += 1
+        self._lines += [
+            f"slot = s{number}.pop() if s{number} else new{number}()",
+            f"pack{number}({', '.join(['slot[0]', '0', *changing])})",
+        ]
+        for place, launch in enumerate(queued, 1):
+            call = f"launch({launch.config.address}, {launch.loaded.handle!r}, slot[{place}], None)"
+            self._last_use |= dict.fromkeys(launch.used, len(self._lines))
+            self._lines.append(f"if {call}: again({self._launches}, {self._device}, lambda: {call})")
+            self._launches += 1
+        self._lines.append(f"s{number}.append(slot)")
 
     def _launch_interpreted(self, index: int, launch: Launch) -> None:
         named = dict(zip(launch.kernel.arguments, launch.values, strict=True))
@@ -224,28 +233,25 @@ class _Source:
         self._names["memory"] = _memory
         return f"memory({part.base.name}, {part.offset}, *{self._constant(part.layout)})"
 
-    def _packed(self, value: Any, used: list[str], name: str, is_map: bool) -> str:
-        """An argument of a launch, as its buffer takes it; a tensor map is two numbers."""
-        if not is_map:
-            return self._address_or_number(value, used)
-        if value is None:
-            return '0, b""'
-        address = self._address_or_number(value.tensor, used)
-        self._names[name] = value.rest
-        return f"{address} + {value.offset}, {name}" if value.offset else f"{address}, {name}"
+    def _argument(self, value: Any, used: list[str]) -> Address | int | float:
+        """An argument of a launch, as its buffer takes it; `used` notes the base."""
+        if value is None or isinstance(value, int | float):
+            return 0 if value is None else value
+        if isinstance(value, Tensor):
+            return self._address(value, 0, None, used)
+        return self._address(value.tensor, value.offset, value.rest, used)
 
-    def _address_or_number(self, value: Any, used: list[str]) -> str:
-        if not isinstance(value, Tensor):
-            return repr(0 if value is None else value)
-        part = self._find(value)
+    def _address(self, x: Tensor, offset: int, rest: bytes | None, used: list[str]) -> Address | int:
+        part = self._find(x)
         if part is None:
-            return repr(value.data_ptr())
-        name = part.base.name
+            address = x.data_ptr() + offset
+            return address if rest is None else Address(repr(address), rest)
+        name, offset = part.base.name, part.offset + offset
         if name not in self._addressed:
             self._addressed.add(name)
             self._lines.append(f"p{name} = {name}.data_ptr()")
         used.append(name)
-        return f"p{name} + {part.offset}" if part.offset else f"p{name}"
+        return Address(f"p{name} + {offset}" if offset else f"p{name}", rest)
 
     def _call(self, index: int, call: OpCall) -> None:
         line = len(self._lines)
@@ -380,9 +386,15 @@ def _as_strided(x: Tensor, shape: Any, stride: Any, step: int) -> Tensor:
 _part = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _as_strided)
 
 
-def _empty_cuda(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+def _empty_on(device: str) -> Callable[..., Tensor]:
+    """(shape, stride, dtype) -> an uninitialized tensor."""
+
+    def empty(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    # as Inductor allocates: 1.2 us for torch.empty_strided's 2.3 on the host of one H200
+    found: Callable[..., Tensor] = getattr(torch._C._dynamo.guards, f"_empty_strided_{device}", empty)
+    return found
 
 
-# as Inductor allocates: 1.2 us for torch.empty_strided's 2.3 on the host of one H200
-_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_cuda)
+_empty = {device: _empty_on(device) for device in ("cuda", "cpu")}

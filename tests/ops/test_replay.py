@@ -8,7 +8,8 @@ import weakref
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import powertrain
 from powertrain.ops.cases import Case, cases
 from powertrain.ops.fp8.current import new_states
-from powertrain.runtime import recording, replay, steering
+from powertrain.runtime import recording, replay, signature, steering
 from powertrain.runtime.dispatch import Op, falls_back
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
@@ -37,7 +38,7 @@ _CASES = 1  # of each op; its other cases are slow tests here, and the op's own 
 @pytest.fixture(autouse=True)
 def _replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     steering.changed()
-    monkeypatch.setattr(replay, "in_interpreter", True)
+    monkeypatch.setattr(signature, "in_interpreter", True)
     yield
     steering.changed()
 
@@ -324,23 +325,46 @@ def test_the_table_is_bounded(device: torch.device, monkeypatch: pytest.MonkeyPa
     assert len(table._calls) <= 4
 
 
-def test_python_calls_of_a_replayed_forward(replayed: tuple[Tensor, Tensor]) -> None:
-    """The host time of a call is its Python; their number is what a noisy machine can check. 9 on 2026-11-23."""
-    if replayed[0].device.type == "cpu":
-        pytest.skip("the interpreter's own calls count too")
-    x, weight = (t.detach() for t in replayed)
+@contextmanager
+def _runtime_calls(names: list[str]) -> Iterator[None]:
+    """Python functions of the runtime, and generated ones, that are called within; not the interpreter's."""
+    folder = f"{Path(replay.__file__).parent}/"
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        ours = file.startswith("<replay of") or file == "<signature>" or file.rpartition("/")[0] + "/" == folder
+        if event == "call" and ours and name not in ("settings", "_are_interpreted", "<genexpr>"):
+            names.append(name)
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def test_python_calls_of_replays(device: torch.device) -> None:
+    """The host time of a call is its Python; the calls in it are what a noisy machine can check."""
+    leaves = torch.randn(5, 32, device=device, requires_grad=True), torch.randn(32, device=device, requires_grad=True)
+    x, weight = (t.detach() for t in leaves)
+    dy = torch.randn_like(x)
     for _ in range(_CALLS):
         _norm(x, weight)
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    _norm(x, weight)
-    sys.setprofile(None)
-    assert calls <= 20, f"{calls} Python calls"
+        _norm(*leaves).backward(dy)
+    public = ["call", "modes_active", "signature_of", "read", "<lambda>", "find", "run"]
+    called: list[str] = []
+    with _runtime_calls(called):
+        _norm(x, weight)
+    assert called == [*public, "run"]
+    called.clear()
+    with _runtime_calls(called):
+        y = _norm(*leaves)
+    assert called == [*public, "function", "forward", "forward", "run"]
+    if device.type == "cpu":  # on a GPU it runs in a thread of autograd's
+        called.clear()
+        with _runtime_calls(called):
+            y.backward(dy)
+        assert called == ["backward", "gradients", "modes_active", "signature_of", "read", "find", "run", "run"]
 
 
 def test_signatures_tell_equal_values_of_other_meaning_apart(device: torch.device) -> None:
@@ -625,3 +649,108 @@ def test_detached_results_stay_detached(device: torch.device) -> None:
     double = falls_back("test_double")(lambda x: x.detach() * 2)
     for _ in range(_CALLS):
         assert not double(torch.randn(8, device=device, requires_grad=True)).requires_grad
+
+
+def test_layouts_are_told_apart(device: torch.device) -> None:
+    """A call's tensors in more layouts than are tried first, and in the states that Dynamo's guards compare too."""
+    x, w = torch.randn(8, 8, device=device), torch.randn(8, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "plain": lambda: (x, w),
+        "shape": lambda: (x[:4], w),
+        "stride": lambda: (x.t(), w),
+        "dtype": lambda: (x.bfloat16(), w),
+        "other dtype": lambda: (x, w.bfloat16()),
+        "requires_grad": lambda: (x.clone().requires_grad_(), w),
+        "parameter": lambda: (x, torch.nn.Parameter(w)),
+        "0-d": lambda: (x, x.new_zeros(())),
+        "twice": lambda: (x, x),
+        "empty": lambda: (x[:0], w),
+    }
+    keys = {}
+    for _ in range(2):
+        for name, make in calls.items():
+            found = replay.signature_of(make())
+            assert found is not None and keys.setdefault(name, found.key) == found.key
+    with torch.no_grad():
+        keys |= {f"{name}, no_grad": _key(make()) for name, make in calls.items()}
+    with torch.inference_mode():
+        keys |= {f"{name}, inference": _key(make()) for name, make in calls.items()}
+    assert len(set(keys.values())) == 3 * len(calls)
+    assert replay.signature_of((x, w)).key == keys["plain"]  # type: ignore[union-attr]
+    assert replay.signature_of((torch._neg_view(x), w)) is None
+    assert replay.signature_of((x.view(-1)[1:33], w)) is None
+    for other in (torch.nested.nested_tensor([x, x[:3]]), x.to_sparse(), x.to_sparse_csr(), x.to("meta")):
+        assert replay.signature_of((other, w)) is None and replay.signature_of((other.detach(), w)) is None
+    assert replay.signature_of((x.to("meta"), w)) is None and replay.signature_of((x, w.to("meta"))) is None
+
+
+def _key(values: tuple[Any, ...]) -> Any:
+    found = replay.signature_of(values)
+    assert found is not None
+    return found.key
+
+
+@pytest.mark.parametrize("way", ["misaligned", "other dtype"])
+def test_a_weight_that_changes_between_forward_and_backward(way: str, device: torch.device) -> None:
+    """As FSDP does: the saved tensor has other memory then. The backward has its own signature."""
+    for _ in range(_CALLS):
+        grads = []
+        fresh = torch.randn(5, 32, device=device), torch.randn(33, device=device)
+        for step in (_swapped_step, lambda *args: _whole(_swapped_step, *args)):
+            grads.append(step(*(t.clone() for t in fresh), way))
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def _swapped_step(x: Tensor, values: Tensor, way: str) -> list[Tensor]:
+    x.requires_grad_()
+    weight = torch.nn.Parameter(values[:32].clone())
+    y = powertrain.rms_norm(x, weight)
+    weight.data = values[1:33] if way == "misaligned" else values[:32].bfloat16()
+    return list(torch.autograd.grad(y, (x, weight) if way == "misaligned" else x, torch.ones_like(y)))
+
+
+def _keeps(name: str, setup: Callable[..., None]) -> Op:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        last = ctx.held[-1] if isinstance(ctx.held, (list, tuple)) else ctx.held["last"]
+        return _copy(dy.contiguous()) * 1 if ctx.first is None else _copy(last) * ctx.scale, None, None
+
+    return Op(
+        f"test_keeps_{name}(Tensor x, Tensor y, float scale) -> Tensor", lambda x, y, scale: _copy(x),
+        lambda x, y, scale: torch.empty_like(x), backward=backward, setup_context=setup,
+    )  # fmt: skip
+
+
+def _hold_listed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(None, inputs[0], output)
+    ctx.first, ctx.held, ctx.scale = inputs[0].shape, [1, inputs[1]], inputs[2]
+
+
+def _hold_named(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.first, ctx.held, ctx.scale = 1, {"last": inputs[1]}, inputs[2]
+
+
+def _save_other(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0] * 2)
+    ctx.first, ctx.held, ctx.scale = 1, (inputs[1],), inputs[2]
+
+
+@pytest.mark.parametrize(
+    ("op", "replays"),
+    [
+        (_keeps("listed", _hold_listed), True),
+        (_keeps("named", _hold_named), False),
+        (_keeps("other", _save_other), False),
+    ],
+    ids=lambda value: value.name if isinstance(value, Op) else None,
+)
+def test_what_an_op_keeps(op: Op, replays: bool, device: torch.device, counted: _Counted) -> None:
+    """Tensors among its attributes, read when the backward runs; others than arguments and results are not replayed."""
+    function = falls_back(op.name)(lambda x, y, scale: op(x, y, scale))
+    for call in range(_CALLS):
+        x, y = torch.randn(16, device=device, requires_grad=True), torch.randn(16, device=device)
+        out = function(x, y, 3.0)
+        y.fill_(call)
+        (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        assert torch.equal(out.detach(), x.detach()) and torch.equal(grad, torch.full_like(grad, 3.0 * call))
+    assert (counted.routes > 0) is replays

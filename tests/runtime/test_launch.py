@@ -308,7 +308,7 @@ def test_python_calls_of_one_eager_op() -> None:
         namespace["current_device"] = lambda: None
         namespace["launch_kernel"] = driver.launcher
         norm_fwd_kernels._norm_fwd_kernel._tables.clear()
-    assert calls <= 60, f"{calls} Python calls"
+    assert calls <= 61, f"{calls} Python calls"
 
 
 @native
@@ -416,7 +416,7 @@ def _arguments_of(op: object, call: object) -> tuple[object, ...]:
     """What a public function gives its op."""
     found: list[tuple[object, ...]] = []
     with recording.record("sm_90"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "apply", lambda *args: (found.append(args[:-1]), *(None,) * 4)[1:])
+        patch.setattr(op, "apply", lambda *args: (found.append(args), *(None,) * 4)[1:])
         try:
             call()
         except (TypeError, AttributeError):

@@ -88,7 +88,7 @@ def test_what_is_launched(driver: Driver) -> None:
     for _ in range(2):
         x, weight = torch.randn(4, 8).bfloat16(), torch.ones(8).bfloat16()
         driver.launches.clear()
-        y, none, rstd = tape.run(x, 1e-6, weight)
+        y, none, rstd = tape.run(x, weight)
         (grid, handle, values), (grid_2, handle_2, values_2) = driver.launches
         assert (handle, handle_2) == (3, 5)
         assert grid == (6, 1, 1, 128, 1, 1, 3072, STREAM) and grid_2 == (2, 3, 4, 128, 1, 1, 5120, STREAM)
@@ -200,3 +200,33 @@ def test_ops_of_pytorch_between_launches(driver: Driver) -> None:
                 assert torch.equal(ours, right) and ours.stride() == right.stride() and not ours._is_view()
             assert torch.equal(total, other) and total[1] == product.sum() and total._version > version
             assert driver.launches[0][2][:2] == [product.data_ptr(), x.data_ptr() + 32]
+
+
+def test_an_address_is_packed_once_and_scratch_allocated_once(driver: Driver) -> None:
+    """Scratch of launches alone is one allocation, but what ends before another step takes memory."""
+    first = _loaded(driver, 3, ["*fp32", "*fp32", "*fp32", "i32"])
+    second = _loaded(driver, 5, ["*fp32", "*fp32", "*fp32"])
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, a, b = torch.empty_like(x), x.new_empty(3), x.new_empty((2, 200))
+        viewed, early = x.new_empty(4), x.new_empty(5)
+        launched = replay.recorder().launched  # type: ignore[union-attr]
+        launched(SimpleNamespace(name="k"), first, (1,), [x, a, early, 7], {})
+        launched(SimpleNamespace(name="k"), first, (2,), [a, b, viewed, 8], {})
+        total = viewed.sum()
+        launched(SimpleNamespace(name="k"), second, (3,), [a, b[1], y], {})
+        return y, total
+
+    x = torch.randn(4, 8)
+    tape = _tape(forward, (x,), [x])
+    names = tape.run.__code__.co_varnames
+    assert "scratch" in names and {"b1", "b2"}.isdisjoint(names) and {"b3", "b4"} <= set(names)
+    for _ in range(2):
+        driver.launches.clear()
+        x = torch.randn(4, 8)
+        y, _ = tape.run(x)
+        (_, _, one), (_, _, two), (_, _, three) = driver.launches
+        assert one[0] == x.data_ptr() and one[3] == 7 and two[3] == 8
+        assert one[1] == two[0] == three[0] and two[1] == one[1] + 512
+        assert three[1] == two[1] + 800 and three[2] == y.data_ptr()
+        assert one[1] % 16 == 0 and len({*one[:3], *two[:3], three[2]}) == 6
