@@ -10,7 +10,8 @@ the third on a function generated from the recording does the allocations and la
 
 A recording (runtime/call_recorder.py) is used only if it shows the whole effect of the call: no random draws, nothing
 that reads values on the host or leaves the device. Calls under torch.compile, dispatch modes, functorch and graph
-capture, on misaligned tensors, and with arguments that are neither tensors nor plain values go the whole way.
+capture, and with arguments that are neither tensors nor plain values go the whole way. Where a tensor begins within
+16 bytes is part of the signature.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,9 +97,11 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
             return signature_of(_flat(values))
         else:
             return None
-    # kernels are specialized on 16-byte alignment, which a recording fixes
-    if bits & 15 or device == -2 or recording.state.redirected or steering.unsettled:
+    if device == -2 or recording.state.redirected or steering.unsettled:
         return None
+    # kernels are specialized, and ops choose them, by addresses up to 16 bytes, which a recording fixes
+    if bits & 15:
+        key.append(tuple([address & 15 for address in addresses]))
     # one tensor twice, or two at one address
     if len(set(addresses)) != len(addresses):
         key.append(tuple(map(addresses.index, addresses)))
