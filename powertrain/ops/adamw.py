@@ -79,7 +79,7 @@ def _bias_correction(step, log_beta):
     return tl.where(t > -0.5, near, 1.0 - tl.exp(t))
 
 
-@kernel()
+@kernel(unaligned=("lr_ptr", "found_inf_ptr"))
 def _adamw_step_kernel(
     table_ptr,
     step_ptr,
@@ -144,7 +144,7 @@ def _update_block(
         tl.store(w_ptr + offsets, p, mask=mask)  # [BLOCK]
 
 
-@kernel()
+@kernel(unaligned=("found_inf_ptr", "grad_scale_ptr", "grad_factor_ptr"))
 def _adamw_kernel(
     chunks_ptr,
     table_ptr,

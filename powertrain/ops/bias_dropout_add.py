@@ -58,7 +58,7 @@ def dropout_keep(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) ->
     return (drawn.view(M, groups * words * lanes)[:, :N] >> 1 >= threshold(p)).view(shape)
 
 
-@kernel(aligned=("N",), down_to=2)
+@kernel(aligned=("N",), unaligned=("seed_ptr",), down_to=2)
 def _bias_dropout_add_fwd_kernel(
     x_ptr,
     bias_ptr,
@@ -114,7 +114,7 @@ def _keep(drawn, word: tl.constexpr, threshold):
     return (drawn[word] >> 1).to(tl.int32) >= threshold
 
 
-@kernel(aligned=("N",), down_to=2)
+@kernel(aligned=("N",), unaligned=("seed_ptr",), down_to=2)
 def _bias_dropout_add_bwd_kernel(
     dy_ptr,
     seed_ptr,

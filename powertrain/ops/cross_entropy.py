@@ -36,7 +36,6 @@ from powertrain.ops.cross_entropy_kernels import (
     launch_row_stats,
     scale_of_mean,
     scale_rows_,
-    to_aligned,
 )
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty
 from powertrain.runtime import checks
@@ -120,7 +119,6 @@ def _cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
     T, V = logits.shape
-    target = to_aligned(target)
     loss = logits.new_empty((T,) if reduction == "none" else (), dtype=torch.float32)
     lse, target_logit = (loss.new_empty(T) for _ in range(2))
     logit_sum = torch.empty_like(lse) if label_smoothing else None
@@ -173,7 +171,7 @@ def _cross_entropy_bwd(
 ) -> Tensor:
     dlogits = logits.new_empty(logits.shape)
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
-    launch_dlogits(logits, to_aligned(target), lse, to_aligned(dloss), terms, dlogits, scale=scale)
+    launch_dlogits(logits, target, lse, dloss, terms, dlogits, scale=scale)
     return dlogits
 
 

@@ -101,7 +101,7 @@ def _edge_gradients(
     tl.store(dlogits_ptr + shift + edge, d.to(dlogits_ptr.dtype.element_ty), mask=exists)  # [2 * VEC]
 
 
-@kernel()
+@kernel(unaligned=("target_ptr", "scale_ptr"))
 def _row_stats_kernel(
     logits_ptr,
     target_ptr,
@@ -203,7 +203,7 @@ def _row_stats_kernel(
             tl.store(dlogits_ptr + shift + start + local_target, d_target.to(dtype))  # scalar
 
 
-@kernel()
+@kernel(unaligned=("target_ptr", "grad_ptr", "scale_ptr"))
 def _dlogits_kernel(
     logits_ptr,
     target_ptr,
@@ -217,7 +217,7 @@ def _dlogits_kernel(
     blocks,
     stride_lm,
     stride_dm,
-    stride_grad,
+    step_grad,  # often 1; as a stride it would be among those that must all be multiples of 16
     ignore_index,
     label_smoothing,
     z_loss,
@@ -235,7 +235,7 @@ def _dlogits_kernel(
     lse = tl.load(lse_ptr + row)  # scalar
     grad = 1.0
     if grad_ptr is not None:
-        grad = tl.load(grad_ptr + row * stride_grad)  # scalar
+        grad = tl.load(grad_ptr + row * step_grad)  # scalar
     if scale_ptr is not None:
         grad *= tl.load(scale_ptr)  # scalar
     slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
@@ -268,7 +268,7 @@ def _dlogits_kernel(
             )  # fmt: skip
 
 
-@kernel()
+@kernel(unaligned=("target_ptr", "scale_ptr"))
 def _mean_scale_kernel(target_ptr, scale_ptr, T, ignore_index, BLOCK: tl.constexpr):
     """1 / number of kept tokens. One program: 8 bytes a row are nothing beside the row."""
     kept = tl.zeros([BLOCK], tl.int32)
@@ -280,7 +280,7 @@ def _mean_scale_kernel(target_ptr, scale_ptr, T, ignore_index, BLOCK: tl.constex
     tl.store(scale_ptr, 1.0 / tl.sum(kept, axis=0).to(tl.float32))  # scalar
 
 
-@kernel()
+@kernel(unaligned=("target_ptr", "scale_ptr"))
 def _loss_kernel(
     lse_ptr,
     target_logit_ptr,
@@ -318,14 +318,14 @@ def _loss_kernel(
         tl.store(loss_ptr, loss_sum)  # scalar
 
 
-@kernel(aligned=("N",), down_to=2)
-def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, stride_grad, BLOCK: tl.constexpr):
+@kernel(aligned=("N",), unaligned=("grad_ptr", "scale_ptr"), down_to=2)
+def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, step_grad, BLOCK: tl.constexpr):
     """x [M, N] times one factor a row (or one for all). A factor of 1 costs nothing: no memory is touched."""
     blocks = tl.cdiv(N, BLOCK)
     for step in range(tl.program_id(0), M * blocks, tl.num_programs(0)):
         tile = step + tl.zeros([], tl.int64)
         row = tile // blocks
-        factor = tl.load(grad_ptr + row * stride_grad).to(tl.float32)  # scalar
+        factor = tl.load(grad_ptr + row * step_grad).to(tl.float32)  # scalar
         if scale_ptr is not None:
             factor *= tl.load(scale_ptr)  # scalar
         # a mean's gradient is most often 1 already: the check costs one load a tile, the product a pass over dlogits
@@ -444,11 +444,6 @@ def launch_dlogits(
         V, vocab_start, vocab_size or V, blocks, logits.stride(0), dlogits.stride(0), _row_stride(dloss), *terms,
         **terms.modes, **vector, BLOCK=block, num_warps=max(1, block // 128),
     )  # fmt: skip
-
-
-def to_aligned(x: Tensor) -> Tensor:
-    """x where kernels take 16-byte vectors: one misaligned pointer would cost all of a launch's tensors theirs."""
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _row_stride(dloss: Tensor | None) -> int:

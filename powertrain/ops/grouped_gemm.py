@@ -48,7 +48,7 @@ def grouped_gemm_ref(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return y.to(x.dtype)
 
 
-@kernel(aligned=("N", "K"))
+@kernel(aligned=("N", "K"), unaligned=("offsets_ptr",))
 def _grouped_gemm_kernel(
     x_ptr,
     weight_ptr,
@@ -132,7 +132,7 @@ def _add_product(acc, a, b, PRECISION: tl.constexpr, FMA: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
-@kernel(aligned=("N", "K"))
+@kernel(aligned=("N", "K"), unaligned=("offsets_ptr",))
 def _grouped_gemm_wgrad_kernel(
     dy_ptr,
     x_ptr,

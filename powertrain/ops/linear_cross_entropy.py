@@ -43,7 +43,6 @@ from powertrain.ops.cross_entropy_kernels import (
     launch_losses,
     launch_row_stats,
     scale_of_mean,
-    to_aligned,
 )
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.runtime import checks
@@ -68,7 +67,7 @@ def linear_cross_entropy_ref(
     return cross_entropy_ref(F.linear(x, weight, bias), target, **options)
 
 
-@kernel(aligned=("N",))
+@kernel(aligned=("N",), unaligned=("grad_ptr", "scale_ptr"))
 def _accumulate_kernel(total_ptr, part_ptr, grad_ptr, scale_ptr, N, BLOCK: tl.constexpr):
     """total += part * grad * scale, flat."""
     factor = tl.load(grad_ptr).to(tl.float32)  # scalar
@@ -82,7 +81,7 @@ def _accumulate_kernel(total_ptr, part_ptr, grad_ptr, scale_ptr, N, BLOCK: tl.co
 
 def _accumulate_(total: Tensor, part: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
     N = total.numel()
-    _accumulate_kernel[(triton.cdiv(N, 2048),)](total, part, to_aligned(dloss), scale, N, BLOCK=2048, num_warps=4)
+    _accumulate_kernel[(triton.cdiv(N, 2048),)](total, part, dloss, scale, N, BLOCK=2048, num_warps=4)
 
 
 def blocks_within_scratch(total: int, others: int, element_size: int, least: int = 1) -> list[slice]:
@@ -188,7 +187,6 @@ def _linear_cross_entropy_fwd(
     loss, lse, scale, dx, dw, db = outputs
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
     T, V = x.shape[0], weight.shape[0]
-    target = to_aligned(target)
     target_logit = torch.empty_like(lse)
     logit_sum = torch.empty_like(lse) if label_smoothing else None
     mean_scale = scale.copy_(scale_of_mean(target, terms)) if reduction == "mean" else None
@@ -272,7 +270,6 @@ def _linear_cross_entropy_bwd(
         ignore_index, label_smoothing, z_loss, softcap, need_dx, need_dw, need_db,
     )  # fmt: skip
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
-    target, dloss = to_aligned(target), to_aligned(dloss)
 
     def make_dlogits(logits: Tensor, cols: slice) -> None:
         where = dict(vocab_start=cols.start, vocab_size=weight.shape[0])

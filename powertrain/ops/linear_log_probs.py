@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.ops.batch_invariance import is_batch_invariant
-from powertrain.ops.cross_entropy_kernels import to_aligned
 from powertrain.ops.gemm.row_invariant import RowInvariantLinear, row_invariant_linear_
 from powertrain.ops.linear_cross_entropy import (
     IntoMainGrad,
@@ -161,7 +160,7 @@ def _forward(
     log_probs, _, divergence, top, top_indices, stats, kept = outputs
     assert log_probs is not None and stats is not None and kept is not None
     linear = row_invariant_linear_ if batch_invariant else logits_into
-    target, V = to_aligned(target), weight.shape[0]
+    V = weight.shape[0]
     num_logits = 1 if teacher_x is None else 2
     blocks = blocks_within_scratch(x.shape[0], num_logits * V, x.element_size())
     height = max((b.stop - b.start for b in blocks), default=0)
@@ -253,7 +252,6 @@ def _bwd(
     grads = _bwd_outputs(
         dlog_probs, dentropy, ddivergence, x, weight, bias, target, stats, None, None, None, None, main_grad, *needs
     )
-    target = to_aligned(target)
     taught = teacher_x if ddivergence is not None else None
 
     def make_dlogits(logits: Tensor, cols: slice) -> None:

@@ -51,7 +51,7 @@ def _ratio(log_p, log_q):
     return tl.exp(tl.minimum(tl.maximum(log_p - log_q, -80.0), 80.0))
 
 
-@kernel(aligned=("padded",))
+@kernel(aligned=("padded",), unaligned=("target_ptr",))
 def _log_prob_stats_kernel(
     logits_ptr,
     target_ptr,
@@ -175,7 +175,7 @@ def _divergence_kernel(
     tl.store(divergence_ptr + row, divergence)  # scalar
 
 
-@kernel(aligned=("padded",))
+@kernel(aligned=("padded",), unaligned=("target_ptr", "dlog_prob_ptr", "dentropy_ptr", "ddivergence_ptr"))
 def _log_prob_grads_kernel(
     logits_ptr,
     teacher_ptr,

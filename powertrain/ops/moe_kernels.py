@@ -15,7 +15,7 @@ from powertrain.runtime.tuning import tunable
 TINY = 1e-20  # DeepSeek's, so that sigmoids that are all 0 do not divide by 0
 
 
-@kernel()
+@kernel(unaligned=("bias_ptr",))
 def _moe_route_kernel(
     logits_ptr,
     bias_ptr,
@@ -101,7 +101,7 @@ def _scores(z, exists, SIGMOID: tl.constexpr):
     return s, top, total
 
 
-@kernel()
+@kernel(unaligned=("dweights_ptr", "experts_ptr"))
 def _moe_route_bwd_kernel(
     dweights_ptr,
     logits_ptr,
@@ -199,7 +199,7 @@ def _moe_sort_kernel(
     tl.store(offsets_ptr + ids, free, mask=(ids < E) & (program == programs - 1))  # [BLOCK_E]
 
 
-@kernel(aligned=("H",), down_to=2)
+@kernel(aligned=("H",), unaligned=("positions_ptr", "weights_ptr"), down_to=2)
 def _moe_scatter_kernel(
     x_ptr,
     positions_ptr,
@@ -238,7 +238,7 @@ def _moe_scatter_kernel(
         tl.store(dweights_ptr + token * top_k + slots, dots.to(dweights_ptr.dtype.element_ty), mask=slots < top_k)
 
 
-@kernel(aligned=("H",), down_to=2)
+@kernel(aligned=("H",), unaligned=("positions_ptr", "weights_ptr"), down_to=2)
 def _moe_gather_kernel(
     rows_ptr, positions_ptr, weights_ptr, out_ptr, H, top_k, stride_rt, BLOCK_H: tl.constexpr
 ):  # fmt: skip

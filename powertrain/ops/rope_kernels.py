@@ -12,7 +12,7 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
 
-@kernel(down_to=2)
+@kernel(unaligned=("position_ids_ptr", "offsets_ptr", "cu_seqlens_ptr"), down_to=2)
 def _rope_kernel(
     q_ptr,
     k_ptr,
@@ -50,9 +50,9 @@ def _rope_kernel(
     stride_k_out_o,
     stride_k_out_i,
     stride_k_out_h,
-    stride_pa,
-    stride_po,
-    stride_pi,
+    step_pa,  # of position ids, often 1; as strides they would be among those that must all be multiples of 16
+    step_po,
+    step_pi,
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -82,10 +82,10 @@ def _rope_kernel(
 
     pairs = tl.arange(0, BLOCK_C)[None, :]
     if position_ids_ptr is not None:
-        position_ids_ptr += outer[:, None] * stride_po + inner[:, None] * stride_pi
+        position_ids_ptr += outer[:, None] * step_po + inner[:, None] * step_pi
         if axes_ptr is not None:
             axes = tl.load(axes_ptr + pairs, mask=pairs < PAIRS, other=0).to(tl.int64)
-            position = tl.load(position_ids_ptr + axes * stride_pa, mask=live[:, None] & (pairs < PAIRS), other=0)
+            position = tl.load(position_ids_ptr + axes * step_pa, mask=live[:, None] & (pairs < PAIRS), other=0)
         else:
             position = tl.load(position_ids_ptr, mask=live[:, None], other=0)
     else:

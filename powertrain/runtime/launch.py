@@ -8,7 +8,7 @@
 The syntax is Triton's; the specialization key is ours, so that nothing recompiles when a batch changes:
 
 - parameters named `*_ptr` take tensors (or None, a constant): dtype, and whether all of them are 16-byte aligned, but
-  those named in `unaligned`: a number out of a tensor of several, at any address;
+  those named in `unaligned`: lengths, labels, scales, read one by one wherever in a larger tensor they begin;
 - those named `*_desc` take a map of a tensor (runtime/tensor_maps.py), or None: dtype, block and layout;
 - `stride_*` and those named in `aligned`: whether all of them are multiples of 16;
 - with `down_to` both are numbers instead of yes or no: the largest power of two from 16 down to it of which all
@@ -130,7 +130,7 @@ class Kernel:
 
     def __init__(
         self, fn: Any, aligned: tuple[str, ...], jit: Any = triton.jit, archs: tuple[int, ...] = (),
-        unaligned: tuple[str, ...] = (), down_to: int = 16,
+        unaligned: tuple[str, ...] | frozenset[str] = (), down_to: int = 16,
     ) -> None:  # fmt: skip
         self.fn = fn
         self.jit = jit(fn)
@@ -145,7 +145,9 @@ class Kernel:
         self.maps = tuple(n for n in self.arguments if n.endswith("_desc"))
         self.aligned = tuple(n for n in self.arguments if n.startswith("stride_") or n in aligned)
         self.aligned_pointers = tuple(n for n in self.pointers if n not in unaligned)
-        unknown = (set(aligned) - set(self.arguments)) | (set(unaligned) - set(self.pointers))
+        unknown = set(aligned) - set(self.arguments)
+        if isinstance(unaligned, tuple):
+            unknown |= set(unaligned) - set(self.pointers)
         if unknown:
             raise TypeError(f"kernel {self.name}: aligned or unaligned names {sorted(unknown)}, which are no arguments")
         self._tables: dict[int, dict[Any, Loaded]] = {}  # device -> warm path's key -> kernel
@@ -416,16 +418,20 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
 
 
 def kernel(
-    *, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] = (), down_to: int = 16
+    *, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] | frozenset[str] = (), down_to: int = 16
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16, or
     of 8, 4 and 2 as well with `down_to` one of these: rows of 2612 bfloat16 are loaded as vectors of 8 bytes then, not
-    element by element. `unaligned` names pointers whose address says nothing about the others' alignment."""
+    element by element. `unaligned` names pointers whose address says nothing about the others' alignment; of a set, the
+    names that several kernels share, it is those that this one has."""
     return lambda fn: Kernel(fn, aligned, unaligned=unaligned, down_to=down_to)
 
 
-def gluon_kernel(*, archs: tuple[int, ...], aligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
-    """Declare a Gluon kernel written for the instructions of `archs`; asked of another, it is refused by name."""
+def gluon_kernel(
+    *, archs: tuple[int, ...], aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] | frozenset[str] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Declare a Gluon kernel written for the instructions of `archs`; asked of another, it is refused by name.
+    `aligned` and `unaligned` are those of `kernel`."""
     from powertrain.runtime.gluon_compat import gluon
 
-    return lambda fn: Kernel(fn, aligned, gluon.jit, archs)
+    return lambda fn: Kernel(fn, aligned, gluon.jit, archs, unaligned)

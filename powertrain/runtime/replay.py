@@ -11,7 +11,8 @@ the third on a function generated from the recording does the allocations and la
 
 A recording (runtime/call_recorder.py) is used only if it shows the whole effect of the call: no random draws, nothing
 that reads values on the host or leaves the device. Calls under torch.compile, dispatch modes, functorch and graph
-capture, on misaligned tensors, and with arguments that are neither tensors nor plain values go the whole way.
+capture, and with arguments that are neither tensors nor plain values go the whole way. Where a tensor begins within
+16 bytes is part of the signature.
 """
 
 from collections.abc import Callable

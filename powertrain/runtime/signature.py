@@ -118,8 +118,7 @@ def read({names}):
     epoch = steering.epoch
     try:
         {addresses}
-        # kernels are specialized on 16-byte alignment, which a recording fixes
-        if ({bits}) & 15 or state.redirected or steering.unsettled:
+        if state.redirected or steering.unsettled:
             return None
         # a check ends the process at a nested tensor, whose strides are an error of C++
         if {any_nested}:
@@ -151,6 +150,9 @@ def read({names}):
         stream, autocast, epoch, is_grad_enabled(), is_inference_mode_enabled(), is_deterministic(), default_dtype(),
         matmul_precision(), allows_tf32(),
     )
+    # kernels are specialized, and ops choose them, by addresses up to 16 bytes, which a recording fixes
+    if ({bits}) & 15:
+        key += (({low_bits}),)
 {sharing}
     return make(Signature, (key, [{tensors}], stream))
 """
@@ -178,6 +180,7 @@ def _generated(types: tuple[type, ...]) -> Callable[..., Signature | None]:
         addresses="; ".join(f"p{i} = v{i}.data_ptr()" for i in tensors),
         any_nested=" or ".join(f"v{i}.is_nested" for i in tensors),
         bits=" | ".join(f"p{i}" for i in tensors),
+        low_bits=" ".join(f"p{i} & 15," for i in tensors),
         all_have_addresses=" and ".join(f"p{i}" for i in tensors),
         first=f"v{tensors[0]}",
         tensors=listed,

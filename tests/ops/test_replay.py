@@ -392,6 +392,20 @@ def test_signatures_tell_equal_values_of_other_meaning_apart(device: torch.devic
     assert first is not None and again is not None and first.key == again.key
 
 
+def test_tensors_that_begin_anywhere_are_replayed(device: torch.device, counted: _Counted) -> None:
+    """Labels one token ahead; where in 16 bytes they begin is part of the signature, as kernels depend on it."""
+    for call in range(3 * _CALLS):
+        begin = call % 3
+        logits, labels = torch.randn(4, 64, device=device), torch.randint(64, (4 + begin,), device=device)
+        loss = powertrain.cross_entropy(logits, labels[begin:])
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels[begin:]))
+    # 0 and 2 of 8 bytes are alike
+    assert counted.tapes == 3 * _CALLS - 2 * 2
+    x, memory = torch.randn(4, device=device), torch.randn(8, device=device)
+    keys = [replay.signature_of((x, memory[begin : begin + 4])).key for begin in range(5)]  # type: ignore[union-attr]
+    assert len(set(keys)) == 4 and keys[0] == keys[4]
+
+
 def test_tables_hold_no_tensor_of_a_call(device: torch.device) -> None:
     kept = []
     for _ in range(_CALLS):

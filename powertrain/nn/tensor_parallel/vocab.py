@@ -34,7 +34,7 @@ from powertrain.ops.cross_entropy import (
     late_scale,
     refuse_second_backward,
 )
-from powertrain.ops.cross_entropy_kernels import Terms, launch_dlogits, launch_row_stats, to_aligned
+from powertrain.ops.cross_entropy_kernels import Terms, launch_dlogits, launch_row_stats
 from powertrain.ops.linear_cross_entropy import (
     MAX_ROUNDINGS,
     blocks_within_scratch,
@@ -174,7 +174,7 @@ def _loss_fwd(
     logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, z_loss: float, softcap: float, key: str
 ) -> tuple[Tensor, Tensor]:
     overlap, terms = find(key), Terms(ignore_index, smoothing, z_loss, softcap)
-    stats = _stats(logits, to_aligned(target), terms, overlap)
+    stats = _stats(logits, target, terms, overlap)
     return _losses(stats, target, terms, logits.shape[1] * overlap.size), stats[0].clone()
 
 
@@ -198,7 +198,7 @@ def _loss_backward(ctx: Any, dlosses: Tensor | None, _: Any) -> tuple[Tensor | N
 def _loss_bwd(dlosses: Tensor, logits: Tensor, target: Tensor, lse: Tensor, *options: Any) -> Tensor:
     *terms, key = options
     dlogits = logits.new_empty(logits.shape)
-    _gradient(logits, to_aligned(target), lse, dlosses.contiguous(), Terms(*terms), find(key), dlogits)
+    _gradient(logits, target, lse, dlosses.contiguous(), Terms(*terms), find(key), dlogits)
     return dlogits
 
 
@@ -266,7 +266,7 @@ def _linear_fwd(
     """counts: tokens of each rank; empty: x has all of them."""
     overlap, terms = find(key), Terms(ignore_index, smoothing, z_loss, softcap)
     whole = overlap.transport.all_gather(x, RowCounts(tuple(counts))) if counts else x
-    target, count, words = to_aligned(target), target.shape[0], weight.shape[0]
+    count, words = target.shape[0], weight.shape[0]
     scale = (1.0 / (target != ignore_index).sum()).to(acc_dtype(x.dtype)) if reduction == "mean" else None
     early = early_scale(x.dtype, scale)
     makes_grads = need_dx or need_dw or need_db

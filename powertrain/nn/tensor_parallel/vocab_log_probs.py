@@ -18,7 +18,6 @@ from torch import Tensor
 
 from powertrain.nn.tensor_parallel.token_shards import even_rows
 from powertrain.nn.tensor_parallel.vocab import summed_dx
-from powertrain.ops.cross_entropy_kernels import to_aligned
 from powertrain.ops.linear_cross_entropy import (
     blocks_within_scratch,
     grads_by_vocab_blocks,
@@ -178,7 +177,7 @@ def _forward(
     overlap, options = find(key), Options(ignore_index, temperature, softcap, teacher_softcap, beta)
     outputs = _outputs(x, weight, bias, target, teacher_x, entropy, top_k, counts, key)
     log_probs, _, divergence, top, top_indices, stats = outputs
-    whole, target, words = _whole(x, counts, overlap), to_aligned(target), weight.shape[0]
+    whole, words = _whole(x, counts, overlap), weight.shape[0]
     taught_whole = None if teacher_x is None else _whole(teacher_x, counts, overlap)
     start, size = overlap.rank * words, overlap.size * words
     num_logits = 1 if teacher_x is None else 2
@@ -239,7 +238,7 @@ def _bwd(
     teacher_softcap: float, beta: float, counts: Sequence[int], key: str, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     overlap, options = find(key), Options(ignore_index, temperature, softcap, teacher_softcap, beta)
-    whole, target, words = _whole(x, counts, overlap), to_aligned(target), weight.shape[0]
+    whole, words = _whole(x, counts, overlap), weight.shape[0]
     taught = None if teacher_x is None or ddivergence is None else _whole(teacher_x, counts, overlap)
     start, size = overlap.rank * words, overlap.size * words
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.launch import kernel
@@ -32,7 +33,7 @@ def row_of_entry(position, PAGE_SIZE: tl.constexpr):
     return position.to(tl.int64)
 
 
-@kernel()
+@kernel(unaligned=SMALL)
 def _append_kernel(
     key_new_ptr,
     value_new_ptr,

@@ -6,13 +6,14 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
 
-@kernel()
+@kernel(unaligned=SMALL)
 def _combine_kernel(
     partial_ptr,
     partial_lse_ptr,

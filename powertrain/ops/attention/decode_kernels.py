@@ -25,6 +25,7 @@ from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
 from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
 from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
 from powertrain.ops.attention.triton.scores import tanh
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
@@ -213,7 +214,7 @@ def _normalized(acc, alpha, top, total):
     return tile_out, tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
 
 
-@kernel()
+@kernel(unaligned=SMALL)
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, page_table_ptr, batch_idx_ptr, leftpad_ptr, slopes_ptr, sinks_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, parts_ptr, list_ptr,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.combine import PartTable
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
@@ -172,7 +173,7 @@ def _write_parts(
     return before + tl.sum(more), cut_before + tl.sum(is_cut)
 
 
-@kernel()
+@kernel(unaligned=SMALL)
 def _schedule_kernel(
     seqlens_ptr,
     leftpad_ptr,

@@ -27,7 +27,7 @@ from powertrain.ops.attention.decode_schedule import (
     share_of,
     smallest_share,
 )
-from powertrain.ops.attention.triton.sequences import sequence_span
+from powertrain.ops.attention.triton.sequences import SMALL, sequence_span
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
@@ -46,7 +46,7 @@ _BLOCK_T = 128  # tiles that a program finds at a time
 _MOST_LISTED = 1024  # that are listed at a time
 
 
-@kernel()
+@kernel(unaligned=SMALL)
 def _tiles_kernel(
     starts_ptr, seqlens_ptr, leftpad_ptr, tiles_ptr,
     tiles, batches, queries, ratio, num_new, capacity, left, right, steps,
@@ -199,7 +199,7 @@ def _list_kernel(
         levels_before += tl.sum(level, 0)
 
 
-@kernel()
+@kernel(unaligned=SMALL)
 def _combine_tiles_kernel(
     partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, list_ptr,
     queries, groups, ratio, heads, heads_per_kv, stride, stride_lse,

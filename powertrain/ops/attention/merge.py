@@ -93,7 +93,7 @@ def _weights(a_ptr, b_ptr, a_rows, b_rows, mask):
     return wa / total, wb / total, tl.where(seen, safe + tl.log(total), float("-inf"))
 
 
-@kernel(aligned=("head_dim",))
+@kernel(aligned=("head_dim",), unaligned=("la_ptr", "lb_ptr"))
 def _merge_fwd_kernel(
     oa_ptr,
     ob_ptr,
@@ -136,7 +136,7 @@ def _merge_fwd_kernel(
     _store(out_ptr, out, b * stride_outb + h * stride_outh + rows * stride_outs, mask, dims, head_dim)
 
 
-@kernel(aligned=("head_dim",))
+@kernel(aligned=("head_dim",), unaligned=("dlse_ptr", "la_ptr", "lb_ptr"))
 def _merge_bwd_kernel(
     do_ptr,
     dlse_ptr,

@@ -33,7 +33,7 @@ from powertrain.runtime.tuning import tunable
 BACKENDS = ("hopper", "torch", "triton", "emulated")
 
 
-@kernel(aligned=("K",))
+@kernel(aligned=("K",), unaligned=("sa_ptr", "sb_ptr"))
 def _fp8_gemm_kernel(
     a_ptr,
     b_ptr,

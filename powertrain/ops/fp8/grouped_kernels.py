@@ -30,7 +30,7 @@ class Stacked(NamedTuple):
     col_step: int
 
 
-@kernel(aligned=("C", "D"))
+@kernel(aligned=("C", "D"), unaligned=("sa_ptr", "sb_ptr", "offsets_ptr"))
 def _fp8_grouped_kernel(
     a_ptr,
     b_ptr,
@@ -143,7 +143,7 @@ def _kept(x, inside):
     return tl.where(inside, x.to(tl.uint8, bitcast=True), 0).to(x.dtype, bitcast=True)
 
 
-@kernel(aligned=("K",))
+@kernel(aligned=("K",), unaligned=("sdy_ptr", "sx_ptr", "offsets_ptr"))
 def _fp8_grouped_wgrad_kernel(
     dy_ptr,
     x_ptr,

@@ -37,7 +37,7 @@ from powertrain.runtime.launch import gluon_kernel
 from powertrain.runtime.target import Target
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=("sa_ptr", "sb_ptr"))
 def _fp8_hopper_kernel(
     a_ptr,
     b_ptr,

@@ -87,7 +87,7 @@ def _amax_kernel(
 
 
 # a given scale is one of three (x, weight, dy) of delayed scaling, mostly not at a multiple of 16 bytes
-@kernel(aligned=("R16", "C16"), unaligned=("given_ptr",))
+@kernel(aligned=("R16", "C16"), unaligned=("given_ptr", "offsets_ptr"))
 def _quantize_tile_kernel(
     x_ptr,
     fold_ptr,
@@ -190,7 +190,7 @@ def _store_rows(ptr, x, in_rows, in_cols, width, BLOCK_R: tl.constexpr, BLOCK_C:
     tl.store(ptr + where, x.to(ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
 
-@kernel(aligned=("C", "C16"))
+@kernel(aligned=("C", "C16"), unaligned=("offsets_ptr",))
 def _quantize_row_kernel(
     x_ptr,
     fold_ptr,

@@ -89,7 +89,7 @@ def poison_ref(x: Tensor, error: Tensor) -> Tensor:
     return torch.where(error != 0, torch.nan, x)
 
 
-@kernel()
+@kernel(unaligned=("error_ptr",))
 def _poison_kernel(x_ptr, error_ptr, numel, BLOCK: tl.constexpr):
     if tl.load(error_ptr) != 0:
         start = tl.program_id(0).to(tl.int64) * BLOCK

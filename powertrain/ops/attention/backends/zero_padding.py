@@ -17,7 +17,7 @@ from powertrain.runtime.launch import kernel
 _PROGRAMS, _BLOCK = 64, 1024
 
 
-@kernel(aligned=("row_size",))
+@kernel(aligned=("row_size",), unaligned=("starts_ptr",))
 def _zero_tail_kernel(
     x_ptr, starts_ptr, batch, rows, row_size, AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
 ):

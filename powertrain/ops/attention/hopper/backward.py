@@ -39,7 +39,7 @@ from powertrain.ops.attention.hopper.backward_plans import (
 from powertrain.ops.attention.hopper.maps import ending_maps, gradient_maps, keys_of, queries_of
 from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, Operand, Operands
-from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
+from powertrain.ops.attention.triton.sequences import SMALL, find_sequence, sequence_span
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import next_power_of_2
@@ -63,7 +63,7 @@ def _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, size, BLOCK_M: tl.con
     return b, index, start, block * BLOCK_M, length, capacity
 
 
-@kernel()
+@kernel(unaligned=SMALL | {"lse_ptr", "dlse_ptr"})
 def _hopper_attention_bwd_preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, key_sum_ptr, starts_ptr, used_ptr,
     batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat, key_sums,
@@ -164,7 +164,7 @@ def _bring_into_rows(
         tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D))  # [64, W]
 
 
-@kernel()
+@kernel(unaligned=SMALL)
 def _hopper_attention_sums_kernel(
     dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, dq_ptr, dk_ptr, dv_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, q_slots, k_slots, kv_heads, num_q_per_kv, num_splits, k_programs, scale,

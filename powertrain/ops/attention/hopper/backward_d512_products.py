@@ -30,7 +30,7 @@ from powertrain.ops.attention.hopper.primitives import (
     as_tile,
     int32,
 )
-from powertrain.ops.attention.triton.sequences import sequence_span
+from powertrain.ops.attention.triton.sequences import SMALL, sequence_span
 from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, reinterpret, tma_load
 from powertrain.runtime.launch import gluon_kernel
@@ -326,7 +326,7 @@ def _consume(
                         _copy_out(out, base, row, tile.length, tile.capacity, at_column, y_strides[1], CONFIG.d)
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_bwd_d512_products_kernel(
     x_desc, y_desc, w_desc, dx_ptr, dy_ptr, sum_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, left, right, unit, units, slot, slots, items, key_slots,

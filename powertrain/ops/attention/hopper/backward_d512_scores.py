@@ -24,7 +24,7 @@ from powertrain.ops.attention.hopper.primitives import (
     tanh,
 )
 from powertrain.ops.attention.hopper.softmax import apply_mask
-from powertrain.ops.attention.triton.sequences import sequence_span
+from powertrain.ops.attention.triton.sequences import SMALL, sequence_span
 from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, kept, mbarrier, tma, tma_load, tma_store
 from powertrain.runtime.launch import gluon_kernel
@@ -214,7 +214,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_bwd_d512_scores_kernel(
     q_desc, k_desc, v_desc, do_desc, w_desc, rows_ptr, slopes_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, left, right, unit, units, slot, slots, items, parts, rows_slots,

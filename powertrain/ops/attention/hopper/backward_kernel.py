@@ -57,6 +57,7 @@ from powertrain.ops.attention.hopper.primitives import (
     read_tile_field,
     write_tile_field,
 )
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -350,7 +351,7 @@ def _produce(
         signal_successor(order_ptr, owed, owed_turn)
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_bwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, do_tail_desc, rows_desc,
     dk_desc, dk_tail_desc, dv_desc, dv_tail_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, counter_ptr, slopes_ptr,

@@ -36,6 +36,7 @@ from powertrain.ops.attention.hopper.primitives import (
     int32,
     keep_order,
 )
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -314,7 +315,7 @@ def _init_barriers():
     return _Barriers(kv_full, q_full, q_empty, do_full, do_empty)
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_bwd_d192_kernel(
     q_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, rows_desc, sum_ptr, dk_ptr, dv_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,

@@ -42,6 +42,7 @@ from powertrain.ops.attention.hopper.primitives import (
     int32,
     tanh,
 )
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -459,7 +460,7 @@ def _row_of_sums(kv, b, slot, sizes, splits, CONFIG: gl.constexpr, BLOCK_N: gl.c
     return (head * sizes.blocks + slot).to(gl.int64) * BLOCK_N
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_bwd_d256_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, do_tail_desc, rows_desc,
     sum_ptr, order_ptr, dk_ptr, dv_ptr, counter_ptr, slopes_ptr,

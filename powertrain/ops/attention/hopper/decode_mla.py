@@ -42,6 +42,7 @@ from powertrain.ops.attention.hopper.decode_mla_tiles import (
 )
 from powertrain.ops.attention.hopper.maps import Source, rows_maps
 from powertrain.ops.attention.hopper.primitives import alloc_mbarriers, alloc_pipeline_stages, int32
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.runtime import checks, gluon_compat
 from powertrain.runtime.gluon_compat import gl, hopper
@@ -55,7 +56,7 @@ PLAN = ROWS.value, BLOCK_N.value, 1
 PIECE = 256
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_decode_mla_kernel(
     q_desc, k_desc, seqlens_ptr, page_table_ptr, sinks_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, parts_ptr,
     batches, num_queries, heads, num_new, capacity, num_parts, right, page_row, scale,

@@ -65,6 +65,7 @@ from powertrain.ops.attention.hopper.primitives import (
 from powertrain.ops.attention.hopper.tile_counter import counter_of
 from powertrain.ops.attention.operands import Operand, Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import let_next_kernel_start, starts_early
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -75,7 +76,7 @@ from powertrain.runtime.launch import gluon_kernel
 _ROWS = gl.constexpr(64)  # of queries, that a consumer has of a tile
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_desc, o_tail_desc,
     o_ptr, lse_ptr, slopes_ptr, sinks_ptr, partial_ptr,

@@ -41,6 +41,7 @@ from powertrain.ops.attention.hopper.primitives import (
 from powertrain.ops.attention.hopper.tile_counter import counter_of
 from powertrain.ops.attention.operands import Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
+from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import let_next_kernel_start, starts_early
 from powertrain.runtime.gluon_compat import gl, hopper
 from powertrain.runtime.launch import gluon_kernel
@@ -50,7 +51,7 @@ _COLS = gl.constexpr(128)  # of a chunk
 _O_COLS = gl.constexpr(64)  # of results at a time
 
 
-@gluon_kernel(archs=(90,))
+@gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_fwd_d512_kernel(
     q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, counter_ptr,

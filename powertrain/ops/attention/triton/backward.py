@@ -67,7 +67,7 @@ def attention_bwd_ref(
     return dq, dk, dv, dbias
 
 
-@kernel(aligned=("row_stride",))
+@kernel(aligned=("row_stride",), unaligned=("lse_ptr", "dlse_ptr"))
 def _attention_bwd_preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, batch, queries, kv_heads, num_q_per_kv, head_of_kv, head_of_repeat,
     size, row_stride, stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,

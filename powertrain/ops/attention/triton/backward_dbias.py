@@ -23,13 +23,13 @@ from powertrain.ops.attention.triton.scores import (
     recomputed_weights,
     score_scale,
 )
-from powertrain.ops.attention.triton.sequences import sequence_span
+from powertrain.ops.attention.triton.sequences import SMALL, sequence_span
 from powertrain.ops.attention.triton.tiles import TiledRows, dot_rows, dot_rows_fma, load_tile, to_int64
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
 
 
-@kernel(aligned=("row_stride",))
+@kernel(aligned=("row_stride",), unaligned=SMALL)
 def _attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dbias_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr,
     q_used_ptr, k_used_ptr, seed_ptr,

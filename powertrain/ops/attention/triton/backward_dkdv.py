@@ -27,7 +27,13 @@ from powertrain.ops.attention.triton.scores import (
     row_values,
     score_scale,
 )
-from powertrain.ops.attention.triton.sequences import find_sequence, next_sequence_with, sequence_span, tile_coords
+from powertrain.ops.attention.triton.sequences import (
+    SMALL,
+    find_sequence,
+    next_sequence_with,
+    sequence_span,
+    tile_coords,
+)
 from powertrain.ops.attention.triton.tiles import (
     Strides,
     TiledRows,
@@ -295,7 +301,7 @@ def _add_head(
     )
 
 
-@kernel(aligned=("row_stride",))
+@kernel(aligned=("row_stride",), unaligned=SMALL)
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr,
     kdoc_ptr, krange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr, segments_ptr,

@@ -26,7 +26,7 @@ from powertrain.ops.attention.triton.scores import (
     row_values,
     score_scale,
 )
-from powertrain.ops.attention.triton.sequences import query_tile, sequence_span
+from powertrain.ops.attention.triton.sequences import SMALL, query_tile, sequence_span
 from powertrain.ops.attention.triton.tiles import (
     TiledRows,
     add_product,
@@ -72,7 +72,7 @@ def _add_dq(
     return dq
 
 
-@kernel(aligned=("row_stride",))
+@kernel(aligned=("row_stride",), unaligned=SMALL)
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr,
     qrange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr,

@@ -41,7 +41,7 @@ from powertrain.ops.attention.triton.scores import (
     same_document,
     score_scale,
 )
-from powertrain.ops.attention.triton.sequences import query_tile, sequence_span
+from powertrain.ops.attention.triton.sequences import SMALL, query_tile, sequence_span
 from powertrain.ops.attention.triton.tiles import (
     LN2,
     LOG2E,
@@ -103,7 +103,7 @@ def _attend(
     return acc, m, l
 
 
-@kernel()
+@kernel(unaligned=SMALL)
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, slopes_ptr, sinks_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr, qrange_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr,

@@ -3,6 +3,13 @@
 import triton
 import triton.language as tl
 
+# kernels read these number by number. Callers take them out of larger tensors, at any address: seq_lens[prefills:],
+# block_table[prefills:], cu_seqlens[1:], the slopes of a shard of the heads
+SMALL = frozenset({
+    "starts_ptr", "q_starts_ptr", "k_starts_ptr", "used_ptr", "q_used_ptr", "k_used_ptr", "seqlens_ptr", "leftpad_ptr",
+    "page_table_ptr", "batch_idx_ptr", "prefix_ptr", "qdoc_ptr", "kdoc_ptr", "slopes_ptr", "sinks_ptr", "seed_ptr",
+})  # fmt: skip
+
 
 @triton.jit
 def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
