@@ -116,21 +116,11 @@ def group_of(operands: Operands, plan: Plan) -> int:
     repeats = cdiv(heads.q_per_kv, plan.heads_per_tile)
     if args.right < 0 or operands.is_packed or plan.num_splits > 1:
         return group_for(keys_bytes, repeats, args.right >= 0)
-    of_all = operands.storage * plan.groups_of(heads)
-    return _busy_group_for(of_all, _times_of(operands, plan), operands.target.num_sms, keys_bytes // repeats)
-
-
-def _times_of(operands: Operands, plan: Plan) -> tuple[int, ...]:
-    """Of a head's tiles, the last first, in halves of a block of keys; what a tile costs beside is three."""
-    args = operands.args
     offset = operands.keys - operands.queries if args.bottom_right else 0
-    times = []
-    for first in range(0, operands.queries, plan.queries):
-        last = min(first + plan.queries, operands.queries) - 1
-        end = max(0, min(operands.keys, last + offset + args.right + 1))
-        begin = max(0, first + offset - args.left) if args.left >= 0 else 0
-        times.append(2 * max(1, cdiv(end, plan.block_n) - begin // plan.block_n) + 3)
-    return tuple(reversed(times))
+    return _busy_group_for(
+        operands.storage * plan.groups_of(heads), keys_bytes // repeats, operands.target.num_sms,
+        operands.queries, operands.keys, plan.queries, plan.block_n, offset, args.left, args.right,
+    )  # fmt: skip
 
 
 # keys and values of a group of heads from which their reads miss the L2 more often, and what as many again cost
@@ -138,10 +128,21 @@ _GROUP_BYTES, _GROUP_PENALTY = 33.5e6, 0.02
 
 
 @functools.lru_cache(maxsize=1024)
-def _busy_group_for(heads: int, times: tuple[int, ...], num_sms: int, head_bytes: int) -> int:
+def _busy_group_for(
+    heads: int, head_bytes: int, num_sms: int,
+    queries: int, keys: int, block_m: int, block_n: int, offset: int, left: int, right: int,
+) -> int:  # fmt: skip
     """TFLOP/s, bf16, one H200, H16 D128 causal, S8192 (4 MiB of keys and values a head), groups of 2, 4, 8, 16: 732,
     733, 728, 716; S2048 604, 613, 621, 620. tile_order.py has more."""
-    return best_group(heads, times, num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)[0]
+    # of a head's tiles, in halves of a block of keys; what a tile costs beside is three
+    times = []
+    for first in range(0, queries, block_m):
+        last = min(first + block_m, queries) - 1
+        end = max(0, min(keys, last + offset + right + 1))
+        begin = max(0, first + offset - left) if left >= 0 else 0
+        times.append(2 * max(1, cdiv(end, block_n) - begin // block_n) + 3)
+    # the last queries' first
+    return best_group(heads, tuple(reversed(times)), num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)[0]
 
 
 @functools.lru_cache(maxsize=1024)
