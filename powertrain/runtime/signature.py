@@ -59,6 +59,11 @@ def _reader(types: tuple[type, ...]) -> Callable[..., Signature | None]:
     return read
 
 
+# PyTorch's own, and no public name: without it layouts are found by their sizes, one by one. Its stub has other types
+# than Dynamo gives
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
 class _Layout:
     """Types, shapes, strides, dtypes and device of a call's tensors: a key by its identity."""
 
@@ -86,7 +91,7 @@ class _Layouts:
                 self._known.clear()
             layout = self._known[key] = _Layout(device)
         # the check of one tensor given twice fails
-        if len(set(map(id, tensors))) == len(tensors):
+        if _TensorGuards is not None and len(set(map(id, tensors))) == len(tensors):
             self._remember(_check_of(layout, tensors), layout)
         return layout
 
@@ -104,8 +109,7 @@ def _check_of(layout: _Layout, tensors: Sequence[Tensor]) -> Callable[..., bool]
     found = next((check for check in layout.checks if check(*tensors)), None)
     if found is None:
         sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-        guards: Any = torch._C._dynamo.guards.TensorGuards  # its stub has other types than Dynamo gives
-        found = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        found = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         layout.checks = [found, *layout.checks[: _CHECKS - 1]]
     return found
 

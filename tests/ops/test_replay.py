@@ -665,8 +665,12 @@ def test_detached_results_stay_detached(device: torch.device) -> None:
         assert not double(torch.randn(8, device=device, requires_grad=True)).requires_grad
 
 
-def test_layouts_are_told_apart(device: torch.device) -> None:
+@pytest.mark.parametrize("has_guards", [True, False])
+def test_layouts_are_told_apart(has_guards: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call's tensors in more layouts than are tried first, and in the states that Dynamo's guards compare too."""
+    monkeypatch.setattr(signature, "_readers", {})
+    if not has_guards:
+        monkeypatch.setattr(signature, "_TensorGuards", None)
     x, w = torch.randn(8, 8, device=device), torch.randn(8, device=device)
     calls: dict[str, Callable[[], Any]] = {
         "plain": lambda: (x, w),
