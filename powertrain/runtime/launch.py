@@ -10,7 +10,8 @@ The syntax is Triton's; the specialization key is ours, so that nothing recompil
 - parameters named `*_ptr` take tensors (or None, a constant): dtype, and whether all of them are 16-byte aligned, but
   those named in `unaligned`: lengths, labels, scales, read one by one wherever in a larger tensor they begin;
 - those named `*_desc` take a map of a tensor (runtime/tensor_maps.py), or None: dtype, block and layout;
-- `stride_*` and those named in `aligned`: whether all of them are multiples of 16;
+- `stride_*` and those named in `aligned`: whether all of them are multiples of 16; so strides of small arguments, which
+  are often 1, are named otherwise, `step_*`;
 - with `down_to` both are numbers instead of yes or no: the largest power of two from 16 down to it of which all
   addresses (in bytes), and all integers, are multiples;
 - every other integer (sizes, lengths, token counts): nothing, not even that it is 1; all of them are int32 unless one
