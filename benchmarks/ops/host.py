@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from powertrain import attention, decode_attention
 from powertrain.ops import norm, norm_fwd_kernels
-from powertrain.testing.bench import Timing, host_us, note
+from powertrain.testing.bench import Variants, host_us, measure_host, note
 
 # constants of the one launch that is timed: rows of 1024 columns
 LAUNCH: dict[str, Any] = {
@@ -56,16 +57,13 @@ def _attention() -> Iterator[str]:
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
         ),
     }
+    forwards, steps = {}, {}
     for name, (inputs, grad, op) in calls.items():
-        detached = [x.detach() for x in inputs]
-
-        def step(inputs: Any = inputs, grad: Any = grad, op: Any = op) -> None:
-            torch.autograd.grad(op(*inputs), inputs, grad)
-
-        times = (host_us(lambda op=op, detached=detached: op(*detached)), host_us(step))
-        _note("attention 1x128, heads 32/8, host", name, *times)
-        label = f"attention 1x128, heads 32/8, host, {name:12}"
-        yield f"{label} forward {times[0]:6.1f} us, with backward {times[1]:6.1f} us"
+        forwards[name] = partial(op, *(x.detach() for x in inputs))
+        steps[name] = lambda op=op, inputs=inputs, grad=grad: torch.autograd.grad(op(*inputs), inputs, grad)
+    label = "attention 1x128, heads 32/8, host"
+    yield from _rows(f"{label}, forward", forwards)
+    yield from _rows(f"{label}, with backward", steps)
 
 
 def _decode_inputs(device: str) -> list[torch.Tensor]:
@@ -80,16 +78,13 @@ def _decode() -> Iterator[str]:
         "powertrain": lambda: decode_attention(q, k, v, lengths),
         "torch": lambda: F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True),
     }
-    for name, call in calls.items():
-        spent = host_us(call)
-        _note("decode, batch 1, 2048 keys, host", name, spent)
-        yield f"decode, batch 1, 2048 keys, host, {name:12} {spent:6.1f} us"
+    yield from _rows("decode, batch 1, 2048 keys, host, forward", calls)
 
 
-def _note(label: str, name: str, *microseconds: float) -> None:
-    for way, spent in zip(("forward", "with backward"), microseconds, strict=False):
-        # the median of 15 batches; its spread is not kept, a tenth is usual
-        note(f"{label}, {way}", name, Timing(spent / 1e3, 0.1, 0.0))
+def _rows(label: str, variants: Variants) -> Iterator[str]:
+    for name, timing in measure_host(variants).items():
+        note(label, name, timing)
+        yield f"{label:48} {name:12} {timing.ms * 1e3:6.1f} us ±{timing.spread:4.0%}"
 
 
 def _norm_inputs(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -119,12 +114,9 @@ def launch() -> None:
 def run() -> Iterator[str]:
     x, w, dy, leaves = _norm_inputs("cuda")
     ops = {"powertrain": norm.rms_norm, "torch": lambda x, w: F.rms_norm(x, (1024,), w, 1e-6)}
-    for name, op in ops.items():
-        _step(op, *leaves, dy)
-        times = (host_us(lambda op=op: op(x, w)), host_us(lambda op=op: _step(op, *leaves, dy)))
-        _note("rms_norm 128x1024, host", name, *times)
-        yield f"rms_norm 128x1024, host, {name:12} forward {times[0]:6.1f} us, forward + backward {times[1]:6.1f} us"
-
+    label = "rms_norm 128x1024, host"
+    yield from _rows(f"{label}, forward", {name: partial(op, x, w) for name, op in ops.items()})
+    yield from _rows(f"{label}, with backward", {name: partial(_step, op, *leaves, dy) for name, op in ops.items()})
     yield from _attention()
     yield from _decode()
     arguments = _launch_arguments(x, w)

@@ -120,6 +120,26 @@ def host_us(function: Callable[[], Any], calls: int = 300) -> float:
     return statistics.median(batches)
 
 
+def measure_host(variants: Variants, *, calls: int = 20, rounds: int = 25) -> dict[str, Timing]:
+    """Time that the host spends in one call of each variant, in a new order each round: other work on the machine makes
+    a host half as fast for a while. Batches are short enough not to fill the launch queue."""
+    for function in variants.values():
+        # from the third call on a call of ours is replayed
+        for _ in range(5):
+            function()
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    names, orders = list(variants), random.Random(0)
+    for _ in range(rounds):
+        orders.shuffle(names)
+        for name in names:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                variants[name]()
+            samples[name].append((time.perf_counter() - start) / calls * 1e3)
+    return {name: _timing(times, 0.0) for name, times in samples.items()}
+
+
 def table(
     label: str, timings: Mapping[str, Timing], *, num_bytes: float | None = None, flops: float | None = None
 ) -> str:
