@@ -155,8 +155,6 @@ def _load_tile(
     QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE * CONSUMERS
     PIECES: gl.constexpr = len(q_smem)
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
-    # the next tile is fetched ahead of the last block's waits where its sequence is to be looked up
-    EARLY: gl.constexpr = CONFIG.packed or CONFIG.listed
     BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     V_BYTES: gl.constexpr = BLOCK_N * (v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)) * BYTES
@@ -223,7 +221,8 @@ def _load_tile(
         tile_idx = gl.to_tensor(0)
         # the order in which consumers visit blocks; both sides compute it from the same four numbers
         for n in range(end - begin):
-            if EARLY:
+            if CONFIG.listed:
+                # a block earlier than elsewhere, for the entry of the tile is to be read too
                 if n == end - begin - 1:
                     tile_idx = fetch_next_tile_async(counter_ptr)
             row = k_start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
@@ -260,7 +259,7 @@ def _load_tile(
             at, _ = _entry_of(gl.num_programs(0) + tile_idx, tiles, head_groups, sizes.swizzle)
             # an address behind the list is ignored
             prefetch(list_ptr + (at + 1) * ENTRY_FIELDS)
-        elif not EARLY:
+        else:
             # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
             tile_idx = fetch_next_tile_async(counter_ptr)
         stage = (visited - 1) & (STAGES - 1)
