@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import decode_kernels
+from powertrain.ops.attention import decode_op
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from tests.gpu.arch import ON_SM90
 
@@ -99,14 +99,14 @@ def _run(case: Case, inputs: Inputs, backend: str | None = None) -> tuple[Tensor
 
 def _served_by_hopper(monkeypatch: pytest.MonkeyPatch, rows: int = 1) -> list[int]:
     calls = []
-    launch = decode_kernels.launch_mla
+    launch = decode_op.launch_mla
 
     def counted(*given: object) -> None:
         calls.append(1)
         launch(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(decode_kernels, "MLA_LEAST_ROWS", rows)
-    monkeypatch.setattr(decode_kernels, "launch_mla", counted)
+    monkeypatch.setattr(decode_op, "MLA_LEAST_ROWS", rows)
+    monkeypatch.setattr(decode_op, "launch_mla", counted)
     return calls
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import decode_kernels
+from powertrain.ops.attention import decode_op
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.hopper import forward_pages
 from powertrain.ops.attention.hopper.forward_pages import Cut, PagedCall, launch_pages, why_not_cache
@@ -22,10 +22,10 @@ CUDA = torch.device("cuda")
 @pytest.fixture(autouse=True)
 def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few the rows are; and never the universal kernel."""
-    monkeypatch.setattr(decode_kernels, "PACKED_LEAST_ROWS", 0)
-    monkeypatch.setattr(decode_kernels, "EQUAL_LEAST_ROWS", 0)
-    monkeypatch.setattr(decode_kernels, "FEW_LEAST_ROWS", 0)
-    monkeypatch.setattr(decode_kernels, "_work_of", None)
+    monkeypatch.setattr(decode_op, "PACKED_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_op, "EQUAL_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_op, "FEW_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_op, "_work_of", None)
 
 
 def _problem(

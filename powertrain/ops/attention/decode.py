@@ -9,7 +9,7 @@ second kernel combines. How many there are of one sequence alone, or with num_sp
 heads, SMs); of a batch, how many there are in all, and a small kernel before shares them out by the lengths it finds
 (decode_schedule.py). The host never knows those, and CUDA graphs hold for all of them.
 
-On Hopper two other kernels serve where they are faster (decode_kernels.py): MLA caches from 16 rows on
+On Hopper two other kernels serve where they are faster (decode_op.py): MLA caches from 16 rows on
 (hopper/decode_mla.py), and packed queries, such as chunks of prompts beside single tokens, or several equal ones of
 each sequence (hopper/forward_pages.py).
 
@@ -32,7 +32,7 @@ from powertrain.ops.attention.arguments import as_int32, window_bounds
 from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.cache_append import append_op
-from powertrain.ops.attention.decode_kernels import decode_op, why_not_many
+from powertrain.ops.attention.decode_op import decode_op, why_not_many
 from powertrain.ops.attention.hopper.forward_pages import PagedCall
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.batch_invariance import refuse_invariant

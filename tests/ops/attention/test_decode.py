@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import cache_append, combine, decode_kernels, decode_schedule
+from powertrain.ops.attention import cache_append, combine, decode_kernels, decode_op, decode_plans, decode_schedule
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.triton.tiles import pieces
@@ -452,7 +452,9 @@ def test_plans_fit(itemsize: int, card: str) -> None:
         for rows, page_size, is_short, aligned in options:
             shares = dqk == 576
             wide, narrow = (sum(pieces(d, 64 if fma else 512)) for d in (dqk, dv))
-            plan = decode_kernels._plan(rows, wide, narrow, shares, itemsize, page_size, is_short, aligned, fma, target)
+            plan = decode_plans.plan_for(
+                rows, wide, narrow, shares, itemsize, page_size, is_short, aligned, fma, target
+            )
             one_stage = plan.block_n * (wide + (0 if shares else narrow)) * itemsize
             assert plan.block_n & (plan.block_n - 1) == 0 and plan.block_n >= 16
             # page ids come a block ahead, so keys and values have all stages but the one that is computed
@@ -460,7 +462,7 @@ def test_plans_fit(itemsize: int, card: str) -> None:
             assert plan.num_stages == 1 or held <= target.shared_per_block
             assert plan.per_sm == 1 or fma or plan.per_sm * held <= target.shared_per_sm
             for programs, keys in [(1, 1), (8, 131072), (512, 8192), (10**6, 300)]:
-                splits = decode_kernels._choose_splits(programs, keys, plan.per_sm, target)
+                splits = decode_plans.choose_splits(programs, keys, plan.per_sm, target)
                 assert 1 <= splits <= 128 and (splits - 1) * programs <= 2 * target.num_sms * plan.per_sm
 
 
@@ -470,7 +472,7 @@ def test_plans_fit(itemsize: int, card: str) -> None:
 def test_keys_have_all_stages(page_size: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Page ids that keys wait for within a step would leave fewer blocks of keys on their way."""
     # never the Hopper forward
-    monkeypatch.setattr(decode_kernels, "EQUAL_LEAST_ROWS", 1 << 30)
+    monkeypatch.setattr(decode_op, "EQUAL_LEAST_ROWS", 1 << 30)
     with record("H200") as wanted:
         rows = (64 * 8192 // page_size, page_size) if page_size else (64, 8192)
         cache = torch.empty(*rows, 8, 128, device="meta", dtype=torch.bfloat16)
@@ -513,7 +515,7 @@ def test_lengths_far_apart(seed: int, device: torch.device, monkeypatch: pytest.
     batch = draws.choice([2, 3, 9, 25])
     target = Target.parse("sm_90")
     target = replace(target, num_sms=draws.choice([2, 9, 64]))
-    monkeypatch.setattr(decode_kernels.Target, "of", lambda device: target)
+    monkeypatch.setattr(decode_op.Target, "of", lambda device: target)
     page = draws.choice([None, 4, 16])
     # a part has 512 keys or more elsewhere
     monkeypatch.setattr(decode_schedule, "LEAST_KEYS", 32)
