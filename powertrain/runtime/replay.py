@@ -67,6 +67,9 @@ def _route(recorder: Recorder, result: Any, stream: int) -> Route:
     # a tape returns plain tuples
     if isinstance(result, tuple) and type(result) is not tuple:
         raise NotReplayable("it returns a named tuple")
+    undifferentiated = [run.result for run in recorder.runs if not run.is_differentiated]
+    if any(x.requires_grad for x in tensors_in(undifferentiated)):
+        raise NotReplayable("another autograd.Function than an op's differentiates it")
     if not any(run.is_differentiated for run in recorder.runs):
         if not recorder.steps:
             raise NotReplayable("it has no steps")

@@ -30,6 +30,9 @@ class _Layout(NamedTuple):
     def of(x: Tensor) -> "_Layout":
         return _Layout(tuple(x.shape), x.stride(), x.dtype)
 
+    def holds_elements(self) -> bool:
+        return 0 not in self.shape
+
 
 class _Base(NamedTuple):
     """An argument or a step's result, which tensors of later steps are parts of."""
@@ -305,8 +308,11 @@ class _Source:
         for base in bases:
             if base.first == x.data_ptr():
                 return _Part(base, 0, layout)
-        # the distance between two arguments in one storage is no fact of the signature
-        if len(bases) > 1:
+        # an empty tensor's address is 0, wherever it begins
+        if not x.numel():
+            return _Part(bases[0], 0, layout)
+        # the distance between two arguments in one storage is no fact of the signature, nor that to an empty one
+        if len(bases) > 1 or not bases[0].layout.holds_elements():
             raise NotReplayable("it uses memory between two arguments of one storage")
         return _Part(bases[0], x.data_ptr() - bases[0].first, layout)
 

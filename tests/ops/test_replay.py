@@ -773,3 +773,41 @@ def test_what_an_op_keeps(op: Op, replays: bool, device: torch.device, counted: 
         (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
         assert torch.equal(out.detach(), x.detach()) and torch.equal(grad, torch.full_like(grad, 3.0 * call))
     assert (counted.routes > 0) is replays
+
+
+class _Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _other_op(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return 3 * dy
+
+
+def test_gradients_of_another_function_are_not_lost(device: torch.device) -> None:
+    """One that has an op of ours in its forward; alone, and beside an op that is differentiated."""
+    alone = falls_back("test_alone")(lambda x, weight: _Tripled.apply(x))
+    beside = falls_back("test_beside")(lambda x, weight: (_Tripled.apply(x), _norm(x, weight)))
+    for _ in range(_CALLS):
+        x, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((4, 16), (16,)))
+        for y in (alone(x, weight), beside(x, weight)[0]):
+            (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+            assert torch.equal(grad, torch.full_like(grad, 3))
+
+
+def _copy_past_an_empty_part(x: Tensor) -> Tensor:
+    y, between = torch.empty_like(x), torch.empty_like(x)
+    for source, target in ((x[16:], between), (x, between), (between[:0], y), (between, y)):
+        _copy_kernel[(1,)](source, target, source.numel(), BLOCK=64)
+    return y
+
+
+_emptied_op = _op("emptied", "(Tensor x) -> Tensor", _copy_past_an_empty_part)
+
+
+def test_an_empty_part_is_anywhere(device: torch.device, counted: _Counted) -> None:
+    """Its address is 0, which is no distance from that of what it is a part of."""
+    for (x,), result in _results_of(_emptied_op, lambda: [torch.randn(16, device=device)]):
+        assert torch.equal(result, x)
+    assert counted.tapes == _CALLS - 2
