@@ -307,6 +307,19 @@ def _end_of_softmax(
 
 
 @gluon.jit
+def _is_row(i, row, lane, head, q_capacity, num_q_per_kv, HEADS_PER_TILE: gl.constexpr):
+    """Which of a consumer's rows, of queries `i` from `row` on and heads `lane` from `head` on, are any of the call."""
+    ROWS: gl.constexpr = i.shape[0]
+    is_row = i < q_capacity
+    if ROWS % HEADS_PER_TILE:
+        is_row = is_row & (i < row + ROWS // HEADS_PER_TILE)
+    # the last tile of a group may have fewer heads
+    if HEADS_PER_TILE > 1 and num_q_per_kv is not None:
+        is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
+    return is_row
+
+
+@gluon.jit
 def _consume_tile(
     visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
     CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
@@ -461,12 +474,7 @@ def _consume_tile(
         lse_base += (split * storage).to(gl.int64) * heads * queries
     if HEADS_PER_TILE > 1:
         lse_base += lane * queries
-    is_row = i < q_capacity
-    if ROWS % HEADS_PER_TILE:
-        is_row = is_row & (i < row + QUERIES)
-    # the last tile of a group may have fewer heads
-    if HEADS_PER_TILE > 1 and num_q_per_kv is not None:
-        is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
+    is_row = _is_row(i, row, lane, head, q_capacity, num_q_per_kv, HEADS_PER_TILE)
     if CONFIG.listed:
         # a part's LSE lies ahead of its results. By masks: with a branch softcap spilled 8 bytes
         is_cut = slot_of_part >= 0  # type: ignore[operator]

@@ -51,7 +51,7 @@ def best_group(
         late = (end_of([Stretch(simulated, size, times)], num_sms) - 1) * simulated / heads
         return 1 + late + penalty * max(0.0, size * head_bytes / most_bytes - 1)
 
-    # a smaller last group would end alone
-    sizes = sorted({cdiv(heads, groups) for groups in range(1, heads + 1)})
-    best = min((size for size in sizes if 4 <= size <= 32), key=cost, default=heads)
+    # a smaller last group would end alone: of as many groups the smallest that serves
+    sizes = (size for size in range(4, min(heads, 32) + 1) if size == cdiv(heads, cdiv(heads, size)))
+    best = min(sizes, key=cost, default=heads)
     return best, cost(best)
