@@ -73,7 +73,7 @@ def test_tables_are_recorded_and_a_failing_part_does_not_lose_them(monkeypatch: 
     rows, failed = bench_all.measure(["ops"], lambda rows: written.append(list(rows)))
     first = {"section": "ops", "label": "label", "variant": "powertrain", "ms": 1.0, "spread": 0.02, "peak_mib": 3.0}
     assert rows[0] == first and rows[1]["label"] == "other" and failed == ["ops"]
-    # after each table and after each part: an interrupted run keeps what it measured
+    # the file is written after each table and at the end of each part: an interrupted run keeps its rows
     assert written == [rows[:1], rows[:1], rows, rows]
     with recorded() as outside:
         pass

@@ -109,7 +109,7 @@ def heads_per_tile_for(repeats: int, queries: int, block_m: int, ragged: bool = 
 
 
 def group_of(operands: Operands, plan: Plan) -> int:
-    """Heads, or groups of those in one tile, whose tiles are taken in turn."""
+    """Heads (or groups of heads that share a tile) whose tiles are interleaved."""
     args, heads = operands.args, operands.heads
     # of all queries together, if packed; keys of the heads whose tiles run together should stay in the L2
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()

@@ -1,9 +1,9 @@
-"""How many heads' tiles a persistent launch takes in turn, by a simulation of its end.
+"""How many heads a group has whose tiles are interleaved in a persistent launch, chosen by simulating its end.
 
-CTAs take tiles from a counter: of a group of heads those of the longest tiles first, then of the next group. With few
-heads a group, SMs wait at the end for the last group's long tiles; with many, keys or queries of a group do not stay in
-the L2. Under a causal mask tiles of 1 to 64 blocks differ so much that the number of heads decides: 28 heads in groups
-of 8 leave a last one of 4, whose long tiles start when there is nothing else to do.
+CTAs take tiles from a counter: first those of one group of heads, its longest tiles first, then those of the next
+group. With few heads a group, SMs wait at the end for the last group's long tiles; with many, the keys or queries of a
+group do not stay in the L2. Under a causal mask tiles of 1 to 64 blocks differ so much that the number of heads
+decides: 28 heads in groups of 8 leave a last one of 4, whose long tiles start when there is nothing else to do.
 
 ms, one H100, D128 causal, forward, groups of 4, 7, 8, 14, 28, and the end by this simulation, 1 where no SM waits:
 H28/4 B1 S2048 .0606 .0540 .0582 .0527 .0532, 1.24 1.05 1.15 1.05 1.03; B1 S4096 .193 .178 .193 .178 .178, 1.11 1.02
@@ -22,7 +22,7 @@ class Stretch(NamedTuple):
     """A part of a launch."""
 
     heads: int
-    group: int  # heads whose tiles are taken in turn
+    group: int  # heads whose tiles are interleaved
     times: tuple[int, ...]  # of a head's tiles, in their order
 
 
