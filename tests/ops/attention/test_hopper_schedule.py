@@ -220,7 +220,7 @@ def test_packed_sequences_are_ordered_where_the_last_tiles_are_many_of_all() -> 
         return backward_plans.schedule_of(operands, backward_plans.plan_of(operands)).longest_first
 
     assert is_ordered((1000, 32, 8, 128, 16)) and is_ordered((1780, 12, 1, 160, 16), right=-1)
-    assert not is_ordered((1000, 32, 8, 128, 1))  # one sequence
+    assert not is_ordered((4000, 64, 8, 128, 4))  # few sequences
     assert not is_ordered((1000, 32, 8, 128, 0))  # not packed
     assert not is_ordered((2, 8, 8, 80, 4000))  # 32000 tiles: the last wave is a part in 240
     # a tile waits there for the one before it of the same sequence: groups of heads are chosen for that
