@@ -191,7 +191,7 @@ def _splits_of(operands: Operands, plan: Plan, misses: bool = True) -> int:
 
 
 # of so many, those that run last are few: an order by length changes nothing, and costs the launch before some time.
-# ms, one H200, causal, in the order of the sequences and by their lengths; FlashAttention-3: D128 16 of 125 to 1875 32/8
+# ms, one H200, causal, in the order of the sequences and by length; FlashAttention-3: D128 16 of 125 to 1875 32/8
 # 1.102 1.056; 1.239. 16/2 0.586 0.545; 0.562. 28/4 of 222 to 3337 3.165 3.053; 3.037. 16/16 0.589 0.576; 0.533. 100 of
 # 37 to 562 32/8 1.297 1.288; 1.845. D64 50 of 75 to 1125 32/8 0.854 0.813; 1.276. D160 16 of 222 to 3337 12/1 2.506
 # 2.147; 1.755 (in two parts 1.844). Slower: 4 of 500 to 7500 64/8 8.20 8.40
