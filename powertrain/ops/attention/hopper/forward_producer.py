@@ -167,7 +167,7 @@ def _load_blocks(
     where that is under way, and the count of free stages of keys."""
     begin, end, full_end, at_right, masked = blocks
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    _, q_full, k_full, v_full, _, _ = sync
+    q_full, k_full, v_full = sync.q_full, sync.k_full, sync.v_full
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
     STAGES: gl.constexpr = v_smem[0].shape[0]
@@ -223,7 +223,8 @@ def _load_tile(
     """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
     free stages of keys so far."""
     q_smem, v_smem = buffers.q, buffers.v
-    tile_smem, q_full, _, v_full, tile_full, tile_empty = sync
+    tile_smem, q_full, v_full = sync.tile, sync.q_full, sync.v_full
+    tile_full, tile_empty = sync.tile_full, sync.tile_empty
     batch, num_splits, num_q_per_kv = sizes.batch, sizes.num_splits, sizes.num_q_per_kv
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
@@ -272,7 +273,7 @@ def _load_tile(
         if CONFIG.bottom_right:
             offset = k_len - q_len
         blocks = blocks_of(first, offset, q_len, k_len, window, split, num_splits, QUERIES, BLOCK_N, CONFIG)
-        begin, end, _, _, _ = blocks
+        begin, end = blocks[0], blocks[1]
         kv = head // num_q_per_kv
         b_at = b
         if CONFIG.packed:
