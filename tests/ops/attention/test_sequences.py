@@ -21,6 +21,12 @@ def _order_kernel(starts_ptr, slots_ptr, batch, BLOCK: tl.constexpr):
     tl.store(slots_ptr + longest_first(starts_ptr, batch, slot, BLOCK), slot)
 
 
+@kernel()
+def _place_kernel(starts_ptr, places_ptr, batch, BLOCK: tl.constexpr):
+    slot = tl.program_id(0)
+    tl.store(places_ptr + slot, longest_first(starts_ptr, batch, slot, BLOCK))
+
+
 def _expected(starts: list[int], slots: int, block: int) -> list[int]:
     """Slots in their order. Sequence n owns those from cdiv(starts[n], block) + n on."""
     lengths = [end - start for start, end in itertools.pairwise(starts)]
@@ -44,3 +50,12 @@ def test_blocks_of_the_longest_sequences_come_first(seed: int) -> None:
     found = torch.full((slots,), -1, dtype=torch.int32)
     _order_kernel[(slots,)](torch.tensor(starts, dtype=torch.int32), found, count, BLOCK=block)
     assert found.tolist() == _expected(starts, slots, block)
+
+
+@pytest.mark.parametrize("starts", [[0, 900, 300, 1000], [0, 2000, 4000], [0, 0, 0, 5000]], ids=str)
+def test_starts_that_cannot_be_have_a_place_for_each_block_all_the_same(starts: list[int]) -> None:
+    """Places may be outside, which the caller leaves out, and no loop runs on."""
+    slots = triton.cdiv(1000, 128) + len(starts)
+    found = torch.full((slots, 1), -1, dtype=torch.int32)
+    _place_kernel[(slots,)](torch.tensor(starts, dtype=torch.int32), found, len(starts) - 1, BLOCK=128)
+    assert found.abs().max() < 200

@@ -85,7 +85,9 @@ def _hopper_attention_bwd_preprocess_kernel(
             tl.store(key_sum_ptr + place, tl.zeros([4096], tl.float32), mask=place < key_sums)
     if key_slots_ptr is not None:
         for slot in range(t, key_blocks, tl.num_programs(0)):
-            tl.store(key_slots_ptr + longest_first(key_starts_ptr, batch, slot, BLOCK_N), slot)
+            place = longest_first(key_starts_ptr, batch, slot, BLOCK_N)
+            # starts that decrease, or pass the tensor's end, give results of no meaning, not stores elsewhere
+            tl.store(key_slots_ptr + place, slot, mask=(place >= 0) & (place < key_blocks))
     b, index, start, first, length, _ = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv
     head = kv * head_of_kv + repeat * head_of_repeat

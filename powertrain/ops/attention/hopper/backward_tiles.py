@@ -35,7 +35,8 @@ def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
     slot, kv = key_tile_coords(tile, sizes.blocks, sizes.late_blocks, heads, sizes.swizzle)
     block = slot
     if lengths.k_slots is not None:
-        slot = gl.load(lengths.k_slots + slot)
+        # not all are written where starts decrease, or pass the tensor's end
+        slot = gl.maximum(gl.minimum(gl.load(lengths.k_slots + slot), sizes.blocks - 1), 0)
         block = slot
     if lengths.k_starts is not None:
         b, block = find_sequence(lengths.k_starts, sizes.batch, slot, BLOCK_N)
