@@ -237,26 +237,25 @@ def _plan(M: int, N: int, per_thread: int, target: Target) -> _Plan:
     return _Plan(block_m, block_n, warps, triton.cdiv(M, block_m), triton.cdiv(N, block_n))
 
 
-# beyond it a launch for the last few elements is nothing beside the others
+# beyond it a launch for the last few elements is nothing beside the other one
 _MANY = 1 << 22
 
 
 def _in_rows(*tensors: Tensor | None) -> list[list[Any]]:
     """Tensors of one shape as rows for one launch or two, where the op is element by element.
 
-    Where memory is dense any rows will do, and rows of 3417 elements would be loaded one by one: they are taken as rows
-    of whole 16-byte vectors, and what is left of a large tensor, fewer than 4096 elements, as a row of its own.
+    Dense memory is one row, whatever its width: rows of 4304 would leave lanes idle at the end of each, and rows of
+    3417 would be loaded one by one. A large tensor that is no multiple of 16 elements has a second row, of the rest.
     """
     some = [x for x in tensors if x is not None]
     size = some[0].numel()
-    if some[0].shape[-1] % 16 and size and all(x.is_contiguous() for x in some):
-        rest = size % 4096
-        if rest and size >= _MANY:
-            whole = [x if x is None else x.view(-1)[:-rest].view(-1, 4096) for x in tensors]
+    rest = size % 16
+    if size and all(x.is_contiguous() for x in some):
+        if not rest:
+            return [[x if x is None else x.view(1, size) for x in tensors]]
+        if size >= _MANY:
+            whole = [x if x is None else x.view(-1)[:-rest].view(1, -1) for x in tensors]
             return [whole, [x if x is None else x.view(-1)[-rest:].view(1, rest) for x in tensors]]
-        width = min(4096, size & -size)
-        if width >= 16:
-            return [[x if x is None else x.view(-1, width) for x in tensors]]
     return [[x if x is None else as_rows(x) for x in tensors]]
 
 

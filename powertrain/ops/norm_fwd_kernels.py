@@ -33,129 +33,114 @@ def _norm_fwd_kernel(
     ROUND_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    PERSISTENT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    RELOAD: tl.constexpr,
+    HINTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr)
-    block = tl.program_id(0)
-    strides = (stride_xm, stride_rm)
-    loaded = _load_rows(x_ptr, residual_ptr, block, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
-    if PERSISTENT:
-        # so wide a row leaves an SM one or two programs: each loads its next rows while it computes
-        for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-            after = block + tl.num_programs(0)
-            ahead = _load_rows(x_ptr, residual_ptr, after, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
-            _norm_rows(
-                pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, BLOCK_M, BLOCK_N, BLOCK_TAIL
-            )
-            loaded = ahead
-    else:
-        _norm_rows(
-            pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, BLOCK_M, BLOCK_N, BLOCK_TAIL
-        )
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    lanes = tl.arange(0, BLOCK_N)[None, :]
+    sources = (x_ptr, residual_ptr, h_ptr)
+    places = (rows * stride_xm + lanes, rows * stride_rm + lanes)
+    # what is read again should stay in the L1, and what is not should leave it to the weight
+    FIRST: tl.constexpr = "evict_last" if RELOAD and HINTS == 1 else "evict_first" if HINTS == 1 else ""
+    LAST: tl.constexpr = "evict_first" if HINTS == 1 else ""
+
+    # a row's loads ahead of its stores, here and below: the compiler does not move a load ahead of a store, which
+    # might be to the same place
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
+        chunks += (_load_chunk(sources, places, i * BLOCK_N, mask, FIRST),)  # type: ignore[assignment]
+    affines = ()
+    if EARLY:
+        for i in tl.static_range(CHUNKS):
+            affines += (_load_affine(weight_ptr, bias_ptr, i * BLOCK_N + lanes, N, HINTS),)  # type: ignore[assignment]
+    if residual_ptr is not None:
+        for i in tl.static_range(CHUNKS):
+            mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
+            tl.store(h_ptr + rows * N + i * BLOCK_N + lanes, chunks[i], mask=mask)  # [BLOCK_M, BLOCK_N]
+    mean = 0.0
+    if IS_LAYER:
+        # mean first: E[h²] - mean² would lose the digits of a row whose mean is large
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i in tl.static_range(CHUNKS):
+            total += chunks[i].to(tl.float32)
+        mean = tl.sum(total, axis=1, keep_dims=True) / N
+        tl.store(mean_ptr + rows, mean, mask=rows < M)  # [BLOCK_M, 1]
+    squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
+        h = chunks[i]
+        if RELOAD and IS_LAYER:
+            h = _load_chunk(sources, places, i * BLOCK_N, mask, FIRST)
+        h = h.to(tl.float32)
+        if IS_LAYER:
+            h = h - mean if i < CHUNKS - 1 else tl.where(mask, h - mean, 0.0)
+        squares += h * h
+    rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / N + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
+
+    results = ()
+    for i in tl.static_range(CHUNKS):
+        h = chunks[i]
+        if RELOAD:
+            h = _load_chunk(sources, places, i * BLOCK_N, _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS), LAST)
+        y = (h.to(tl.float32) - mean) * rstd
+        affine = affines[i] if EARLY else _load_affine(weight_ptr, bias_ptr, i * BLOCK_N + lanes, N, HINTS)
+        results += (_affine(y, affine, weight_ptr, bias_ptr, y_ptr, ZERO_CENTERED, ROUND_FIRST),)  # type: ignore[assignment]
+    for i in tl.static_range(CHUNKS):
+        mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
+        tl.store(y_ptr + rows * N + i * BLOCK_N + lanes, results[i], mask=mask)  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
-def _load_rows(
-    x_ptr,
-    residual_ptr,
-    block,
-    M,
-    N,
-    strides,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-):
-    """x and residual of BLOCK_M rows, each as BLOCK_N columns and the BLOCK_TAIL behind them, in their own dtypes."""
-    rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    x = tl.load(x_ptr + rows * strides[0] + cols, mask=(rows < M) & (cols < N), other=0.0)  # [BLOCK_M, BLOCK_N]
-    residual, tail, residual_tail = x, x, x
+def _inside(rows, lanes, i, M, N, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):
+    """Which of a chunk is part of the tensor: only the last one may go beyond the row."""
+    if i == CHUNKS - 1:
+        return (rows < M) & (i * BLOCK_N + lanes < N)
+    else:
+        return (rows < M) & (lanes >= 0)
+
+
+@triton.jit
+def _load_chunk(sources, places, start: tl.constexpr, mask, POLICY: tl.constexpr):
+    """x, or x + residual rounded to the stream's dtype, from column `start` on: [BLOCK_M, BLOCK_N]."""
+    x_ptr, residual_ptr, h_ptr = sources
+    h = tl.load(x_ptr + places[0] + start, mask=mask, other=0.0, eviction_policy=POLICY)  # [BLOCK_M, BLOCK_N]
     if residual_ptr is not None:
         # [BLOCK_M, BLOCK_N]
-        residual = tl.load(residual_ptr + rows * strides[1] + cols, mask=(rows < M) & (cols < N), other=0.0)
-    if BLOCK_TAIL > 0:
-        cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
-        tail = tl.load(
-            x_ptr + rows * strides[0] + cols, mask=(rows < M) & (cols < N), other=0.0
-        )  # [BLOCK_M, BLOCK_TAIL]
-        residual_tail = tail
-        if residual_ptr is not None:
-            # [BLOCK_M, BLOCK_TAIL]
-            residual_tail = tl.load(residual_ptr + rows * strides[1] + cols, mask=(rows < M) & (cols < N), other=0.0)
-    return x, residual, tail, residual_tail
-
-
-@triton.jit
-def _norm_rows(
-    pointers,
-    loaded,
-    block,
-    M,
-    N,
-    eps,
-    IS_LAYER: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-):
-    _, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr = pointers
-    x, residual, tail, residual_tail = loaded
-    # a row is BLOCK_N columns, and BLOCK_TAIL after them: 18432 as one power of 2 would leave half of the lanes idle
-    rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < M) & (cols < N)
-    h = _sum(x, residual, residual_ptr, h_ptr, rows * N + cols, mask)
-    if BLOCK_TAIL > 0:
-        tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
-        tail_mask = (rows < M) & (tail_cols < N)
-        tail = _sum(tail, residual_tail, residual_ptr, h_ptr, rows * N + tail_cols, tail_mask)
-    if IS_LAYER:
-        # two passes over registers: E[h²] - mean² would lose the digits of a row whose mean is large
-        total = tl.sum(h, axis=1, keep_dims=True)
-        if BLOCK_TAIL > 0:
-            total += tl.sum(tail, axis=1, keep_dims=True)
-        mean = total / N
-        h = tl.where(mask, h - mean, 0.0)
-        if BLOCK_TAIL > 0:
-            tail = tl.where(tail_mask, tail - mean, 0.0)
-        tl.store(mean_ptr + rows, mean, mask=rows < M)  # [BLOCK_M, 1]
-    squares = tl.sum(h * h, axis=1, keep_dims=True)
-    if BLOCK_TAIL > 0:
-        squares += tl.sum(tail * tail, axis=1, keep_dims=True)
-    rstd = tl.rsqrt(squares / N + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
-    y = _affine(h * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
-    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
-    if BLOCK_TAIL > 0:
-        y = _affine(tail * rstd, weight_ptr, bias_ptr, y_ptr, tail_cols, N, ZERO_CENTERED, ROUND_FIRST)
-        tl.store(y_ptr + rows * N + tail_cols, y.to(y_ptr.dtype.element_ty), mask=tail_mask)  # [BLOCK_M, BLOCK_TAIL]
-
-
-@triton.jit
-def _sum(x, residual, residual_ptr, h_ptr, places, mask):
-    """x, or x + residual rounded to the stream's dtype, which is stored too; in float32."""
-    h = x.to(tl.float32)
-    if residual_ptr is not None:
-        h = (h + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + places, h, mask=mask)  # the shape of x
-        h = h.to(tl.float32)
+        residual = tl.load(residual_ptr + places[1] + start, mask=mask, other=0.0, eviction_policy=POLICY)
+        h = (h.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
     return h
 
 
 @triton.jit
-def _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr):
+def _load_affine(weight_ptr, bias_ptr, cols, N, HINTS: tl.constexpr):
+    """Weight and bias in their own dtypes, the shape of cols; whatever one that is absent."""
+    POLICY: tl.constexpr = "evict_last" if HINTS else ""
+    w, b = cols, cols
+    if weight_ptr is not None:
+        w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY)  # the shape of cols
+    if bias_ptr is not None:
+        b = tl.load(bias_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY)  # the shape of cols
+    return w, b
+
+
+@triton.jit
+def _affine(
+    y, affine, weight_ptr, bias_ptr, y_ptr, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr
+):  # fmt: skip
+    """affine: of `_load_affine`."""
     # as Hugging Face's Llama does: the normalized row is rounded to its dtype ahead of the weight
     if ROUND_FIRST:
         y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
     if weight_ptr is not None:
-        y *= norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
+        w = affine[0].to(tl.float32)
+        y *= w + 1.0 if ZERO_CENTERED else w
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
-    return y
+        y += affine[1].to(tl.float32)
+    return y.to(y_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -184,9 +169,12 @@ def _norm_fwd_looped_kernel(
     ZERO_CENTERED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HINTS: tl.constexpr,
 ):
     # one row a program, in blocks; each lane keeps a running mean and sum of squared deviations, combined at the end
     row = tl.program_id(0).to(tl.int64)
+    FIRST: tl.constexpr = "evict_last" if HINTS == 1 else ""
+    AGAIN: tl.constexpr = "evict_first" if HINTS == 1 else ""
     lanes = tl.arange(0, BLOCK_N)
     mean = tl.zeros([BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_N], tl.float32)
@@ -194,7 +182,8 @@ def _norm_fwd_looped_kernel(
     for start in range(0, N, BLOCK_N):
         cols = start + lanes
         mask = cols < N
-        h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+        # [BLOCK_N]
+        h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy=FIRST).to(tl.float32)
         if residual_ptr is not None:
             h += tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
             h = h.to(h_ptr.dtype.element_ty)
@@ -225,18 +214,23 @@ def _norm_fwd_looped_kernel(
             # this program wrote h itself, and each lane reads only what it wrote
             h = tl.load(h_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         else:
-            h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-        y = _affine((h - row_mean) * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_N]
+            # [BLOCK_N]
+            h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy=AGAIN).to(tl.float32)
+        affine = _load_affine(weight_ptr, bias_ptr, cols, N, HINTS)
+        y = _affine((h - row_mean) * rstd, affine, weight_ptr, bias_ptr, y_ptr, ZERO_CENTERED, ROUND_FIRST)
+        tl.store(y_ptr + row * N + cols, y, mask=mask)  # [BLOCK_N]
 
 
 class _Plan(NamedTuple):
-    looped: bool  # the row does not fit in one block
+    looped: bool  # the row is read twice, block by block
     block_m: int
     block_n: int
     num_warps: int
-    tail: int = 0  # columns behind block_n, a power of 2
-    programs: int = 0  # on an SM, which loop over blocks of rows; 0: a program for each
+    chunks: int = 1  # of block_n columns, that a row has
+    reload: bool = False  # a row is read again for each pass over it, from the L1
+    programs: int = 0  # that an SM has registers for at least; 0: as the compiler likes
+    hints: int = 0  # to the caches: the weight stays, x does not
+    early: bool = False
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
@@ -244,52 +238,22 @@ def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: 
     # bf16, 16384 rows, ms; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
     #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
     #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
-    # a persistent grid, cache hints on loads and on stores: no gain
-    # between the powers of 2 a block and a tail, warps, beside one block; in brackets torch.compile:
-    #   rms    5120 8 warps 0.083 / 0.084 (0.091)    6144 4 warps 0.098 / 0.099 (0.099)
-    #   rms    10240 16 warps 0.161 / 0.175 (0.160)  12288 4 warps 0.202 / 0.205 (0.192)
-    #   rms    14336 8 warps 0.225 / 0.231 (0.224)
-    #   layer  5120 4 warps 0.084 / 0.103 (0.152)    6144 4 warps 0.100 / 0.112 (0.127)
-    #   layer  10240 8 warps 0.175 / 0.220 (0.179)   14336 8 warps 0.250 / 0.254 (0.237)
-    #   layer  12288 8 warps, 2 programs an SM 0.216 / 4 warps, a program a row 0.232 (0.207)
     block_n = next_power_of_2(N)
-    whole = block_n // 2
-    tail = max(256, next_power_of_2(N - whole)) if N > whole else 0
-    if N in range(4097, 6145):
-        return _Plan(False, 1, whole, 8 if tail <= 1024 and not is_layer else 4, tail)
-    if is_layer and not has_residual and element_size == 2 and N in range(10241, 12289):
-        return _Plan(False, 1, whole, 8, tail, programs=2)
-    if N in range(8193, 14337):
-        warps = 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8
-        return _Plan(False, 1, whole, warps, tail)
     if block_n > 32768:
         # 49152 and 65536: blocks of 2048, 4096 and 8192 within 3 % of each other
         return _Plan(True, 1, 4096, 16)
-    if block_n > 16384:
-        return _wide_plan(16384, tail, is_layer, has_residual, element_size)
-    if block_n > 8192 or (is_layer and block_n > 4096):
-        return _Plan(False, 1, block_n, 8)
-    if block_n >= 4096:
+    if N * element_size > 36864 and block_n > 4096:
+        return _chunked(N, 16, 2, reload=True)
+    if block_n > 4096:
+        return _chunked(N, 16, 2) if N * element_size > 16384 else _chunked(N, 8)
+    if block_n == 4096:
         return _Plan(False, 2, block_n, 8)
     return _Plan(False, min(16, 4096 // block_n), block_n, 4)
 
 
-def _wide_plan(block: int, tail: int, is_layer: bool, has_residual: bool, element_size: int) -> _Plan:
-    # bf16, 16384 rows, ms: programs that loop, 8 / 16 / 32 warps; a program a row; 4096 columns a step (torch.compile)
-    #   rms    18432 .310 / .304 / .309; .345; .316 (.291)   20480 .346 / .339 / .345; -; .358 (.314)
-    #   rms    24576 - / .407 / .414; -; .463 (.376)         28672 - / .474 / .477; .487; .594 (.483)
-    #   rms    32768 - / .567 / .538; .548; .721 (.511)      20480 with a residual - / .671 / .676; .640; .652 (.660)
-    #   layer  18432 .325 / .414 / -; -; .382 (.306)         20480 .355 / .473 / -; -; .403 (.343)
-    #   layer  24576 - / .428 / .412; .546; .506 (.430)      28672 spills; .601; .627 (.538)
-    #   layer  32768 spills; .646; .748 (.641)               20480 with a residual .690 / .693 / -; .650; .669 (.677)
-    #   layer  18432 of float32 .642 / .621 / -; .672; .752 (.621)
-    if has_residual or (is_layer and tail > 8192):
-        return _Plan(False, 1, block, 16, tail)
-    if is_layer:
-        warps = 16 if element_size == 4 else 8 if tail <= 4096 else 32
-    else:
-        warps = 16 if tail <= 8192 else 32
-    return _Plan(False, 1, block, warps, tail, programs=1)
+def _chunked(N: int, warps: int, programs: int = 0, reload: bool = False) -> _Plan:
+    """A row in chunks of 8 elements a thread."""
+    return _Plan(False, 1, 256 * warps, warps, cdiv(N, 256 * warps), reload, programs, 1)
 
 
 def norm_fwd_outputs(
@@ -322,14 +286,14 @@ def norm_fwd(
     modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
     if plan.looped:
         _norm_fwd_looped_kernel[(M,)](
-            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps
+            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, HINTS=plan.hints, num_warps=plan.num_warps
         )
     else:
-        blocks = cdiv(M, plan.block_m)
-        if plan.programs:
-            blocks = min(blocks, plan.programs * target.num_sms)
-        _norm_fwd_kernel[(blocks,)](
+        # a warp's registers are given out 8 a thread at a time
+        registers = target.registers_per_sm // (32 * plan.num_warps * plan.programs) // 8 * 8 if plan.programs else None
+        _norm_fwd_kernel[(cdiv(M, plan.block_m),)](
             *tensors, M, N, *strides, eps, **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            BLOCK_TAIL=plan.tail, PERSISTENT=plan.programs > 0, num_warps=plan.num_warps,
+            CHUNKS=plan.chunks, RELOAD=plan.reload, HINTS=plan.hints, EARLY=plan.early, num_warps=plan.num_warps,
+            maxnreg=registers,
         )  # fmt: skip
     return y, h, mean, rstd
