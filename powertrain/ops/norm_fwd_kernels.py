@@ -71,9 +71,7 @@ def _norm_fwd_kernel(
     squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.static_range(CHUNKS):
         mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
-        h = chunks[i]
-        if RELOAD and IS_LAYER:
-            h = _load_chunk(sources, places, i * BLOCK_N, mask, FIRST)
+        h = _load_chunk(sources, places, i * BLOCK_N, mask, FIRST) if RELOAD and IS_LAYER else chunks[i]
         h = h.to(tl.float32)
         if IS_LAYER:
             h = h - mean if i < CHUNKS - 1 else tl.where(mask, h - mean, 0.0)
@@ -83,9 +81,8 @@ def _norm_fwd_kernel(
 
     results = ()
     for i in tl.static_range(CHUNKS):
-        h = chunks[i]
-        if RELOAD:
-            h = _load_chunk(sources, places, i * BLOCK_N, _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS), LAST)
+        mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
+        h = _load_chunk(sources, places, i * BLOCK_N, mask, LAST) if RELOAD else chunks[i]
         y = (h.to(tl.float32) - mean) * rstd
         affine = affines[i] if EARLY else _load_affine(weight_ptr, bias_ptr, i * BLOCK_N + lanes, N, HINTS)
         results += (_affine(y, affine, weight_ptr, bias_ptr, y_ptr, ZERO_CENTERED, ROUND_FIRST),)  # type: ignore[assignment]
