@@ -33,123 +33,139 @@ def _norm_fwd_kernel(
     ROUND_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    RELOAD: tl.constexpr,
-    HINTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    lanes = tl.arange(0, BLOCK_N)[None, :]
-    sources = (x_ptr, residual_ptr, h_ptr)
-    places = (rows * stride_xm + lanes, rows * stride_rm + lanes)
-    # what is read again should stay in the L1, and what is not should leave it to the weight
-    FIRST: tl.constexpr = "evict_last" if RELOAD and HINTS == 1 else "evict_first" if HINTS == 1 else ""
-    LAST: tl.constexpr = "evict_first" if HINTS == 1 else ""
-
-    # a row's loads ahead of its stores, here and below: the compiler does not move a load ahead of a store, which
-    # might be to the same place
-    chunks = ()
-    for i in tl.static_range(CHUNKS):
-        mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
-        chunks += (_load_chunk(sources, places, i * BLOCK_N, mask, FIRST),)  # type: ignore[assignment]
-    affines = ()
-    if EARLY:
-        for i in tl.static_range(CHUNKS):
-            affines += (_load_affine(weight_ptr, bias_ptr, i * BLOCK_N + lanes, N, HINTS),)  # type: ignore[assignment]
-    if residual_ptr is not None:
-        for i in tl.static_range(CHUNKS):
-            mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
-            tl.store(h_ptr + rows * N + i * BLOCK_N + lanes, chunks[i], mask=mask)  # [BLOCK_M, BLOCK_N]
-    mean = 0.0
-    if IS_LAYER:
-        # mean first: E[h²] - mean² would lose the digits of a row whose mean is large
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for i in tl.static_range(CHUNKS):
-            total += chunks[i].to(tl.float32)
-        mean = tl.sum(total, axis=1, keep_dims=True) / N
-        tl.store(mean_ptr + rows, mean, mask=rows < M)  # [BLOCK_M, 1]
-    squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in tl.static_range(CHUNKS):
-        mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
-        h = _load_chunk(sources, places, i * BLOCK_N, mask, FIRST) if RELOAD and IS_LAYER else chunks[i]
-        h = h.to(tl.float32)
-        if IS_LAYER:
-            h = h - mean if i < CHUNKS - 1 else tl.where(mask, h - mean, 0.0)
-        squares += h * h
-    rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / N + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
-
-    results = ()
-    for i in tl.static_range(CHUNKS):
-        mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
-        h = _load_chunk(sources, places, i * BLOCK_N, mask, LAST) if RELOAD else chunks[i]
-        y = (h.to(tl.float32) - mean) * rstd
-        affine = affines[i] if EARLY else _load_affine(weight_ptr, bias_ptr, i * BLOCK_N + lanes, N, HINTS)
-        results += (_affine(y, affine, weight_ptr, bias_ptr, y_ptr, ZERO_CENTERED, ROUND_FIRST),)  # type: ignore[assignment]
-    for i in tl.static_range(CHUNKS):
-        mask = _inside(rows, lanes, i, M, N, BLOCK_N, CHUNKS)
-        tl.store(y_ptr + rows * N + i * BLOCK_N + lanes, results[i], mask=mask)  # [BLOCK_M, BLOCK_N]
-
-
-@triton.jit
-def _inside(rows, lanes, i, M, N, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):
-    """Which of a chunk is part of the tensor: only the last one may go beyond the row."""
-    if i == CHUNKS - 1:
-        return (rows < M) & (i * BLOCK_N + lanes < N)
+    pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr)
+    block = tl.program_id(0)
+    strides = (stride_xm, stride_rm)
+    loaded = _load_rows(x_ptr, residual_ptr, block, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
+    if PERSISTENT:
+        # so wide a row leaves an SM one or two programs: each loads its next rows while it computes
+        for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+            after = block + tl.num_programs(0)
+            ahead = _load_rows(x_ptr, residual_ptr, after, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
+            _norm_rows(
+                pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, BLOCK_M, BLOCK_N, BLOCK_TAIL
+            )
+            loaded = ahead
     else:
-        return (rows < M) & (lanes >= 0)
+        _norm_rows(
+            pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, BLOCK_M, BLOCK_N, BLOCK_TAIL
+        )
 
 
 @triton.jit
-def _load_chunk(sources, places, start: tl.constexpr, mask, POLICY: tl.constexpr):
-    """x, or x + residual rounded to the stream's dtype, from column `start` on: [BLOCK_M, BLOCK_N]."""
-    x_ptr, residual_ptr, h_ptr = sources
-    h = tl.load(x_ptr + places[0] + start, mask=mask, other=0.0, eviction_policy=POLICY)  # [BLOCK_M, BLOCK_N]
+def _load_rows(
+    x_ptr,
+    residual_ptr,
+    block,
+    M,
+    N,
+    strides,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+):
+    """x and residual of BLOCK_M rows, each as BLOCK_N columns and the BLOCK_TAIL behind them, in their own dtypes."""
+    rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    x = tl.load(x_ptr + rows * strides[0] + cols, mask=(rows < M) & (cols < N), other=0.0)  # [BLOCK_M, BLOCK_N]
+    residual, tail, residual_tail = x, x, x
     if residual_ptr is not None:
         # [BLOCK_M, BLOCK_N]
-        residual = tl.load(residual_ptr + places[1] + start, mask=mask, other=0.0, eviction_policy=POLICY)
-        h = (h.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+        residual = tl.load(residual_ptr + rows * strides[1] + cols, mask=(rows < M) & (cols < N), other=0.0)
+    if BLOCK_TAIL > 0:
+        cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail = tl.load(
+            x_ptr + rows * strides[0] + cols, mask=(rows < M) & (cols < N), other=0.0
+        )  # [BLOCK_M, BLOCK_TAIL]
+        residual_tail = tail
+        if residual_ptr is not None:
+            # [BLOCK_M, BLOCK_TAIL]
+            residual_tail = tl.load(residual_ptr + rows * strides[1] + cols, mask=(rows < M) & (cols < N), other=0.0)
+    return x, residual, tail, residual_tail
+
+
+@triton.jit
+def _norm_rows(
+    pointers,
+    loaded,
+    block,
+    M,
+    N,
+    eps,
+    IS_LAYER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+):
+    _, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr = pointers
+    x, residual, tail, residual_tail = loaded
+    # a row is BLOCK_N columns, and BLOCK_TAIL after them: 18432 as one power of 2 would leave half of the lanes idle
+    rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    h = _sum(x, residual, residual_ptr, h_ptr, rows * N + cols, mask)
+    if BLOCK_TAIL > 0:
+        tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_mask = (rows < M) & (tail_cols < N)
+        tail = _sum(tail, residual_tail, residual_ptr, h_ptr, rows * N + tail_cols, tail_mask)
+    if IS_LAYER:
+        # two passes over registers: E[h²] - mean² would lose the digits of a row whose mean is large
+        total = tl.sum(h, axis=1, keep_dims=True)
+        if BLOCK_TAIL > 0:
+            total += tl.sum(tail, axis=1, keep_dims=True)
+        mean = total / N
+        h = tl.where(mask, h - mean, 0.0)
+        if BLOCK_TAIL > 0:
+            tail = tl.where(tail_mask, tail - mean, 0.0)
+        tl.store(mean_ptr + rows, mean, mask=rows < M)  # [BLOCK_M, 1]
+    squares = tl.sum(h * h, axis=1, keep_dims=True)
+    if BLOCK_TAIL > 0:
+        squares += tl.sum(tail * tail, axis=1, keep_dims=True)
+    rstd = tl.rsqrt(squares / N + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
+    y = _affine(h * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST, "")
+    tl.store(y_ptr + rows * N + cols, y, mask=mask)  # [BLOCK_M, BLOCK_N]
+    if BLOCK_TAIL > 0:
+        y = _affine(tail * rstd, weight_ptr, bias_ptr, y_ptr, tail_cols, N, ZERO_CENTERED, ROUND_FIRST, "")
+        tl.store(y_ptr + rows * N + tail_cols, y, mask=tail_mask)  # [BLOCK_M, BLOCK_TAIL]
+
+
+@triton.jit
+def _sum(x, residual, residual_ptr, h_ptr, places, mask):
+    """x, or x + residual rounded to the stream's dtype, which is stored too; in float32."""
+    h = x.to(tl.float32)
+    if residual_ptr is not None:
+        h = (h + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + places, h, mask=mask)  # the shape of x
+        h = h.to(tl.float32)
     return h
 
 
 @triton.jit
-def _load_affine(weight_ptr, bias_ptr, cols, N, HINTS: tl.constexpr):
-    """Weight and bias in their own dtypes, the shape of cols; whatever one that is absent."""
-    POLICY: tl.constexpr = "evict_last" if HINTS else ""
-    w, b = cols, cols
-    if weight_ptr is not None:
-        w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY)  # the shape of cols
-    if bias_ptr is not None:
-        b = tl.load(bias_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY)  # the shape of cols
-    return w, b
-
-
-@triton.jit
 def _affine(
-    y, affine, weight_ptr, bias_ptr, y_ptr, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr
+    y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
-    """affine: of `_load_affine`."""
     # as Hugging Face's Llama does: the normalized row is rounded to its dtype ahead of the weight
     if ROUND_FIRST:
         y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
     if weight_ptr is not None:
-        w = affine[0].to(tl.float32)
+        # the shape of cols
+        w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY).to(tl.float32)
         y *= w + 1.0 if ZERO_CENTERED else w
     if bias_ptr is not None:
-        y += affine[1].to(tl.float32)
+        # the shape of cols
+        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY).to(tl.float32)
     return y.to(y_ptr.dtype.element_ty)
 
 
-@triton.jit
-def norm_weight(weight_ptr, cols, N, ZERO_CENTERED: tl.constexpr):
-    w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
-    if ZERO_CENTERED:
-        w += 1.0
-    return w
-
-
 @kernel(aligned=("N",), down_to=2)
-def _norm_fwd_looped_kernel(
+def _norm_fwd_wide_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -166,91 +182,142 @@ def _norm_fwd_looped_kernel(
     ZERO_CENTERED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HINTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LOOPED: tl.constexpr,
 ):
-    # one row a program, in blocks; each lane keeps a running mean and sum of squared deviations, combined at the end
+    # one row a program, read for each pass over it, after the first time from the L1: a row kept in registers would
+    # leave an SM too few programs. All loads of a step are ahead of its stores: the compiler moves none past a store,
+    # which might be to the same place
     row = tl.program_id(0).to(tl.int64)
-    FIRST: tl.constexpr = "evict_last" if HINTS == 1 else ""
-    AGAIN: tl.constexpr = "evict_first" if HINTS == 1 else ""
     lanes = tl.arange(0, BLOCK_N)
-    mean = tl.zeros([BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_N], tl.float32)
-    blocks = 0.0
-    for start in range(0, N, BLOCK_N):
-        cols = start + lanes
-        mask = cols < N
-        # [BLOCK_N]
-        h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy=FIRST).to(tl.float32)
+    sources = (x_ptr, residual_ptr, h_ptr)
+    places = (row * stride_xm, row * stride_rm)
+    # a row of one step has no loop at all
+    end = N if LOOPED else 1
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, end, CHUNKS * BLOCK_N):
+        chunks = _load_chunks(sources, places, start, lanes, N, BLOCK_N, CHUNKS, LOOPED, "evict_last")
         if residual_ptr is not None:
-            h += tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-            h = h.to(h_ptr.dtype.element_ty)
-            tl.store(h_ptr + row * N + cols, h, mask=mask)  # [BLOCK_N]
-            h = h.to(tl.float32)
-        if IS_LAYER:
-            # Welford's update, lane by lane; the lanes are combined behind the loop by Chan's formula. All lanes in
-            # the mask have as many elements, so one division serves the block
-            blocks += 1.0
-            delta = tl.where(mask, h - mean, 0.0)
-            mean += delta * (1.0 / blocks)
-            squares += delta * tl.where(mask, h - mean, 0.0)
-        else:
-            squares += h * h
-    row_mean = 0.0
-    total = tl.sum(squares, axis=0)
+            for i in tl.static_range(CHUNKS):
+                cols = start + i * BLOCK_N + lanes
+                tl.store(h_ptr + row * N + cols, chunks[i], mask=_inside(cols, N, i, CHUNKS, LOOPED))  # [BLOCK_N]
+        for i in tl.static_range(CHUNKS):
+            h = chunks[i].to(tl.float32)
+            total += h if IS_LAYER else h * h
+    mean = 0.0
     if IS_LAYER:
-        count = tl.maximum((N - lanes + BLOCK_N - 1) // BLOCK_N, 0).to(tl.float32)  # [BLOCK_N]
-        row_mean = tl.sum(mean * count, axis=0) / N
-        total += tl.sum(count * (mean - row_mean) * (mean - row_mean), axis=0)
-        tl.store(mean_ptr + row, row_mean)  # scalar
-    rstd = tl.rsqrt(total / N + eps)
+        # mean first: E[h²] - mean² would lose the digits of a row whose mean is large
+        mean = tl.sum(total, axis=0) / N
+        tl.store(mean_ptr + row, mean)  # scalar
+        total = tl.zeros([BLOCK_N], tl.float32)
+        for start in range(0, end, CHUNKS * BLOCK_N):
+            chunks = _load_chunks(sources, places, start, lanes, N, BLOCK_N, CHUNKS, LOOPED, "evict_last")
+            for i in tl.static_range(CHUNKS):
+                h = chunks[i].to(tl.float32) - mean
+                total += tl.where(_inside(start + i * BLOCK_N + lanes, N, i, CHUNKS, LOOPED), h * h, 0.0)
+    rstd = tl.rsqrt(tl.sum(total, axis=0) / N + eps)
     tl.store(rstd_ptr + row, rstd)  # scalar
-    for start in range(0, N, BLOCK_N):
-        cols = start + lanes
-        mask = cols < N
+    for start in range(0, end, CHUNKS * BLOCK_N):
+        chunks = _load_chunks(sources, places, start, lanes, N, BLOCK_N, CHUNKS, LOOPED, "evict_first")
+        results = ()
+        for i in tl.static_range(CHUNKS):
+            y = (chunks[i].to(tl.float32) - mean) * rstd
+            cols = start + i * BLOCK_N + lanes
+            y = _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST, "evict_last")
+            results += (y,)  # type: ignore[assignment]
+        for i in tl.static_range(CHUNKS):
+            cols = start + i * BLOCK_N + lanes
+            tl.store(y_ptr + row * N + cols, results[i], mask=_inside(cols, N, i, CHUNKS, LOOPED))  # [BLOCK_N]
+
+
+@triton.jit
+def _load_chunks(
+    sources, places, start, lanes, N, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, LOOPED: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """x, or x + residual rounded to the stream's dtype, from column `start` on, as CHUNKS blocks of [BLOCK_N]."""
+    x_ptr, residual_ptr, h_ptr = sources
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        cols = start + i * BLOCK_N + lanes
+        mask = _inside(cols, N, i, CHUNKS, LOOPED)
+        h = tl.load(x_ptr + places[0] + cols, mask=mask, other=0.0, eviction_policy=POLICY)  # [BLOCK_N]
         if residual_ptr is not None:
-            # this program wrote h itself, and each lane reads only what it wrote
-            h = tl.load(h_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-        else:
             # [BLOCK_N]
-            h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy=AGAIN).to(tl.float32)
-        affine = _load_affine(weight_ptr, bias_ptr, cols, N, HINTS)
-        y = _affine((h - row_mean) * rstd, affine, weight_ptr, bias_ptr, y_ptr, ZERO_CENTERED, ROUND_FIRST)
-        tl.store(y_ptr + row * N + cols, y, mask=mask)  # [BLOCK_N]
+            residual = tl.load(residual_ptr + places[1] + cols, mask=mask, other=0.0, eviction_policy=POLICY)
+            h = (h.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+        chunks += (h,)  # type: ignore[assignment]
+    return chunks
+
+
+@triton.jit
+def _inside(cols, N, i, CHUNKS: tl.constexpr, LOOPED: tl.constexpr):
+    """Which columns of a chunk the row has: of a row in one step all but the last chunk are whole."""
+    return cols < N if i == CHUNKS - 1 or LOOPED else cols >= 0
 
 
 class _Plan(NamedTuple):
-    looped: bool  # the row is read twice, block by block
     block_m: int
     block_n: int
     num_warps: int
-    chunks: int = 1  # of block_n columns, that a row has
-    reload: bool = False  # a row is read again for each pass over it, from the L1
-    programs: int = 0  # that an SM has registers for at least; 0: as the compiler likes
-    hints: int = 0  # to the caches: the weight stays, x does not
-    early: bool = False
+    tail: int = 0  # columns behind block_n, a power of 2
+    # on an SM: of a row in registers, that loop over blocks of rows (0: a program for each); of one that is read again,
+    # that the registers suffice for (0: as the compiler likes)
+    programs: int = 0
+    chunks: int = 0  # of block_n columns, of a row that is read again for each pass; 0: it stays in registers
+    looped: bool = False  # it has more chunks than that
 
 
-@tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
+@tunable("NVIDIA H200, 2026-11-24", ("block_m", "num_warps"))
 def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: int, target: Target) -> _Plan:
-    # bf16, 16384 rows, ms; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
-    #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
-    #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
+    # bf16, 16384 rows, ms, in registers / read again (a copy; benchmarks/results/2026-11-24_h200_norms.md has all):
+    #   rms 4096 0.0677 / 0.0672 (0.0631); 6144 0.0986 / 0.0988 (0.0947); layer 4096 0.0682 / 0.0766
+    #   layer 5120 0.0844 / 0.0950; layer 18432 of float32, 8192 rows, 0.3166 / 0.3521 (0.2841)
+    if N > 24576 or (N > 6144 and element_size == 2):
+        return _wide_plan(N, is_layer, has_residual, element_size)
     block_n = next_power_of_2(N)
-    if block_n > 32768:
-        # 49152 and 65536: blocks of 2048, 4096 and 8192 within 3 % of each other
-        return _Plan(True, 1, 4096, 16)
-    if N * element_size > 36864 and block_n > 4096:
-        return _chunked(N, 16, 2, reload=True)
-    if block_n > 4096:
-        return _chunked(N, 16, 2) if N * element_size > 16384 else _chunked(N, 8)
-    if block_n == 4096:
-        return _Plan(False, 2, block_n, 8)
-    return _Plan(False, min(16, 4096 // block_n), block_n, 4)
+    whole = block_n // 2
+    tail = max(256, next_power_of_2(N - whole)) if N > whole else 0
+    if N in range(4097, 6145):
+        return _Plan(1, whole, 8 if tail <= 1024 and not is_layer else 4, tail)
+    if N in range(8193, 14337):
+        return _Plan(1, whole, 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8, tail)
+    if block_n > 16384:
+        # layer 18432, 16384 rows: programs that loop 0.621, with 8 warps 0.642, a program a row 0.672
+        return _Plan(1, 16384, 16, tail, programs=0 if has_residual else 1)
+    if block_n > 8192 or (is_layer and block_n > 4096):
+        return _Plan(1, block_n, 8)
+    if block_n >= 4096:
+        return _Plan(2, block_n, 8)
+    return _Plan(min(16, 4096 // block_n), block_n, 4)
 
 
-def _chunked(N: int, warps: int, programs: int = 0, reload: bool = False) -> _Plan:
-    """A row in chunks of 8 elements a thread."""
-    return _Plan(False, 1, 256 * warps, warps, cdiv(N, 256 * warps), reload, programs, 1)
+def _wide_plan(N: int, is_layer: bool, has_residual: bool, element_size: int) -> _Plan:
+    # bf16, 16384 rows, ms: 8 warps / 16 with registers for 2 programs an SM / for 3 / 32 warps (a copy)
+    #   rms   8192 0.1308 / 0.1285 / - / - (0.1263)   18432 0.2961 / 0.2938 / 0.2852 / 0.3253 (0.2841)
+    #         24576 0.3874 / 0.3775 / 0.4440 / 0.3831 (0.3788)   32768 0.5063 / 0.5065 / 0.5829 / 0.6322 (0.5050)
+    #   layer 8192 0.1330 / 0.1589 / - / - (0.1263)   18432 0.3008 / 0.3293 / 0.3171 / 0.3865 (0.2841)
+    #         24576 0.4259 / 0.4205 / 0.4133 / 0.4322 (0.3788)   32768 0.5793 / 0.6371 / 0.8431 / 0.5903 (0.5050)
+    #   18432 with a residual: rms 0.6162 / 0.5785 / 0.7329 / 0.6505, layer 0.6881 / 0.5787 / 0.7754 / 0.6409 (0.5681)
+    #   49152: 16 warps / 32: rms 0.7914 / 0.7717, layer 1.0156 / 0.9804 (0.7575)
+    row, programs = N * element_size, 0
+    if row > 65536:
+        warps = 32
+    elif is_layer and not has_residual:
+        warps = 8
+    else:
+        warps, programs = 16, 3 if row <= 36864 and not has_residual else 2
+    block = 256 * warps
+    chunks = cdiv(N, block)
+    # as many loads at once as spill at most 64 bytes on sm_90; without whole vectors a load is eight
+    vectors = N % 8 == 0
+    most = 5 if vectors else 2
+    if not has_residual:
+        most = 49152 // block if element_size == 2 else 5
+    looped = chunks > most
+    if looped:
+        chunks = cdiv(chunks, cdiv(chunks, 4)) if vectors else 1
+    return _Plan(1, block, warps, programs=programs, chunks=chunks, looped=looped)
 
 
 def norm_fwd_outputs(
@@ -281,16 +348,19 @@ def norm_fwd(
     tensors = (rows, residual, weight, bias, y, h, mean, rstd)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
     modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
-    if plan.looped:
-        _norm_fwd_looped_kernel[(M,)](
-            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, HINTS=plan.hints, num_warps=plan.num_warps
-        )
-    else:
+    if plan.chunks:
         # a warp's registers are given out 8 a thread at a time
         registers = target.registers_per_sm // (32 * plan.num_warps * plan.programs) // 8 * 8 if plan.programs else None
-        _norm_fwd_kernel[(cdiv(M, plan.block_m),)](
+        _norm_fwd_wide_kernel[(M,)](
+            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, CHUNKS=plan.chunks, LOOPED=plan.looped,
+            num_warps=plan.num_warps, maxnreg=registers,
+        )  # fmt: skip
+    else:
+        blocks = cdiv(M, plan.block_m)
+        if plan.programs:
+            blocks = min(blocks, plan.programs * target.num_sms)
+        _norm_fwd_kernel[(blocks,)](
             *tensors, M, N, *strides, eps, **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            CHUNKS=plan.chunks, RELOAD=plan.reload, HINTS=plan.hints, EARLY=plan.early, num_warps=plan.num_warps,
-            maxnreg=registers,
+            BLOCK_TAIL=plan.tail, PERSISTENT=plan.programs > 0, num_warps=plan.num_warps,
         )  # fmt: skip
     return y, h, mean, rstd
