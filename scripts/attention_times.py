@@ -4,9 +4,10 @@ the benchmark attention_choice measured.
     python -m benchmarks.ops.attention_choice --count 400 --seed 7 --raw times.jsonl      (on an H200)
     python scripts/attention_times.py times.jsonl --source random3 --file benchmarks/results/... --commit ...
 
-adds the problems of a file, one row each, or replaces those of a source of that name. `--forget hopper:136-512` drops
-a backend's times of the other sources at these head dims, because its kernels there have changed. `--holdout 100`
-writes nothing: it leaves the last 100 problems out of the table, and counts which of their choices are too slow.
+adds the problems of a file, one row each, or replaces those of a source of that name. `--first 55` leaves out the first
+55 problems of the file, because another card timed them. `--forget hopper:136-512` drops a backend's times of the other
+sources at these head dims, because its kernels there have changed. `--folds 6` writes nothing: it counts which choices
+for the problems are too slow, a sixth of them left out of the table in turn.
 """
 
 import argparse
@@ -14,14 +15,14 @@ import gzip
 import json
 import math
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks.ops.attention_choice import Problem, miss
+from benchmarks.ops.attention_choice import PEER, Problem, miss
 from powertrain.ops.attention import backend_measurements as measurements
 from powertrain.ops.attention import backend_order, select
 from powertrain.ops.attention.backend_preferences import BackendPreference
@@ -33,9 +34,8 @@ from powertrain.runtime.target import Target
 
 TABLE = Path(measurements.__file__).parent / "measured" / "sm_90.json"
 SOFTWARE = Installed((2, 11), True, 91900)  # what was measured: no flash-attn packages in the choice
-# PyTorch's own calls take long to launch: where the GPU had to wait, a single time is that of the host
-LAUNCHED_BY_PYTORCH = ("cudnn", "flash", "efficient")
 WAYS = ("forward", "training")
+Measured = tuple[Problem, dict[str, dict[str, float]]]  # a problem, and ms by way and backend
 
 
 def problem_of(p: Problem, needs_grad: bool) -> AttentionProblem:
@@ -56,8 +56,8 @@ def problem_of(p: Problem, needs_grad: bool) -> AttentionProblem:
     )  # fmt: skip
 
 
-def read(paths: list[Path]) -> list[tuple[Problem, dict[str, dict[str, float]]]]:
-    """Problems and their times by way and backend, repeated measurements as one."""
+def read(paths: list[Path]) -> list[Measured]:
+    """Problems and their times, repeated measurements as one."""
     found: dict[Problem, list[dict[str, dict[str, float]]]] = {}
     for path in paths:
         text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
@@ -70,23 +70,12 @@ def read(paths: list[Path]) -> list[tuple[Problem, dict[str, dict[str, float]]]]
 
 
 def _one(repeated: list[dict[str, float]]) -> dict[str, float]:
-    """The times of one way, without those that are the host's."""
-    names = set.intersection(*map(set, repeated))
+    """The times of one way."""
+    names = sorted(set.intersection(*map(set, repeated)))
     least = {name: min(times[name] for times in repeated) for name in names}
     most = {name: max(times[name] for times in repeated) for name in names}
-    best = min(least.values(), default=0.0)
-
-    def is_host(name: str) -> bool:
-        if name not in LAUNCHED_BY_PYTORCH:
-            return most[name] > 1.3 * least[name]
-        if len(repeated) == 1:
-            return 3 * best < least[name] < best + 1
-        apart = most[name] / least[name]
-        return (apart > 1.08 and least[name] > 1.25 * best) or (apart > 1.03 and 3 * best < least[name] < best + 0.5)
-
-    kept = sorted(name for name in names if not is_host(name))
     # rows that agree are one; of others the shorter is nearer to the truth
-    return {n: least[n] if most[n] > 1.1 * least[n] else math.sqrt(least[n] * most[n]) for n in kept}
+    return {n: least[n] if most[n] > 1.1 * least[n] else math.sqrt(least[n] * most[n]) for n in names}
 
 
 def row_of(p: Problem, times: dict[str, dict[str, float]], source: str) -> dict[str, Any]:
@@ -121,35 +110,39 @@ def _differentiates(name: str, problem: AttentionProblem) -> str | None:
     return decision.backward if decision is not None else None
 
 
-def holdout(
-    found: list[tuple[Problem, dict[str, dict[str, float]]]], count: int, table: dict[str, Any], source: str
-) -> None:
-    """Print the misses among the last problems, chosen by a table without them."""
-    rows = [row_of(p, times, source) for p, times in found[:-count]]
-    sources = {**table["sources"], source: {"file": "the others"}}
-    points = measurements.points_of(((row, 1.0) for row in [*table["rows"], *rows]), sources)
-    judged, unknown, ratios, kinds = 0, 0, list[float](), Counter[str]()
-    for p, times in found[-count:]:
-        for way in WAYS:
-            with mock.patch.object(backend_order, "measured", lambda arch, device: points):
+def choices(found: list[Measured], table: dict[str, Any]) -> Iterator[tuple[Problem, str, str, dict[str, float]]]:
+    """Of every problem, both ways: who is chosen by a table without them, and the times."""
+    cases = [row_of(p, times, "")["case"] for p, times in found]
+    rows = ((row, 1.0) for row in table["rows"] if row["case"] not in cases)
+    points = measurements.points_of(rows, table["sources"])
+    with mock.patch.object(backend_order, "measured", lambda arch, device: points):
+        for p, times in found:
+            for way in WAYS:
                 decision = select.decide(problem_of(p, way == "training"), BackendPreference())
-            assert decision is not None
-            if decision.name not in times[way]:
-                unknown += 1
-                continue
-            judged += 1
-            missed = miss(times[way], decision.name)
-            if missed is not None:
-                ratios.append(missed[1])
-                kinds[f"{way}: {missed[0]} faster than {decision.name}"] += 1
-                print(f"| {p.label} {way} | {decision.name} | {missed[1]:.2f} of {missed[0]} |")
-    over = sum(ratio > 1.1 for ratio in ratios)
-    print(
-        f"{judged} choices, {len(ratios)} over 3 % too slow, {over} over 10 %, the worst {max(ratios, default=1):.2f}"
-    )
-    print(f"{unknown} more choose a backend whose time is not known")
-    for kind, number in kinds.most_common():
-        print(f"  {number:4} x {kind}")
+                assert decision is not None
+                yield p, way, decision.name, times[way]
+
+
+def judge(found: list[Measured], table: dict[str, Any], folds: int) -> None:
+    """Print the choices that are too slow, a part of the problems left out of the table in turn."""
+    # dealt as cards are shuffled: problems that stand together in a file are no more alike than others
+    made = [choice for n in range(folds) for choice in choices(found[n::folds], table)]
+    for way in WAYS:
+        # nearly all are hopper's: beside its times only are the others' of use
+        of_way = [(p, name, ms) for p, w, name, ms in made if w == way and name in ms and "hopper" in ms]
+        lost = [math.log(ms[name] / min(t for n, t in ms.items() if n != PEER)) for _, name, ms in of_way]
+        missed = [(p, name, missed) for p, name, ms in of_way if (missed := miss(ms, name)) is not None]
+        for p, name, (best, ratio) in missed:
+            print(f"| {p.label} {way} | {name} | {ratio:.2f} of {best} |")
+        over = sum(ratio > 1.1 for _, _, (_, ratio) in missed)
+        mean, worst = math.exp(sum(lost) / max(1, len(lost))), math.exp(max(lost, default=0))
+        print(
+            f"{way}: {len(of_way)} choices, {len(missed)} over 3 % too slow, {over} over 10 %, the worst {worst:.2f}, "
+            f"geometric mean {mean:.4f}"
+        )
+        kinds = Counter(f"{best} faster than {name}" for _, name, (best, _) in missed)
+        for kind, number in kinds.most_common():
+            print(f"  {number:4} x {kind}")
 
 
 def main() -> None:
@@ -159,22 +152,22 @@ def main() -> None:
     for name in ("file", "date", "commit", "versions"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--forget", default="", help="backend:least-most head dim")
-    parser.add_argument("--holdout", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="leave out so many problems at the beginning")
+    parser.add_argument("--folds", type=int, default=0, help="judge the choices instead")
     asked = parser.parse_args()
     table = json.loads(TABLE.read_text())
-    table["rows"] = [row for row in table["rows"] if row["source"] != asked.source]
+    found = read(asked.raw)[asked.first :]
+    with assume(SOFTWARE):
+        if asked.folds:
+            return judge(found, table, asked.folds)
+        new = [row_of(p, times, asked.source) for p, times in found]
     if asked.forget:
         name, _, dims = asked.forget.partition(":")
         least, most = map(int, dims.split("-"))
         for row in table["rows"]:
             if least <= max(row["case"]["head_dim_qk"], row["case"]["head_dim_v"]) <= most:
                 row["ms"].pop(name, None)
-    found = read(asked.raw)
-    with ExitStack() as stack:
-        stack.enter_context(assume(SOFTWARE))
-        if asked.holdout:
-            return holdout(found, asked.holdout, table, asked.source)
-        table["rows"] += [row_of(p, times, asked.source) for p, times in found]
+    table["rows"] = [*(row for row in table["rows"] if row["source"] != asked.source), *new]
     if found:
         table["sources"][asked.source] = {n: getattr(asked, n) for n in ("file", "date", "commit", "versions")}
     rows = [row for row in table["rows"] if row["ms"]]

@@ -1,10 +1,11 @@
-"""What the host spends: repeated small calls of rms_norm, attention, decode; one launch; first use in a process."""
+"""What the host spends: small calls of rms_norm, attention, decode and a Llama-8B layer; one launch; first use."""
 
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from powertrain import attention, decode_attention
 from powertrain.ops import norm, norm_fwd_kernels
+from powertrain.runtime.extras import MissingExtra
 from powertrain.testing.bench import Variants, host_us, measure_host, note
 
 # constants of the one launch that is timed: rows of 1024 columns
@@ -81,6 +83,51 @@ def _decode() -> Iterator[str]:
     yield from _rows("decode, batch 1, 2048 keys, host, forward", calls)
 
 
+def _layer_inputs(device: str) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    """Its configuration, our layer, its input, and the result's gradient. Needs the extra `train`."""
+    from powertrain.models import llama
+
+    config = llama.Config(
+        vocab_size=256, hidden_size=4096, num_layers=1, num_heads=32, num_kv_heads=8, intermediate_size=14336,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    with torch.device(device):
+        ours = llama._block(config, 0).bfloat16()
+    x, dy = (torch.randn(1, 128, 4096, device=device).bfloat16() for _ in range(2))
+    return config, ours, x.requires_grad_(), dy
+
+
+def _layer_of(module: Any, x: torch.Tensor) -> torch.Tensor:
+    from powertrain.nn.attention import Context
+
+    y, residual = module(x, None, Context())
+    return y + residual
+
+
+def _layer(device: str = "cuda") -> Iterator[str]:
+    """128 tokens, so that the GPU waits for the host."""
+    from benchmarks.train import twin
+
+    config, ours, x, dy = _layer_inputs(device)
+    with torch.device(device):
+        plain = twin.Twin(config).bfloat16()
+    layer, compiled = plain.layers[0], torch.compile(plain.layers[0], dynamic=False)
+    forwards = {
+        "powertrain": partial(_layer_of, ours, x),
+        "torch": partial(layer, x, plain.cos, plain.sin),
+        "torch.compile": partial(compiled, x, plain.cos, plain.sin),
+    }
+    parameters = {"powertrain": ours, "torch": layer, "torch.compile": layer}
+    steps = {
+        name: lambda call=call, name=name: torch.autograd.grad(call(), [x, *parameters[name].parameters()], dy)
+        for name, call in forwards.items()
+    }
+    label = "Llama-8B layer, 1x128, host"
+    with torch.no_grad():
+        yield from _rows(f"{label}, forward", forwards)
+    yield from _rows(f"{label}, with backward", steps)
+
+
 def _rows(label: str, variants: Variants) -> Iterator[str]:
     for name, timing in measure_host(variants).items():
         note(label, name, timing)
@@ -109,6 +156,11 @@ def launch() -> None:
     torch.autograd.grad(_causal(*inputs), inputs, torch.empty_like(inputs[0]))
     _causal(*(x.detach() for x in inputs))
     decode_attention(*_decode_inputs("meta"))
+    with suppress(MissingExtra):
+        _, ours, x, dy = _layer_inputs("meta")
+        with torch.no_grad():
+            _layer_of(ours, x)
+        torch.autograd.grad(_layer_of(ours, x), [x, *ours.parameters()], dy)
 
 
 def run() -> Iterator[str]:
@@ -119,6 +171,10 @@ def run() -> Iterator[str]:
     yield from _rows(f"{label}, with backward", {name: partial(_step, op, *leaves, dy) for name, op in ops.items()})
     yield from _attention()
     yield from _decode()
+    try:
+        yield from _layer()
+    except MissingExtra as error:
+        yield f"Llama-8B layer, host: left out, {error}"
     arguments = _launch_arguments(x, w)
     kernel = norm_fwd_kernels._norm_fwd_kernel
     for name, launch in {"powertrain": kernel[(32,)], "triton": kernel.jit[(32,)]}.items():

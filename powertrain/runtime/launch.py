@@ -12,8 +12,8 @@ The syntax is Triton's; the specialization key is ours, so that nothing recompil
 - those named `*_desc` take a map of a tensor (runtime/tensor_maps.py), or None: dtype, block and layout;
 - `stride_*` and those named in `aligned`: whether all of them are multiples of 16; so strides of small arguments, which
   are often 1, are named otherwise, `step_*`;
-- with `down_to` both are numbers instead of yes or no: the largest power of two from 16 down to it of which all
-  addresses (in bytes), and all integers, are multiples;
+- both are numbers rather than yes or no: the largest power of two from 16 down to `down_to` of which all addresses (in
+  bytes), and all integers, are multiples. 8 unless said otherwise: heads of 72 or 184 bfloat16 lie 16 bytes apart;
 - every other integer (sizes, lengths, token counts): nothing, not even that it is 1; all of them are int32 unless one
   needs int64;
 - floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants. A kernel
@@ -131,7 +131,7 @@ class Kernel:
 
     def __init__(
         self, fn: Any, aligned: tuple[str, ...], jit: Any = triton.jit, archs: tuple[int, ...] = (),
-        unaligned: tuple[str, ...] | frozenset[str] = (), down_to: int = 16,
+        unaligned: tuple[str, ...] | frozenset[str] = (), down_to: int = 8,
     ) -> None:  # fmt: skip
         self.fn = fn
         self.jit = jit(fn)
@@ -419,12 +419,12 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
 
 
 def kernel(
-    *, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] | frozenset[str] = (), down_to: int = 16
+    *, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] | frozenset[str] = (), down_to: int = 8
 ) -> Callable[[Callable[..., Any]], Kernel]:
-    """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16, or
-    of 8, 4 and 2 as well with `down_to` one of these: rows of 2612 bfloat16 are loaded as vectors of 8 bytes then, not
-    element by element. `unaligned` names pointers whose address says nothing about the others' alignment; of a set, the
-    names that several kernels share, it is those that this one has."""
+    """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16 or
+    8, or of 4 and 2 as well with `down_to` one of these: rows of 2612 bfloat16 are loaded as vectors of 8 bytes then,
+    not element by element. `unaligned` names pointers whose address says nothing about the others' alignment; of a set,
+    the names that several kernels share, it is those that this one has."""
     return lambda fn: Kernel(fn, aligned, unaligned=unaligned, down_to=down_to)
 
 

@@ -27,7 +27,7 @@ native = pytest.mark.skipif(settings().interpret, reason="the warm path is that 
 FACTS = {"name": "k", "num_warps": 4, "shared": 512, "global_scratch": 0, "profile_scratch": 0}
 
 
-def _make(down_to: int = 16) -> Kernel:
+def _make(down_to: int = 8) -> Kernel:
     @kernel(aligned=("N",), down_to=down_to)
     def _sample_kernel(x_ptr, b_ptr, y_ptr, M, N, stride_xm, scale, FLAG: tl.constexpr, BLOCK: tl.constexpr):
         pass
@@ -131,8 +131,9 @@ def test_smaller_powers_of_two_specialize_where_asked() -> None:
     steps = [launched.specialize(values, constants, 90).aligned for _, _, values, constants in fake.prepared]
     pointers = {"x_ptr": 16, "y_ptr": 16}
     assert steps == [pointers | dict(N=n, stride_xm=n) for n in (16, 8, 4, 2)] + [pointers]
-    # without it only multiples of 16 are told apart
-    assert _make().specialize(*fake.prepared[1][2:], 90).aligned == pointers
+    # without it multiples of 4 and 2 are those of any number
+    assert _make().specialize(*fake.prepared[1][2:], 90).aligned == pointers | dict(N=8, stride_xm=8)
+    assert _make().specialize(*fake.prepared[2][2:], 90).aligned == pointers
 
 
 @native
@@ -148,6 +149,30 @@ def test_rows_are_loaded_in_the_widest_vectors_that_their_width_allows() -> None
         loads.append(re.findall(r"ld\.global\.(?:v(\d)\.)?b(\d+)", ptx))
     widths = [max(int(vector or 1) * int(bits) // 8 for vector, bits in some) for some in loads]
     assert widths == [16, 16, 8, 4, 2], loads
+
+
+def _attention_launches(head_dim: int, backend: str) -> list[compile_service.Spec]:
+    query, key = (torch.empty(2, 300, n, head_dim, dtype=torch.bfloat16, device="meta") for n in (4, 2))
+    tensors = [x.requires_grad_() for x in (query, key, key.clone())]
+    with recording.record("sm_90") as wanted:
+        out = powertrain.attention(*tensors, is_causal=True, backend=backend)
+        torch.autograd.grad(out, tensors, torch.empty_like(out))
+    return list(wanted.specs)
+
+
+@native
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_heads_of_an_odd_number_of_16_bytes_are_read_and_stored_like_others(backend: str) -> None:
+    """The strides of heads of 184 bfloat16 are multiples of 8, not of 16: 16 bytes an instruction all the same."""
+    widths = []
+    for head_dim in (192, 184):
+        accesses = []
+        for spec in _attention_launches(head_dim, backend):
+            ptx = zlib.decompress(compile_service.entry_for(spec)[0].members["ptx"]).decode()
+            found = set(re.findall(r"(ld|st)\.global\.(?:v(\d)\.)?b(\d+)", ptx))
+            accesses.append((spec.kernel.name, found))
+        widths.append(accesses)
+    assert widths[0] == widths[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

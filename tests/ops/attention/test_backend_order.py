@@ -64,29 +64,29 @@ GOLDEN = [
     (90, (64, 64), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (64, 64), "causal", "all", "hopper hopper hopper hopper fa3 fa3 fa3 fa3"),
     (90, (64, 64), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (64, 64), "full", "all", "hopper hopper fa3 hopper hopper fa3 fa3 fa3"),
+    (90, (64, 64), "full", "all", "hopper hopper fa3 hopper hopper hopper fa3 fa3"),
     (90, (64, 64), "alibi", "all", "hopper hopper hopper hopper triton hopper triton hopper"),
     (90, (64, 64), "window", "all", "hopper hopper hopper hopper hopper hopper fa3 fa3"),
     (90, (80, 80), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (80, 80), "causal", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
     (90, (80, 80), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (80, 80), "full", "all", "hopper hopper hopper hopper hopper fa3 fa4 hopper"),
+    (90, (80, 80), "full", "all", "hopper hopper hopper hopper hopper fa3 fa3 hopper"),
     (90, (96, 96), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (80, 80), "window", "all", "hopper hopper hopper fa3 hopper hopper hopper hopper"),
+    (90, (80, 80), "window", "all", "hopper hopper hopper fa3 hopper fa3 fa3 fa3"),
     (90, (40, 40), "causal", "none", "efficient efficient hopper hopper hopper hopper hopper hopper"),
-    (90, (96, 96), "causal", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
+    (90, (96, 96), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 fa3"),
     (90, (96, 96), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (96, 96), "full", "all", "hopper hopper fa3 hopper hopper fa3 fa4 fa4"),
+    (90, (96, 96), "full", "all", "hopper hopper fa3 hopper hopper fa3 fa3 hopper"),
     (90, (128, 128), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (128, 128), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 fa3"),
     (90, (128, 128), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (128, 128), "full", "all", "hopper hopper fa3 fa3 hopper fa3 fa3 fa4"),
+    (90, (128, 128), "full", "all", "hopper hopper fa3 fa3 hopper fa3 fa3 fa3"),
     (90, (128, 128), "alibi", "all", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (128, 128), "window", "all", "hopper hopper hopper fa3 hopper fa3 hopper fa3"),
-    (90, (192, 128), "causal", "none", "cudnn h+triton hopper h+cudnn hopper h+cudnn hopper h+cudnn"),
-    (90, (192, 128), "causal", "all", "cudnn fa3 hopper fa3 fa3 fa3 hopper fa4"),
-    (90, (192, 128), "full", "none", "cudnn h+triton hopper h+triton hopper h+triton hopper h+triton"),
-    (90, (192, 128), "full", "all", "cudnn fa3 hopper fa3 fa3 fa3 fa4 fa4"),
+    (90, (192, 128), "causal", "none", "hopper h+triton hopper h+cudnn hopper h+cudnn hopper h+cudnn"),
+    (90, (192, 128), "causal", "all", "hopper h+triton hopper fa3 fa3 fa3 hopper fa4"),
+    (90, (192, 128), "full", "none", "hopper h+triton hopper h+triton hopper h+triton hopper h+triton"),
+    (90, (192, 128), "full", "all", "hopper h+triton hopper fa3 fa3 fa3 fa4 fa4"),
     (90, (192, 128), "alibi", "all", "hopper h+triton hopper h+triton hopper h+triton hopper h+triton"),
     (90, (192, 128), "window", "all", "hopper fa3 hopper fa3 hopper h+triton hopper fa4"),
     (90, (160, 160), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
@@ -94,7 +94,7 @@ GOLDEN = [
     (90, (192, 192), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (192, 192), "causal", "all", "hopper hopper hopper fa3 hopper fa3 fa3 fa3"),
     (90, (160, 160), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (160, 160), "full", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
+    (90, (160, 160), "full", "all", "hopper hopper hopper fa3 hopper fa3 fa3 fa3"),
     (90, (192, 192), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (192, 192), "full", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
     (90, (256, 256), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
@@ -295,6 +295,11 @@ MISSED = [
     ((3, 57, 57, 16, 16, 96), "full", True, "flash"),  # 1.9
     ((34, 4, 963, 12, 1, 320), "full", False, "hopper"),  # 3.21
     ((498, 24, 24, 8, 8, 40), "full", True, "efficient"),  # 1.66
+    # seed 7 of the same benchmark: the next that takes it, or what was chosen until then
+    ((687, 2, 2, 12, 1, 88), "causal", False, "hopper"),  # 6.06
+    ((48, 11, 11, 12, 1, 64), "causal", False, "hopper"),  # 2.37
+    ((50, 1, 1, 32, 8, 256), "causal", True, "hopper"),  # 1.33
+    ((3, 3, 3, 64, 8, 128), "causal", True, "hopper"),  # 1.27
 ]
 
 

@@ -93,8 +93,9 @@ def test_the_first_launch_clears_the_sums(key_sums: int, device: torch.device) -
     rows, sums = (torch.full((size,), float("nan"), device=device) for size in (3 * 128, 3 * 64 * 80))
     of_keys, counter = torch.ones(key_sums + 1, device=device), torch.ones(1, dtype=torch.int32, device=device)
     backward._hopper_attention_bwd_preprocess_kernel[(3,)](
-        out, dout, lse, None, rows, sums, None, counter, of_keys, None, None, 1, 130, 3, 1, 1, 1, 1, key_sums,
-        *out.stride()[:3], 0, *dout.stride()[:3], 0, D_V=80, W_QK=80, W_V=80, BLOCK_M=64, STARTS_EARLY=False,
+        out, dout, lse, None, rows, sums, None, counter, of_keys, None, None, None, None,
+        1, 130, 3, 1, 1, 1, 1, key_sums, 0, *out.stride()[:3], 0, *dout.stride()[:3], 0,
+        D_V=80, W_QK=80, W_V=80, BLOCK_M=64, BLOCK_N=128, STARTS_EARLY=False,
     )  # fmt: skip
     assert not of_keys[:-1].any() and of_keys[-1] == 1 and counter.item() == 0
     assert not sums.any()
@@ -136,8 +137,16 @@ SPLITS = [
     ((2, 5000, 32, 8), 1),
     ((2, 8192, 32, 8), 1),
     ((1, 8192, 28, 4), 7),
-    ((1, 16384, 28, 4), 1),
+    ((1, 16384, 28, 4), 7),
+    ((1, 16384, 32, 8), 1),
     ((2, 4096, 64, 8), 2),
+    ((2, 8192, 64, 8), 2),
+    ((1, 32768, 64, 8), 2),
+    ((4, 1000, 64, 8), 2),
+    ((4, 2048, 64, 8), 2),
+    ((2, 2048, 48, 8), 2),
+    ((9, 2048, 16, 2), 2),
+    ((2, 8192, 64, 4), 4),
 ]
 
 
@@ -145,7 +154,7 @@ def _parts(sizes: tuple[int, int, int, int], is_causal: bool, deterministic: boo
     batch, length, heads, kv_heads = sizes
     return backward_plans.head_splits_for(
         batch * kv_heads * cdiv(length, 128), cdiv(length, 64), heads // kv_heads, is_causal,
-        batch * length * kv_heads * 256 * 4, deterministic, SMS,
+        batch * length * kv_heads * 256 * 4, deterministic, SMS, tile_bytes=128 * 1024,
     )  # fmt: skip
 
 
@@ -155,10 +164,7 @@ def test_sms_are_busy(sizes: tuple[int, int, int, int], splits: int) -> None:
     assert _parts(sizes, True) == splits
     blocks = cdiv(length, 128)
     of_heads, repeats = batch * kv_heads * splits, heads // kv_heads // splits
-    late = backward_plans.late_blocks_for(of_heads, blocks, SMS)
-    group, late = backward_plans.causal_order_for(
-        of_heads, blocks, repeats, 4, late, SMS, repeats * length * 1024
-    )  # fmt: skip
+    group, late = backward_plans.causal_order_for(of_heads, blocks, 128, repeats, 4, SMS, repeats * length * 1024)
     assert late <= blocks // 2
     time, busy = _time(*sizes, splits, late, group)
     before, _ = _time(*sizes, 1, 0, 4)
@@ -170,16 +176,15 @@ def test_sms_are_busy(sizes: tuple[int, int, int, int], splits: int) -> None:
 @pytest.mark.parametrize(
     "heads, blocks, repeats, order",
     [
-        (32, 16, 4, (8, 0)), (64, 8, 4, (16, 0)), (128, 8, 4, (16, 0)), (32, 16, 8, (8, 0)), (16, 64, 4, (4, 22)),
+        (32, 16, 4, (8, 0)), (64, 8, 4, (16, 0)), (128, 8, 4, (16, 0)), (32, 16, 8, (8, 0)), (16, 64, 4, (4, 0)),
         (128, 16, 1, (4, 2)), (84, 24, 1, (4, 2)), (16, 16, 2, (8, 0)), (28, 32, 1, (4, 12)), (28, 35, 4, (4, 0)),
     ],
 )  # fmt: skip
 def test_late_blocks_are_fewer_where_they_cost_memory(
     heads: int, blocks: int, repeats: int, order: tuple[int, int]
 ) -> None:
-    late = backward_plans.late_blocks_for(heads, blocks, SMS)
     head_bytes = repeats * blocks * 128 * 1024
-    assert backward_plans.causal_order_for(heads, blocks, repeats, 4, late, SMS, head_bytes) == order
+    assert backward_plans.causal_order_for(heads, blocks, 128, repeats, 4, SMS, head_bytes) == order
 
 
 def test_heads_are_split_only_where_that_saves_more_than_it_costs() -> None:
@@ -209,6 +214,19 @@ def test_tiles_of_64_keys_are_reckoned_in_longer_blocks() -> None:
     assert few == [1, 2]
 
 
+def test_packed_sequences_are_ordered_where_the_last_tiles_are_many_of_all() -> None:
+    def is_ordered(sizes: tuple[int, ...], **given: Any) -> bool:
+        operands = _operands(1, *sizes, **given)
+        return backward_plans.schedule_of(operands, backward_plans.plan_of(operands)).longest_first
+
+    assert is_ordered((1000, 32, 8, 128, 16)) and is_ordered((1780, 12, 1, 160, 16), right=-1)
+    assert not is_ordered((4000, 64, 8, 128, 4))  # few sequences
+    assert not is_ordered((1000, 32, 8, 128, 0))  # not packed
+    assert not is_ordered((2, 8, 8, 80, 4000))  # 32000 tiles: the last wave is a part in 240
+    # a tile waits there for the one before it of the same sequence: groups of heads are chosen for that
+    assert not is_ordered((1000, 32, 8, 128, 16), deterministic=True)
+
+
 def _operands(
     batch: int, length: int, heads: int, kv_heads: int, head_dim: int, sequences: int = 0, **given: Any
 ) -> Any:
@@ -229,6 +247,7 @@ def _operands(
         ((8, 1000, 16, 16, 0), 0, 96), ((2, 8192, 16, 16, 0), 0, 96), ((4, 3000, 16, 16, 0), -1, 96),
         ((1, 904, 8, 8, 0), -1, 64), ((1, 417, 16, 16, 0), 0, 64), ((8, 2, 8, 8, 0), 0, 64),
         ((3, 5550, 12, 1, 0), -1, 64), ((1, 18787, 12, 1, 0), 0, 64), ((1, 26, 8, 8, 3), -1, 64),
+        ((1, 8192, 64, 8, 0), 0, 96), ((2, 2048, 32, 8, 0), 0, 96),
     ],
     ids=str,
 )  # fmt: skip
@@ -243,10 +262,12 @@ def test_keys_of_a_tile_at_head_dim_192(sizes: tuple[int, ...], right: int, keys
     "sizes, head_dim, right, stores",
     [
         ((2, 8192, 8, 8, 0), 256, 0, True), ((4, 1000, 16, 4, 0), 256, 0, True),
-        ((2, 4096, 16, 4, 0), 256, 0, True),
-        ((8, 2048, 8, 8, 0), 256, 0, False),
+        ((4, 583, 28, 4, 0), 256, 0, True), ((8, 1024, 16, 16, 0), 256, 0, True), ((2, 1500, 32, 8, 0), 224, 0, True),
+        ((2, 4096, 16, 4, 0), 256, 0, False), ((1, 5275, 32, 8, 0), 256, 0, False),
+        ((1, 8192, 32, 8, 0), 256, 0, False), ((2, 2048, 32, 8, 0), 256, 0, False),
+        ((4, 930, 12, 1, 0), 256, 0, False), ((8, 2048, 8, 8, 0), 256, 0, False),
         ((1, 1338, 12, 1, 0), 224, 0, False), ((1, 63, 28, 4, 153), 224, -1, False),
-        ((1, 144, 16, 16, 51), 256, 0, False), ((1, 7407, 64, 8, 1), 256, 0, True),
+        ((1, 144, 16, 16, 51), 256, 0, False),
     ],
     ids=str,
 )  # fmt: skip

@@ -39,7 +39,7 @@ from powertrain.ops.attention.hopper.backward_plans import (
 from powertrain.ops.attention.hopper.maps import ending_maps, gradient_maps, keys_of, queries_of
 from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, Operand, Operands
-from powertrain.ops.attention.triton.sequences import SMALL, find_sequence, sequence_span
+from powertrain.ops.attention.triton.sequences import SMALL, find_sequence, longest_first, sequence_span
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import next_power_of_2
@@ -66,13 +66,15 @@ def _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, size, BLOCK_M: tl.con
 @kernel(unaligned=SMALL | {"lse_ptr", "dlse_ptr"})
 def _hopper_attention_bwd_preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, key_sum_ptr, starts_ptr, used_ptr,
-    batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat, key_sums,
+    key_starts_ptr, key_slots_ptr,
+    batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat, key_sums, key_blocks,
     stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
-    D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """For a tile of queries: LSE in base 2 and delta, inf and 0 where a row sees nothing and behind the rows (whose
     weights are then 0, whatever ALiBi makes of their places), and zeros for the sums of dq and for whose turn it is to
-    add. Then a zero to draw tiles from, and `key_sums` zeros for the sums of dk and dv."""
+    add. Then a zero to draw tiles from, `key_sums` zeros for the sums of dk and dv, and the order of slots of keys."""
     wait_for_kernel_before(STARTS_EARLY)
     t = tl.program_id(0)
     if t == 0:
@@ -81,6 +83,9 @@ def _hopper_attention_bwd_preprocess_kernel(
         for block in range(t, tl.cdiv(key_sums, 4096), tl.num_programs(0)):
             place = to_int64(t * 0 + block) * 4096 + tl.arange(0, 4096)
             tl.store(key_sum_ptr + place, tl.zeros([4096], tl.float32), mask=place < key_sums)
+    if key_slots_ptr is not None:
+        for slot in range(t, key_blocks, tl.num_programs(0)):
+            tl.store(key_slots_ptr + longest_first(key_starts_ptr, batch, slot, BLOCK_N), slot)
     b, index, start, first, length, _ = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv
     head = kv * head_of_kv + repeat * head_of_repeat
@@ -275,10 +280,10 @@ def _launch_weights(
     _, *o_strides = operands.like_query(call.out)
     _hopper_attention_bwd_preprocess_kernel[(tiles,)](
         call.out, do.tensor, call.lse, dlse, rows, None, None, torch.empty(1, dtype=torch.int32, device=device), None,
-        args.query_starts, args.query_used,
+        args.query_starts, args.query_used, None, None,
         operands.batch, operands.queries, slots, heads.kv * heads.q_per_kv, heads.q_per_kv, heads.kv_step, heads.q_step,
-        0, *o_strides, do.b, do.s, do.h, do.r, D_V=operands.d_v, W_QK=0,
-        W_V=next_power_of_2(operands.d_v), BLOCK_M=ROWS, STARTS_EARLY=starts_early(operands.target),
+        0, 0, *o_strides, do.b, do.s, do.h, do.r, D_V=operands.d_v, W_QK=0,
+        W_V=next_power_of_2(operands.d_v), BLOCK_M=ROWS, BLOCK_N=ROWS, STARTS_EARLY=starts_early(operands.target),
     )  # fmt: skip
     launch_products(operands, do, rows, dq, dk, dv)
 
@@ -292,9 +297,10 @@ class _Scratch(NamedTuple):
     sums: Tensor | None  # [tiles, block_m, w_qk]: dq in float32
     order: Tensor | None  # [tiles, 4]: whose turn it is to add
     counter: Tensor  # the next tile of keys
+    key_slots: Tensor | None  # [blocks of keys]: of packed sequences, the longest first
 
     @staticmethod
-    def of(operands: Operands, plan: Plan, need_dq: bool, is_split: bool) -> "_Scratch":
+    def of(operands: Operands, plan: Plan, need_dq: bool, schedule: Schedule) -> "_Scratch":
         device, slots = operands.q.tensor.device, operands.query_blocks(plan.block_m)
         tiles = operands.num_heads * slots
         sums = order = None
@@ -302,10 +308,14 @@ class _Scratch(NamedTuple):
             size = tiles * plan.block_m * dq_width(operands, plan)
             sums = torch.empty(size, dtype=torch.float32, device=device)
         # it tells the kernel too that parts have sums of dk and dv of their own, whether dq is wanted or not
-        if operands.args.deterministic and (need_dq or is_split):
+        if operands.args.deterministic and (need_dq or schedule.num_splits > 1):
             order = torch.empty(tiles * 4, dtype=torch.int32, device=device)
         rows = torch.empty(tiles * 2 * plan.block_m, dtype=torch.float32, device=device)
-        return _Scratch(tiles, slots, rows, sums, order, torch.empty(1, dtype=torch.int32, device=device))
+        key_slots = None
+        if schedule.longest_first:
+            key_slots = torch.empty(operands.key_blocks(plan.block_n), dtype=torch.int32, device=device)
+        counter = torch.empty(1, dtype=torch.int32, device=device)
+        return _Scratch(tiles, slots, rows, sums, order, counter, key_slots)
 
 
 class _KeySums(NamedTuple):
@@ -336,7 +346,7 @@ def _launch(
     rows = operands.storage * heads.kv * blocks * plan.block_n
     schedule = schedule_of(operands, plan)
     early = starts_early(operands.target)
-    scratch = _Scratch.of(operands, plan, dq is not None, schedule.num_splits > 1)
+    scratch = _Scratch.of(operands, plan, dq is not None, schedule)
     sums = None
     if schedule.num_splits > 1:
         sums = _KeySums.of(operands, schedule, rows, dk is not None, dv is not None)
@@ -346,10 +356,10 @@ def _launch(
     _, *o_strides = operands.like_query(call.out)
     _hopper_attention_bwd_preprocess_kernel[(scratch.tiles,)](
         call.out, do.tensor, call.lse, dlse, scratch.rows, scratch.sums, scratch.order, scratch.counter, zeros,
-        args.query_starts, args.query_used,
+        args.query_starts, args.query_used, args.key_starts, scratch.key_slots,
         operands.batch, operands.queries, scratch.slots, num_heads, heads.q_per_kv, heads.kv_step, heads.q_step,
-        0 if zeros is None else zeros.numel(), *o_strides, do.b, do.s, do.h, do.r,
-        D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
+        0 if zeros is None else zeros.numel(), blocks, *o_strides, do.b, do.s, do.h, do.r,
+        D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         STARTS_EARLY=early,
     )  # fmt: skip
     into = (dk, dv) if sums is None else (sums.dk, sums.dv)
@@ -393,7 +403,7 @@ def _launch_main(
     maps = _maps_of(operands, do, scratch, plan)
     tensors = (
         scratch.sums, scratch.order, dk and dk.tensor, dv and dv.tensor, scratch.counter, args.slopes,
-        args.query_starts, args.key_starts, args.query_used, args.key_used,
+        args.query_starts, args.key_starts, args.query_used, args.key_used, scratch.key_slots,
     )  # fmt: skip
     pieces = pieces_of(operands.d_qk), pieces_of(operands.d_v)
     order = blocks, schedule.late_blocks, schedule.group, scratch.slots

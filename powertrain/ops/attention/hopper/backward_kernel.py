@@ -355,7 +355,7 @@ def _produce(
 def _hopper_attention_bwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, do_tail_desc, rows_desc,
     dk_desc, dk_tail_desc, dv_desc, dv_tail_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, counter_ptr, slopes_ptr,
-    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, k_slots_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, num_splits, blocks, late_blocks, swizzle, slots, tiles,
     slopes_stride_b, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
@@ -410,7 +410,7 @@ def _hopper_attention_bwd_kernel(
     v_descs, do_descs = by_piece(v_desc, v_tail_desc, P_V), by_piece(do_desc, do_tail_desc, P_V)
     descs = (k_descs, v_descs, q_descs, do_descs, rows_desc)
     scratch = (sum_ptr, order_ptr)
-    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, k_slots_ptr)
     sizes = BackwardSizes(
         batch, queries, keys, kv_heads, num_q_per_kv, splits, blocks, late_blocks, swizzle, slots, tiles
     )  # fmt: skip

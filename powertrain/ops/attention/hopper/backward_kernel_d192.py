@@ -318,7 +318,7 @@ def _init_barriers():
 @gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_bwd_d192_kernel(
     q_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, rows_desc, sum_ptr, dk_ptr, dv_ptr,
-    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, k_slots_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, scale, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
@@ -329,7 +329,7 @@ def _hopper_attention_bwd_d192_kernel(
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots = int32(blocks), int32(swizzle), int32(slots)
     batch, left, right = int32(batch), int32(left), int32(right)
-    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, k_slots_ptr)
     sizes = BackwardSizes(
         batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None
     )

@@ -464,7 +464,7 @@ def _row_of_sums(kv, b, slot, sizes, splits, CONFIG: gl.constexpr, BLOCK_N: gl.c
 def _hopper_attention_bwd_d256_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, do_tail_desc, rows_desc,
     sum_ptr, order_ptr, dk_ptr, dv_ptr, counter_ptr, slopes_ptr,
-    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, k_slots_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots,
     stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
@@ -493,7 +493,7 @@ def _hopper_attention_bwd_d256_kernel(
     number = gl.program_id(0)
     if order_ptr is not None:
         number = fetch_next_tile(counter_ptr, True)
-    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, k_slots_ptr)
     if SPLIT_HEADS:
         splits = gl.num_programs(0) // (blocks * kv_heads * (1 if PACKED else batch))
         kv_heads = kv_heads * splits

@@ -79,11 +79,13 @@ def _prefers_weights(operands: Operands) -> bool:
     """Whether backward_d512.py, which stores p and ds, is faster than backward_kernel_d256.py, which serves head dims
     of 200 to 256 as well.
 
-    ms, one H200, weights in memory and not: D256 causal B2 S8192 8/8 2.85, 3.05; full 5.46, 6.10; B2 S4096 16/4 1.54,
-    1.73; B4 S1000 16/4 0.353, 0.380; B8 S2048 8/8 1.14, 0.95; packed 51 of 144 16/16 0.71, 0.44; D224 B2 S8192 8/8
-    2.93, 3.20; S1338 12/1 0.235, 0.144; packed 153 of 63 28/4 4.98, 0.81. In a fixed order of sums
-    backward_kernel_d256.py took 4.18 for the first of these. So backward_d512.py is taken where dk and dv are sums over
-    many queries and their tiles fill all SMs, and where long sequences need a fixed order."""
+    A tile of the latter costs 10 us beside its blocks, so short sequences are slow; of the former, long ones of heads
+    that share keys, which accumulate dk and dv in memory from chunk to chunk. ms, one H200, causal, weights in memory
+    and not: D256 B4 S583 28/4 0.246, 0.309; B8 0.415, 0.552; B8 S1024 16/16 0.568, 0.607; B4 S1000 16/4 0.328, 0.319;
+    D224 B2 S1500 32/8 0.583, 0.636; B4 S2048 16/16 1.079, 0.948; B2 S2048 32/8 1.051, 0.936; B2 S4096 16/4 1.763,
+    1.685; B1 S5275 32/8 3.25, 2.74; B1 S8192 32/8 6.89, 6.14; B2 S8192 8/8 2.92, 3.07, full 5.46, 6.10; D224 2.93,
+    3.20. Few tiles: B4 S930 12/1 0.268, 0.215; D224 S1338 12/1 0.235, 0.144; few rows: packed 51 of 144 16/16 0.71,
+    0.44. In a fixed order of sums backward_kernel_d256.py took 4.18 for B2 S8192 8/8, so backward_d512.py is taken."""
     args = operands.args
     if why_not_weights(operands.d_qk, operands.d_v):
         return False
@@ -93,8 +95,10 @@ def _prefers_weights(operands: Operands) -> bool:
         seen = min(seen, args.left + args.right + 1)
     if args.deterministic:
         return not operands.is_packed or each >= 512
+    if each > 1536 and (operands.heads.q_per_kv > 1 or seen < 3072):
+        return False
     tiles = operands.storage * operands.heads.kv * cdiv(operands.keys, 128)
-    return operands.heads.q_per_kv * seen >= 30 * 64 and tiles >= 100
+    return operands.heads.q_per_kv * seen >= 500 and tiles >= 64
 
 
 def _prefers_96_keys(operands: Operands) -> bool:
@@ -123,8 +127,9 @@ def plan_of(operands: Operands) -> Plan:
     if widest > 256 or (widest > 192 and _prefers_weights(operands)):
         return PLAN_OF_WEIGHTS
     if 160 < widest <= 192 and why_not_96_keys(operands) is None and _prefers_96_keys(operands):
-        # its kernel cannot split the heads that share keys
-        if schedule_of(operands, plan).num_splits == 1:
+        # its kernel cannot split the heads that share keys. D192 64/8 S8192, whose reads miss the L2: 9.58 ms, with 64
+        # keys in two parts 10.25
+        if _splits_of(operands, plan, misses=False) == 1:
             return PLAN_OF_96_KEYS
     return plan
 
@@ -140,38 +145,57 @@ class Schedule(NamedTuple):
     num_splits: int  # parts of the query heads that share keys; each part has a tile of its own
     group: int  # heads whose tiles are scheduled together
     late_blocks: int  # the last blocks of keys of each head, whose tiles come after those of all other blocks
+    longest_first: bool  # packed sequences are taken in the order of their lengths
 
 
 def schedule_of(operands: Operands, plan: Plan) -> Schedule:
     blocks = operands.key_blocks(plan.block_n)
     args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
-    sequences = max(1, operands.batch) if operands.is_packed else 1
-    queries = operands.queries // sequences
-    num_splits = 1
-    if heads.q_per_kv > 1 and plan.block_n != 96:
-        seen = min(queries, args.left + plan.block_n) if args.left >= 0 else queries
-        # whole tiles are added, however few keys they have
-        keys_bytes = operands.storage * heads.kv * blocks * plan.block_n * (operands.d_qk + operands.d_v) * 4
-        num_splits = head_splits_for(
-            operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
-            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,
-            _BLOCK_US.get(width_of(max(operands.d_qk, operands.d_v)), 2.1), max(operands.d_qk, operands.d_v) > 128,
-        )  # fmt: skip
-    repeats = heads.q_per_kv // num_splits
-    group = plan.group
+    queries, is_causal = _queries_of_each(operands), args.right >= 0 and args.left < 0
+    num_splits = _splits_of(operands, plan)
+    repeats, of_heads = heads.q_per_kv // num_splits, operands.storage * heads.kv * num_splits
+    group, late, longest_first = plan.group, 0, False
     if args.deterministic:
         group = deterministic_swizzle(plan, queries, repeats, args, num_sms)
-    late = 0
-    # with a window nearly all tiles take the same time. With tiles of 64 keys it is slower: S2048 B8 H8 D256 0.981
-    # without late blocks, 0.995 with them
-    if args.right >= 0 and args.left < 0 and not operands.is_packed and plan.block_n == 128:
-        of_heads = operands.storage * heads.kv * num_splits
-        late = late_blocks_for(of_heads, blocks, num_sms)
-        if not args.deterministic:
-            # of the query heads of a tile: q and do in 16 bits, dq in float32
-            head_bytes = repeats * queries * (6 * operands.d_qk + 2 * operands.d_v)
-            group, late = causal_order_for(of_heads, blocks, repeats, group, late, num_sms, head_bytes)
-    return Schedule(num_splits, group, late)
+        # with a window nearly all tiles take the same time, and with tiles of 64 keys it is slower: S2048 B8 H8 D256
+        # 0.981 without late blocks, 0.995 with them
+        if is_causal and not operands.is_packed and plan.block_n == 128:
+            late = late_blocks_for(of_heads, blocks, num_sms)
+    elif operands.is_packed:
+        longest_first = operands.batch >= 8 and of_heads * blocks < _TILES_IN_ANY_ORDER
+    elif is_causal:
+        head_bytes = repeats * queries * _query_bytes(operands)
+        group, late = causal_order_for(of_heads, blocks, plan.block_n, repeats, group, num_sms, head_bytes)
+    return Schedule(num_splits, group, late, longest_first)
+
+
+def _query_bytes(operands: Operands) -> int:
+    """What a query of a head has: q and do in 16 bits, dq in float32."""
+    return 6 * operands.d_qk + 2 * operands.d_v
+
+
+def _splits_of(operands: Operands, plan: Plan, misses: bool = True) -> int:
+    """Parts of the query heads that share keys, with or without those that only reads which miss the L2 ask for."""
+    args, heads, blocks = operands.args, operands.heads, operands.key_blocks(plan.block_n)
+    if heads.q_per_kv == 1 or plan.block_n == 96:
+        return 1
+    queries, widest = _queries_of_each(operands), max(operands.d_qk, operands.d_v)
+    seen = min(queries, args.left + plan.block_n) if args.left >= 0 else queries
+    # whole tiles are added, however few keys they have
+    keys_bytes = operands.storage * heads.kv * blocks * plan.block_n * (operands.d_qk + operands.d_v) * 4
+    return head_splits_for(
+        operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
+        args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, operands.target.num_sms,
+        _BLOCK_US.get(width_of(widest), 2.1), widest > 128, plan.block_n * _query_bytes(operands) if misses else 0,
+    )  # fmt: skip
+
+
+# of so many, those that run last are few: an order by length changes nothing, and costs the launch before some time.
+# ms, one H200, causal, in the order of the sequences and by length; FlashAttention-3: D128 16 of 125 to 1875 32/8
+# 1.102 1.056; 1.239. 16/2 0.586 0.545; 0.562. 28/4 of 222 to 3337 3.165 3.053; 3.037. 16/16 0.589 0.576; 0.533. 100 of
+# 37 to 562 32/8 1.297 1.288; 1.845. D64 50 of 75 to 1125 32/8 0.854 0.813; 1.276. D160 16 of 222 to 3337 12/1 2.506
+# 2.147; 1.755 (in two parts 1.844). Slower: 4 of 500 to 7500 64/8 8.20 8.40
+_TILES_IN_ANY_ORDER = 16384
 
 
 # SMs of the H100 SXM and H200. In a fixed order, dk and dv are sums over the parts, so the number of parts decides how
@@ -182,10 +206,14 @@ _SMS_IF_DETERMINISTIC = 132
 _BLOCK_US = {160: 2.3, 192: 2.6, 256: 3.1}
 
 
+# what tiles read together from which their reads miss the L2, and what as many again cost
+_AT_WORK_BYTES, _MISSES_PENALTY = 70e6, 0.2
+
+
 @functools.lru_cache(maxsize=1024)
 def head_splits_for(
     tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, deterministic: bool, num_sms: int,
-    block_us: float = 2.1, is_wide: bool = False,
+    block_us: float = 2.1, is_wide: bool = False, tile_bytes: int = 0,
 ) -> int:  # fmt: skip
     """The number of parts, a divisor of `repeats`, into which the query heads that share keys are split. Each part is a
     tile of its own.
@@ -197,6 +225,7 @@ def head_splits_for(
                 if deterministic, each part writes its own, which are read at the end
     block_us    microseconds of a block of queries
     is_wide     tiles have 64 keys
+    tile_bytes  of q, do and dq of as many queries of a head as a tile has keys
 
     The least estimated time is chosen, in units of a block of queries. A tile costs three units beside its blocks. In
     one unit memory moves 6 MB; the sums of parts cost one unit and the traffic of 3.4 + 1.1 * parts times `keys_bytes`,
@@ -215,20 +244,25 @@ def head_splits_for(
     if deterministic:
         num_sms = _SMS_IF_DETERMINISTIC
     mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms
+
+    def excess(heads: int) -> float:
+        return 0.0 if deterministic else max(0.0, heads * tile_bytes * num_sms / _AT_WORK_BYTES - 1)
+
     # nothing is split where the longest tile is no more than this share of the mean work of an SM: where 8 heads or
     # more share keys it is the least, as measured; it is more if deterministic, as each part's sums cost more, and for
     # tiles of 64 keys, of which there are twice as many
     share = 1.0 if deterministic else 0.4 if repeats >= 8 else 0.55
     if is_wide:
         share = 1.3 if deterministic else 1.1
-    if is_causal and repeats * longest <= share * mean:
+    if is_causal and repeats * longest <= share * mean and excess(repeats) == 0:
         return 1
 
     def cost(splits: int) -> float:
         tile = repeats // splits * longest + 3
         if is_causal:
             waits = tile * (0.1 if splits > 1 else 0.25 if deterministic else 0.41)
-            spent = max(tile, mean + 3 * tiles * splits / num_sms + waits)
+            work = mean * (1 + _MISSES_PENALTY * excess(repeats // splits))
+            spent = max(tile, work + 3 * tiles * splits / num_sms + waits)
         else:
             spent = cdiv(tiles * splits, num_sms) * tile
         apart, moved = (10, 2 * splits) if deterministic else (1, 3.4 + 1.1 * splits)
@@ -251,9 +285,9 @@ _LATE_PENALTY = 0.2
 
 @functools.lru_cache(maxsize=1024)
 def causal_order_for(
-    heads: int, blocks: int, repeats: int, group: int, late: int, num_sms: int, head_bytes: int
+    heads: int, blocks: int, block_n: int, repeats: int, group: int, num_sms: int, head_bytes: int
 ) -> tuple[int, int]:  # fmt: skip
-    """(heads whose tiles are scheduled together, late blocks of each): the given ones, or what reads memory less.
+    """(heads whose tiles are scheduled together, late blocks of each), under a causal mask.
 
     The tiles of late blocks read queries and do, and add to dq, when the L2 holds them no longer. With `repeats` query
     heads a tile that costs up to a quarter of all time on an H100, whose memory has 0.7 of an H200's bandwidth. So
@@ -267,18 +301,17 @@ def causal_order_for(
     1.944, in groups of 4 1.966. B2 S8192 32/8 4.653 4.672; 4.602. One query head a tile, all late blocks in groups of
     4, two of them, none in groups of 8: B8 S2048 16/16 0.817, 0.785, 0.788; 0.779; B3 S3000 28/4 1.048, 1.038, 1.077;
     1.060. Not timed: an H200, where late blocks gained 1 to 2 %."""
-    waves = heads * blocks / num_sms
-    if repeats > 1 and blocks < 56:
-        # of the tiles of a head, in blocks of 64 queries; what a tile costs beside is three
-        times = tuple(2 * repeats * (blocks - block) + 3 for block in range(blocks))
-        size, cost = best_group(heads, times, num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)
-        early, behind = times[: blocks - late], times[blocks - late :]
-        with_late = end_of([Stretch(heads, group, early), Stretch(heads, heads, behind)], num_sms)
-        if cost <= with_late + _LATE_PENALTY:
-            return size, 0
-    if repeats == 1 and waves >= 8:
-        return group, min(late, 2)
-    return group, late
+    late = late_blocks_for(heads, blocks, num_sms) if block_n == 128 else 0
+    if block_n != 96 and repeats == 1:
+        return group, min(late, 2) if heads * blocks >= 8 * num_sms else late
+    if blocks * block_n >= 56 * 128:
+        return group, 0
+    # of the tiles of a head, in blocks of 64 queries; what a tile costs beside is three
+    times = tuple(repeats * cdiv((blocks - block) * block_n, 64) + 3 for block in range(blocks))
+    size, cost = best_group(heads, times, num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)
+    early, behind = times[: blocks - late], times[blocks - late :]
+    with_late = end_of([Stretch(heads, group, early), Stretch(heads, heads, behind)], num_sms)
+    return (size, 0) if cost <= with_late + _LATE_PENALTY else (group, late)
 
 
 def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArguments, num_sms: int) -> int:

@@ -34,6 +34,9 @@ def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
         heads = kv_heads * sizes.batch
     slot, kv = key_tile_coords(tile, sizes.blocks, sizes.late_blocks, heads, sizes.swizzle)
     block = slot
+    if lengths.k_slots is not None:
+        slot = gl.load(lengths.k_slots + slot)
+        block = slot
     if lengths.k_starts is not None:
         b, block = find_sequence(lengths.k_starts, sizes.batch, slot, BLOCK_N)
     else:

@@ -1,5 +1,7 @@
 """A consumer warpgroup of the Hopper forward: 64 rows of every tile, scores and results in registers."""
 
+from typing import Any, NamedTuple
+
 from powertrain.ops.attention.hopper.forward_store import store_result, store_split
 from powertrain.ops.attention.hopper.forward_tiles import (
     KEYS_FREE,
@@ -319,84 +321,138 @@ def _is_row(i, row, lane, head, q_capacity, num_q_per_kv, HEADS_PER_TILE: gl.con
     return is_row
 
 
-@gluon.jit
-def _consume_tile(
-    visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
-    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
-    head of the next tile, or -1, and the scores of its first block.
+class _Rows(NamedTuple):
+    """A consumer's rows of a tile, for their results: fields of the tile's descriptor."""
 
-    Not in the loop over tiles: Triton compiles a loop's body twice, and four times where loops nest."""
-    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
-    batch, queries, heads, num_splits, num_q_per_kv = sizes
-    CONSUMERS: gl.constexpr = CONFIG.consumers
+    b: Any  # batch entry
+    head: Any
+    row: Any  # the first query
+    q_start: Any
+    q_len: Any
+    q_capacity: Any
+    split: Any  # of the keys; None: they are not split
+    slot_of_part: Any  # of a list; negative: a whole tile
+
+
+@gluon.jit
+def _store_lse(lse, i, lane, rows, results, sizes, storage, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """The LSE of queries `i` and heads `lane` behind the first."""
+    _, queries, heads, num_splits, num_q_per_kv = sizes
+    b, head, row, q_start, _, q_capacity, split, slot_of_part = rows
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    ROWS: gl.constexpr = lse.shape[0]
+    if CONFIG.packed:
+        # int64: batch * heads * queries passes 2^31 where one sequence's queries do not
+        base = results.lse + head.to(gl.int64) * queries + q_start
+    else:
+        base = results.lse + (b.to(gl.int64) * heads + head) * queries
+    if num_splits is not None:
+        base += (split * storage).to(gl.int64) * heads * queries
+    if HEADS_PER_TILE > 1:
+        base += lane * queries
+    is_row = _is_row(i, row, lane, head, q_capacity, num_q_per_kv, HEADS_PER_TILE)
+    if CONFIG.listed:
+        # a part's LSE lies ahead of its results. By masks: with a branch softcap spilled 8 bytes
+        is_cut = slot_of_part >= 0
+        FILLED: gl.constexpr = ROWS // HEADS_PER_TILE * HEADS_PER_TILE
+        of_part = _place_of_part(results.partial, slot_of_part, FILLED * CONFIG.consumers, CONFIG) + CONSUMER * FILLED
+        gl.store(of_part + gl.arange(0, ROWS, lse.type.layout), lse, mask=is_row & is_cut)  # [64]
+        gl.store(base + i, lse, mask=is_row & (slot_of_part < 0))  # [64]
+    else:
+        gl.store(base + i, lse, mask=is_row)  # [64]
+
+
+@gluon.jit
+def _store_rows(
+    o, inverse, i, rows, o_desc, o_smem, results, sizes, storage, strides, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
+):  # fmt: skip
+    """The results of a tile, or of a part of its keys."""
+    _, _, _, num_splits, num_q_per_kv = sizes
+    b, head, row, q_start, q_len, q_capacity, split, slot_of_part = rows
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    STORE_PARTS: gl.constexpr = o[0].shape[1] // o_smem[0].shape[2]
+    ROWS: gl.constexpr = o[0].shape[0]
+    b_at = b
+    if CONFIG.packed:
+        b_at = gl.to_tensor(0)
+    if num_splits is not None:
+        base = results.o + (split * storage + b_at).to(gl.int64) * strides.ob
+        base += (q_start + row).to(gl.int64) * strides.os
+        base += head.to(gl.int64) * strides.oh
+        for n in gl.static_range(len(o)):
+            store_split(
+                o[n] * by_row(inverse, o[n]),
+                n * o[0].shape[1],
+                base,
+                queries_left(q_capacity - row, ROWS, HEADS_PER_TILE),
+                num_q_per_kv - head % num_q_per_kv,
+                strides.os,
+                strides.oh,
+                CONFIG.d_v,
+                HEADS_PER_TILE,
+            )
+    elif CONFIG.listed:
+        if slot_of_part >= 0:
+            _store_listed_part(
+                o, inverse, results.partial, slot_of_part, head, queries_left(q_capacity - row, ROWS, HEADS_PER_TILE),
+                num_q_per_kv, CONFIG, CONSUMER,
+            )  # fmt: skip
+        else:
+            _store_whole(
+                o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,
+                strides, STORE_PARTS, CONFIG, CONSUMER,
+            )  # fmt: skip
+    else:
+        _store_whole(
+            o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,
+            strides, STORE_PARTS, CONFIG, CONSUMER,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _first_block(s, visited, start, masked, scores, v_smem, v_full, CONFIG: gl.constexpr):
+    """(results, m, l, weights) of the first block of a tile, which is masked if any is, from its scores."""
     STAGES: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = v_smem[0].shape[1]
-    ROWS: gl.constexpr = q_smem[0].shape[1]
-    QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE  # of a consumer
-    FIRST_N: gl.constexpr = s.shape[1]
-    HALF: gl.constexpr = FIRST_N < BLOCK_N
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    first_row_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    dtype: gl.constexpr = v_smem[0].dtype
-    STORE_PARTS: gl.constexpr = v_smem[0].shape[2] // o_smem[0].shape[2]
-    pair = taken & 1
-    first = read_tile_field(tile_smem, pair, TILE_FIRST)
-    q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
-    k_len = read_tile_field(tile_smem, pair, TILE_K_LEN)
-    offset = gl.to_tensor(0)
-    if CONFIG.bottom_right:
-        offset = k_len - q_len
-    split = None
-    parts = num_splits
-    if num_splits is not None or CONFIG.listed:
-        split = read_tile_field(tile_smem, pair, TILE_SPLIT)
-    if CONFIG.listed:
-        parts = read_tile_field(tile_smem, pair, TILE_PARTS)
-    begin, end, full_end, at_right, masked = blocks_of(
-        first, offset, q_len, k_len, window, split, parts, QUERIES * CONSUMERS, BLOCK_N, CONFIG
-    )
-    row = first + CONSUMER * QUERIES
-    positions = row + offset + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
-    q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
-    if CONFIG.q_held:
-        # from registers a product reads 64 bytes a clock of shared memory's 128, with q in shared memory 96
-        held = ()
-        for i in gl.static_range(len(q)):
-            held += (q[i].load(gl.DotOperandLayout(0, s_layout, 2)),)  # type: ignore[assignment]  # [64, PIECE]
-        q = held
-    slope = 0.0
-    if CONFIG.alibi != "none":
-        b = read_tile_field(tile_smem, pair, TILE_B)
-        slope = gl.load(results.slopes + b * strides.slopes + head, mask=b < batch, other=0.0) * LOG2E
-    p_first = row + offset
-    scores = Scores(positions, p_first, k_len, window, factors, factor, slope)
-
-    # the first block: masked, if any is
+    ROWS: gl.constexpr = s.shape[0]
+    row_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     stage = visited & (STAGES - 1)
-    give_back(KEYS_FREE, stage, CONSUMERS)
-    start = block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
-    first_positions = gl.convert_layout(positions, first_row_layout)
-    s = apply_softcap_alibi(s, start, first_positions, factors, slope, p_first, CONFIG.has_softcap, CONFIG.alibi)
+    positions = gl.convert_layout(scores.positions, row_layout)
+    s = apply_softcap_alibi(
+        s, start, positions, scores.factors, scores.slope, scores.p_first, CONFIG.has_softcap, CONFIG.alibi
+    )
     if masked > 0:
-        s = apply_mask(s, start, first_positions, k_len, window.left, window.right, CONFIG.has_left, CONFIG.has_right)
+        s = apply_mask(
+            s, start, positions, scores.k_len, scores.window.left, scores.window.right, CONFIG.has_left,
+            CONFIG.has_right,
+        )  # fmt: skip
     if CONFIG.ragged:
-        if start + BLOCK_N > k_len:
+        if start + BLOCK_N > scores.k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(visited, STAGES))
-            clear_values(v_smem, stage, gl.maximum(k_len - start, 0))
-    m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
+            clear_values(v_smem, stage, gl.maximum(scores.k_len - start, 0))
+    m = gl.full([ROWS], MINUS_INF, gl.float32, row_layout)
     # sums are per thread: the four threads of a row meet once a tile, at its end
     l = gl.zeros_like(partial_row_sums(s))  # noqa: E741
-    weights, m, l, _ = softmax(s, m, l, factor, True)  # noqa: E741
-    weights = to_p16(weights, dtype)
+    weights, m, l, _ = softmax(s, m, l, scores.factor, True)  # noqa: E741
+    weights = to_p16(weights, v_smem[0].dtype)
     o = ()
     for i in gl.static_range(len(v_smem)):
         o += (_no_results(v_smem[i], ROWS),)  # type: ignore[assignment]
+    return o, m, l, weights
 
+
+@gluon.jit
+def _other_blocks(
+    o, m, l, weights, visited, blocks, start, q, buffers, sync, scores,  # noqa: E741
+    HALF: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """(results, m, l, weights) of all blocks of a tile but its first, whose keys begin at `start`. HALF: of that one
+    the weights have half a block's columns."""
+    begin, end, full_end, at_right, masked = blocks
+    ROWS: gl.constexpr = buffers.q[0].shape[1]
+    BLOCK_N: gl.constexpr = buffers.v[0].shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     done = gl.to_tensor(1)
     if HALF:
         # the first step had half a block's columns; the loop below has whole blocks
@@ -423,7 +479,66 @@ def _consume_tile(
         o, m, l, weights = _step(  # noqa: E741
             o, m, l, weights, visited + n, q, buffers, sync, start, scores, CONFIG, CONSUMER, False,
         )  # fmt: skip
+    return o, m, l, weights
 
+
+@gluon.jit
+def _consume_tile(
+    visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
+    head of the next tile, or -1, and the scores of its first block.
+
+    Not in the loop over tiles: Triton compiles a loop's body twice, and four times where loops nest."""
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
+    batch, _, heads, num_splits, _ = sizes
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    STAGES: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = v_smem[0].shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE  # of a consumer
+    FIRST_N: gl.constexpr = s.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    pair = taken & 1
+    first = read_tile_field(tile_smem, pair, TILE_FIRST)
+    q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
+    k_len = read_tile_field(tile_smem, pair, TILE_K_LEN)
+    offset = gl.to_tensor(0)
+    if CONFIG.bottom_right:
+        offset = k_len - q_len
+    split = None
+    parts = num_splits
+    if num_splits is not None or CONFIG.listed:
+        split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    if CONFIG.listed:
+        parts = read_tile_field(tile_smem, pair, TILE_PARTS)
+    blocks = blocks_of(first, offset, q_len, k_len, window, split, parts, QUERIES * CONSUMERS, BLOCK_N, CONFIG)
+    begin, end, full_end, at_right, masked = blocks
+    row = first + CONSUMER * QUERIES
+    positions = row + offset + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
+    q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
+    if CONFIG.q_held:
+        # from registers a product reads 64 bytes a clock of shared memory's 128, with q in shared memory 96
+        held = ()
+        for i in gl.static_range(len(q)):
+            held += (q[i].load(gl.DotOperandLayout(0, s_layout, 2)),)  # type: ignore[assignment]  # [64, PIECE]
+        q = held
+    slope = 0.0
+    if CONFIG.alibi != "none":
+        b = read_tile_field(tile_smem, pair, TILE_B)
+        slope = gl.load(results.slopes + b * strides.slopes + head, mask=b < batch, other=0.0) * LOG2E
+    scores = Scores(positions, row + offset, k_len, window, factors, factor, slope)
+
+    give_back(KEYS_FREE, visited & (STAGES - 1), CONSUMERS)
+    start = block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+    o, m, l, weights = _first_block(s, visited, start, masked, scores, v_smem, v_full, CONFIG)  # noqa: E741
+    o, m, l, weights = _other_blocks(  # noqa: E741
+        o, m, l, weights, visited, blocks, start, q, buffers, sync, scores, FIRST_N < BLOCK_N, CONFIG, CONSUMER
+    )
     visited += end - begin
     last = (visited - 1) & (STAGES - 1)
     mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
@@ -442,6 +557,7 @@ def _consume_tile(
     slot_of_part = None
     if CONFIG.listed:
         slot_of_part = read_tile_field(tile_smem, pair, TILE_SLOT)
+    rows = _Rows(b, head, row, q_start, q_len, q_capacity, split, slot_of_part)
     # every field has been read: the loader may write the descriptor of the tile after the next here
     mbarrier.arrive(tile_empty.index(pair), count=1)
     # the next tile's first scores, while this one's results are finished; after the last tile they are unused
@@ -459,70 +575,17 @@ def _consume_tile(
     # the tensor cores compute the next tile's first scores meanwhile
     lane = with_head_of(0, gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     lse, inverse = _end_of_softmax(
-        m, l, slope, factor, results.sinks, head, lane, heads, num_splits, split, slot_of_part, row_layout, CONFIG
-    )
-    i = row + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
+        m, l, slope, factor, results.sinks, rows.head, lane, heads, num_splits, rows.split, rows.slot_of_part,
+        row_layout, CONFIG,
+    )  # fmt: skip
+    i = rows.row + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     # rows past the sequence's queries are promised to be 0, with an LSE of -inf
-    inverse = gl.where(i < q_len, inverse, 0.0)
-    lse = gl.where(i < q_len, lse, MINUS_INF)
-    if CONFIG.packed:
-        # int64: batch * heads * queries passes 2^31 where one sequence's queries do not
-        lse_base = results.lse + head.to(gl.int64) * queries + q_start
-    else:
-        lse_base = results.lse + (b.to(gl.int64) * heads + head) * queries
-    if num_splits is not None:
-        lse_base += (split * storage).to(gl.int64) * heads * queries
-    if HEADS_PER_TILE > 1:
-        lse_base += lane * queries
-    is_row = _is_row(i, row, lane, head, q_capacity, num_q_per_kv, HEADS_PER_TILE)
-    if CONFIG.listed:
-        # a part's LSE lies ahead of its results. By masks: with a branch softcap spilled 8 bytes
-        is_cut = slot_of_part >= 0  # type: ignore[operator]
-        FILLED: gl.constexpr = QUERIES * HEADS_PER_TILE
-        of_part = _place_of_part(results.partial, slot_of_part, FILLED * CONSUMERS, CONFIG) + CONSUMER * FILLED
-        gl.store(of_part + gl.arange(0, ROWS, row_layout), lse, mask=is_row & is_cut)  # [64]
-        gl.store(lse_base + i, lse, mask=is_row & (slot_of_part < 0))  # type: ignore[operator]  # [64]
-    else:
-        gl.store(lse_base + i, lse, mask=is_row)  # [64]
-
+    inverse = gl.where(i < rows.q_len, inverse, 0.0)
+    lse = gl.where(i < rows.q_len, lse, MINUS_INF)
+    _store_lse(lse, i, lane, rows, results, sizes, storage, CONFIG, CONSUMER)
     o = _added(o_later, p, len(k_smem))
     give_back(VALUES_FREE, last, CONSUMERS)
-    b_at = b
-    if CONFIG.packed:
-        b_at = gl.to_tensor(0)
-    if num_splits is not None:
-        base = results.o + (split * storage + b_at).to(gl.int64) * strides.ob
-        base += (q_start + row).to(gl.int64) * strides.os
-        base += head.to(gl.int64) * strides.oh
-        for n in gl.static_range(len(o)):
-            store_split(
-                o[n] * by_row(inverse, o[n]),
-                n * v_smem[0].shape[2],
-                base,
-                queries_left(q_capacity - row, ROWS, HEADS_PER_TILE),
-                num_q_per_kv - head % num_q_per_kv,
-                strides.os,
-                strides.oh,
-                CONFIG.d_v,
-                HEADS_PER_TILE,
-            )
-    elif CONFIG.listed:
-        if slot_of_part >= 0:  # type: ignore[operator]
-            _store_listed_part(
-                o, inverse, results.partial, slot_of_part, head, queries_left(q_capacity - row, ROWS, HEADS_PER_TILE),
-                num_q_per_kv, CONFIG, CONSUMER,
-            )  # fmt: skip
-        else:
-            _store_whole(
-                o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,
-                strides, STORE_PARTS, CONFIG, CONSUMER,
-            )  # fmt: skip
-    else:
-        _store_whole(
-            o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,
-            strides, STORE_PARTS, CONFIG, CONSUMER,
-        )  # fmt: skip
-
+    _store_rows(o, inverse, i, rows, o_desc, o_smem, results, sizes, storage, strides, CONFIG, CONSUMER)
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
     return visited, taken, next_head, s
 

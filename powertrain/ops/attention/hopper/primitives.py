@@ -155,6 +155,7 @@ class Lengths(NamedTuple):
     k_starts: Any
     q_used: Any
     k_used: Any
+    k_slots: Any = None  # slots of keys, in the order of their tiles
 
 
 class Window(NamedTuple):

@@ -29,6 +29,31 @@ def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def longest_first(starts_ptr, batch, slot, BLOCK: tl.constexpr):
+    """The place of a slot where the longest sequence's blocks come first, then those of the next longest, in their
+    order; of equal ones the first. Slots without rows of a sequence come last."""
+    WIDTH: tl.constexpr = 128
+    b, block = find_sequence(starts_ptr, batch, slot, BLOCK)
+    is_sequence = b < batch
+    begin = tl.load(starts_ptr + b, mask=is_sequence, other=0)
+    length = tl.load(starts_ptr + b + 1, mask=is_sequence, other=0) - begin
+    # blocks of all sequences, of those up to this one, and of those that come ahead of it
+    total, lower, ahead = slot * 0, slot * 0, slot * 0
+    for at in range(0, batch, WIDTH):
+        n = at + tl.arange(0, WIDTH)
+        start = tl.load(starts_ptr + n, mask=n < batch, other=0)  # [WIDTH]
+        other = tl.load(starts_ptr + n + 1, mask=n < batch, other=0) - start  # [WIDTH]
+        blocks = tl.cdiv(other, BLOCK)
+        total += tl.sum(blocks, 0)
+        lower += tl.sum(tl.where(n <= b, blocks, 0), 0)
+        ahead += tl.sum(tl.where((other > length) | ((other == length) & (n < b)), blocks, 0), 0)
+    # the rows before the first sequence have the number batch + 1
+    lower = tl.where(b > batch, 0, lower)
+    is_block = is_sequence & (block < tl.cdiv(length, BLOCK))
+    return tl.where(is_block, ahead + block, total + slot - lower)
+
+
+@triton.jit
 def sequence_span(starts_ptr, used_ptr, b, batch, size):
     """(first row, length, capacity) of sequence b: its capacity is the rows between its start and the next one's, its
     length those in use. The tensor has `size` rows."""

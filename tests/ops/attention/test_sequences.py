@@ -1,0 +1,46 @@
+"""The order in which the blocks of packed sequences are taken: the longest sequence's first."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from powertrain.ops.attention.triton.sequences import longest_first
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.settings import settings
+
+pytestmark = pytest.mark.skipif(not settings().interpret, reason="a kernel that runs on the CPU is interpreted")
+
+
+@kernel()
+def _order_kernel(starts_ptr, slots_ptr, batch, BLOCK: tl.constexpr):
+    slot = tl.program_id(0)
+    tl.store(slots_ptr + longest_first(starts_ptr, batch, slot, BLOCK), slot)
+
+
+def _expected(starts: list[int], slots: int, block: int) -> list[int]:
+    """Slots in their order. Sequence n owns those from cdiv(starts[n], block) + n on."""
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    ordered = []
+    for n in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        first = triton.cdiv(starts[n], block) + n
+        ordered += range(first, first + triton.cdiv(lengths[n], block))
+    return ordered + [slot for slot in range(slots) if slot not in set(ordered)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_blocks_of_the_longest_sequences_come_first(seed: int) -> None:
+    draw = random.Random(seed)
+    block, count = draw.choice((64, 96, 128)), draw.choice((1, 2, 3, 7, 40, 130, 260))
+    lengths = [draw.choice((0, 1, 63, 64, 96, 127, 128, 129, 300, draw.randint(0, 700))) for _ in range(count)]
+    # rows may lie before the first sequence and behind the last
+    starts = [draw.choice((0, 0, 5, 200))]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    slots = triton.cdiv(starts[-1] + draw.choice((0, 0, 3, 500)), block) + count + 1
+    found = torch.full((slots,), -1, dtype=torch.int32)
+    _order_kernel[(slots,)](torch.tensor(starts, dtype=torch.int32), found, count, BLOCK=block)
+    assert found.tolist() == _expected(starts, slots, block)
