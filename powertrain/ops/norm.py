@@ -14,7 +14,7 @@ plus the partial weight gradients [programs, N] float32; about 8 and 16 operatio
 
 dw is summed per program over rows strided by the number of programs, then over programs by a second kernel: no atomics,
 so the same bits every time. Forward reads wide rows (beyond 6144 elements of 2 bytes, 24576 of 4) again for each of its
-two passes, or LayerNorm's three; at 49152 elements the L1 still serves them. In backward rows beyond 20480 elements are
+two passes, or LayerNorm's three; RMSNorm of 49152 still takes a copy's time. In backward rows beyond 20480 elements are
 read twice, in blocks; those of LayerNorm beyond 12288 are read twice as wholes.
 
 Sources: Zhang and Sennrich, arXiv:1910.07467; Ba et al., arXiv:1607.06450; chunked variance after Chan et al. 1979.
