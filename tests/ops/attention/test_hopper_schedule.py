@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from powertrain.ops.attention.hopper import backward, backward_plans, tile_order
+from powertrain.ops.attention.hopper import backward, backward_plans, plans, tile_order
 from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.ops.attention.triton.sequences import key_tile_coords
 from powertrain.ops.shapes import cdiv
@@ -147,6 +147,7 @@ SPLITS = [
     ((2, 2048, 48, 8), 2),
     ((9, 2048, 16, 2), 2),
     ((2, 8192, 64, 4), 4),
+    ((2, 3000, 40, 8), 5),
 ]
 
 
@@ -275,6 +276,14 @@ def test_weights_in_memory_at_head_dims_to_256(sizes: tuple[int, ...], head_dim:
     batch, length, heads, kv_heads, sequences = sizes
     operands = _operands(batch, length, heads, kv_heads, head_dim, sequences, right=right)
     assert backward_plans.plan_of(operands).stores_weights is stores
+
+
+def test_heads_of_packed_sequences_share_no_tile_where_all_tiles_run_at_once() -> None:
+    def heads(length: int, heads: int, kv_heads: int, head_dim: int, sequences: int) -> int:
+        return plans.plan_of(_operands(1, length, heads, kv_heads, head_dim, sequences)).heads_per_tile
+
+    assert [heads(2, 12, 1, 88, 1), heads(8, 12, 1, 192, 2), heads(53, 28, 4, 160, 3)] == [1, 1, 1]
+    assert heads(180, 28, 4, 128, 3) == 7 and heads(100, 32, 8, 128, 64) == 4
 
 
 # batch, length, heads, kv heads; ms, one H100, of a causal forward of head dim 128 by heads that are taken in turn

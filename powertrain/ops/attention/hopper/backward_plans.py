@@ -207,7 +207,7 @@ _BLOCK_US = {160: 2.3, 192: 2.6, 256: 3.1}
 
 
 # what tiles read together from which their reads miss the L2, and what as many again cost
-_AT_WORK_BYTES, _MISSES_PENALTY = 70e6, 0.2
+_AT_WORK_BYTES, _MISSES_PENALTY = 70e6, 0.25
 
 
 @functools.lru_cache(maxsize=1024)

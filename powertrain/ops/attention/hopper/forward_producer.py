@@ -138,14 +138,93 @@ def _listed_tile(tile, tiles, list_ptr, sizes, head_groups, CONFIG: gl.constexpr
 
 
 @gluon.jit
+def _publish_tile(
+    tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_len, split, parts, slot, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Write the fields of a tile's descriptor, which consumers read where they need them: registers stay free over
+    their loops. `split` and `slot` are None where keys are not cut."""
+    write_tile_field(tile_smem, pair, TILE_B, b)
+    write_tile_field(tile_smem, pair, TILE_HEAD, head)
+    write_tile_field(tile_smem, pair, TILE_FIRST, first)
+    write_tile_field(tile_smem, pair, TILE_Q_START, q_start)
+    write_tile_field(tile_smem, pair, TILE_Q_LEN, q_len)
+    write_tile_field(tile_smem, pair, TILE_Q_CAPACITY, q_capacity)
+    write_tile_field(tile_smem, pair, TILE_K_LEN, k_len)
+    if parts is not None:
+        write_tile_field(tile_smem, pair, TILE_SPLIT, split)
+    if CONFIG.listed:
+        write_tile_field(tile_smem, pair, TILE_PARTS, parts)
+        write_tile_field(tile_smem, pair, TILE_SLOT, slot)
+
+
+@gluon.jit
+def _load_blocks(
+    blocks, visited, emptied, k_start, k_len, b, b_at, kv, head, q_row, counter_ptr, pages, q_desc, k_desc, v_desc,
+    buffers, sync, batch, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Load a tile's blocks of keys, each block's values one block later, and its queries behind the first where they
+    have one place. Returns the row of the last block's values, which are yet to be loaded, the fetch of the next tile
+    where that is under way, and the count of free stages of keys."""
+    begin, end, full_end, at_right, masked = blocks
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    q_full, k_full, v_full = sync.q_full, sync.k_full, sync.v_full
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    STAGES: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = v_smem[0].shape[1]
+    PIECES: gl.constexpr = len(q_smem)
+    Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
+    BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
+    K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
+    V_BYTES: gl.constexpr = BLOCK_N * (v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)) * BYTES
+    before = gl.to_tensor(0)
+    tile_idx = gl.to_tensor(0)
+    # the order in which consumers visit blocks; both sides compute it from the same four numbers
+    for n in range(end - begin):
+        if CONFIG.listed:
+            # a block earlier than elsewhere, for the entry of the tile is to be read too
+            if n == end - begin - 1:
+                tile_idx = fetch_next_tile_async(counter_ptr)
+        row = k_start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+        at = visited + n
+        stage = at & (STAGES - 1)
+        # k's stage: the consumers gave it back at a numbered barrier, for in Triton 3.6 an arrival at an mbarrier
+        # is a barrier of the whole warpgroup
+        if emptied <= at:
+            take_stage(KEYS_FREE, stage, CONSUMERS)
+            emptied += 1
+        bar = k_full.index(stage)
+        mbarrier.expect(bar, K_BYTES)
+        _load_rows(k_desc, k_smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
+        if n == 0:
+            if Q_SLOTS == 1:
+                # who has given back the last block of keys has done with the queries
+                while emptied < at + STAGES:
+                    take_stage(KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
+                    emptied += 1
+                _load_queries(q_desc, q_smem, q_full, b_at, head, q_row, 0, CONSUMERS, HEADS_PER_TILE)
+        else:
+            # v of a block is needed one block later than its k: o += p v trails s = q kᵀ by one block
+            stage = (at - 1) & (STAGES - 1)
+            if at > STAGES:
+                take_stage(VALUES_FREE, stage, CONSUMERS)
+            bar = v_full.index(stage)
+            mbarrier.expect(bar, V_BYTES)
+            _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, before, k_len, pages, CONFIG)
+        before = row
+    return before, tile_idx, emptied
+
+
+@gluon.jit
 def _load_tile(
     tile, tiles, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc, buffers, sync,
     sizes, head_groups, window, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
     free stages of keys so far."""
-    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
+    q_smem, v_smem = buffers.q, buffers.v
+    tile_smem, q_full, v_full = sync.tile, sync.q_full, sync.v_full
+    tile_full, tile_empty = sync.tile_full, sync.tile_empty
     batch, num_splits, num_q_per_kv = sizes.batch, sizes.num_splits, sizes.num_q_per_kv
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
@@ -153,10 +232,8 @@ def _load_tile(
     BLOCK_N: gl.constexpr = v_smem[0].shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
     QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE * CONSUMERS
-    PIECES: gl.constexpr = len(q_smem)
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
-    K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     V_BYTES: gl.constexpr = BLOCK_N * (v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)) * BYTES
     slot = None
     if CONFIG.listed:
@@ -188,26 +265,15 @@ def _load_tile(
         pair = taken & 1
         # there are two descriptors: before one is written again, the consumers must have read it
         mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
-        # consumers read a field where they need it, which keeps registers free over their loops
-        write_tile_field(tile_smem, pair, TILE_B, b)
-        write_tile_field(tile_smem, pair, TILE_HEAD, head)
-        write_tile_field(tile_smem, pair, TILE_FIRST, first)
-        write_tile_field(tile_smem, pair, TILE_Q_START, q_start)
-        write_tile_field(tile_smem, pair, TILE_Q_LEN, q_len)
-        write_tile_field(tile_smem, pair, TILE_Q_CAPACITY, q_capacity)
-        write_tile_field(tile_smem, pair, TILE_K_LEN, k_len)
-        if num_splits is not None:
-            write_tile_field(tile_smem, pair, TILE_SPLIT, split)
-        if CONFIG.listed:
-            write_tile_field(tile_smem, pair, TILE_PARTS, num_splits)
-            write_tile_field(tile_smem, pair, TILE_SLOT, slot)
+        _publish_tile(
+            tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_len, split, num_splits, slot, CONFIG
+        )
         mbarrier.arrive(tile_full.index(pair), count=1)
         offset = gl.to_tensor(0)
         if CONFIG.bottom_right:
             offset = k_len - q_len
-        begin, end, full_end, at_right, masked = blocks_of(
-            first, offset, q_len, k_len, window, split, num_splits, QUERIES, BLOCK_N, CONFIG
-        )
+        blocks = blocks_of(first, offset, q_len, k_len, window, split, num_splits, QUERIES, BLOCK_N, CONFIG)
+        begin, end = blocks[0], blocks[1]
         kv = head // num_q_per_kv
         b_at = b
         if CONFIG.packed:
@@ -217,41 +283,10 @@ def _load_tile(
             _load_queries(
                 q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
             )
-        before = gl.to_tensor(0)
-        tile_idx = gl.to_tensor(0)
-        # the order in which consumers visit blocks; both sides compute it from the same four numbers
-        for n in range(end - begin):
-            if CONFIG.listed:
-                # a block earlier than elsewhere, for the entry of the tile is to be read too
-                if n == end - begin - 1:
-                    tile_idx = fetch_next_tile_async(counter_ptr)
-            row = k_start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
-            at = visited + n
-            stage = at & (STAGES - 1)
-            # k's stage: the consumers gave it back at a numbered barrier, for in Triton 3.6 an arrival at an mbarrier
-            # is a barrier of the whole warpgroup
-            if emptied <= at:
-                take_stage(KEYS_FREE, stage, CONSUMERS)
-                emptied += 1
-            bar = k_full.index(stage)
-            mbarrier.expect(bar, K_BYTES)
-            _load_rows(k_desc, k_smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
-            if n == 0:
-                if Q_SLOTS == 1:
-                    # who has given back the last block of keys has done with the queries
-                    while emptied < at + STAGES:
-                        take_stage(KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
-                        emptied += 1
-                    _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS, HEADS_PER_TILE)
-            else:
-                # v of a block is needed one block later than its k: o += p v trails s = q kᵀ by one block
-                stage = (at - 1) & (STAGES - 1)
-                if at > STAGES:
-                    take_stage(VALUES_FREE, stage, CONSUMERS)
-                bar = v_full.index(stage)
-                mbarrier.expect(bar, V_BYTES)
-                _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, before, k_len, pages, CONFIG)
-            before = row
+        before, tile_idx, emptied = _load_blocks(
+            blocks, visited, emptied, k_start, k_len, b, b_at, kv, head, q_start + first, counter_ptr, pages, q_desc,
+            k_desc, v_desc, buffers, sync, batch, CONFIG,
+        )  # fmt: skip
         visited += end - begin
         if CONFIG.listed:
             # for the tile after this one

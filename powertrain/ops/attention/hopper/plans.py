@@ -181,8 +181,13 @@ def plan_of(operands: Operands) -> Plan:
     queries, keys = max(1, operands.queries // sequences), max(1, operands.keys // sequences)
     plan = plan_for(operands.d_qk, operands.d_v, queries)
     is_few = 4 * queries <= keys
+    # us, one H200, nothing in the L2, packed sequences whose tiles run at once, heads in tiles of their own and shared
+    # ones: 2 tokens 12/1 D88 12.6, 20.6; two of 8 12/1 D192 17.2, 19.7; 31 to 88 28/4 D160 20.8, 24.1; of more tiles:
+    # 120 to 241 28/4 D128 21.8, 20.3
+    tiles = operands.storage * sequences * cdiv(queries, plan.block_m) * heads.kv * heads.q_per_kv
+    at_once = operands.is_packed and not is_few and tiles <= operands.target.num_sms
     # a tile has one slope
-    if args.slopes is None and not plan.splits_columns:
+    if args.slopes is None and not plan.splits_columns and not at_once:
         # fewer heads leave in parts: another kernel, and float32 results
         pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, sequences > 1, whole=not is_few)
         plan = plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
