@@ -196,16 +196,12 @@ def _splits_of(operands: Operands, plan: Plan, misses: bool = True) -> int:
 # 37 to 562 32/8 1.297 1.288; 1.845. D64 50 of 75 to 1125 32/8 0.854 0.813; 1.276. D160 16 of 222 to 3337 12/1 2.506
 # 2.147; 1.755 (in two parts 1.844). Slower: 4 of 500 to 7500 64/8 8.20 8.40
 _TILES_IN_ANY_ORDER = 16384
-
-
 # SMs of the H100 SXM and H200. In a fixed order, dk and dv are sums over the parts, so the number of parts decides how
 # they are rounded: it must be the same on every Hopper GPU
 _SMS_IF_DETERMINISTIC = 132
 # microseconds that a block of 64 queries takes in a tile of 64 keys, by padded head dim; from B2 S8192 causal (H8
 # 2.26 ms, H16 5.14, H8 3.08). Narrower head dims have tiles of 128 keys, and take 2.1
 _BLOCK_US = {160: 2.3, 192: 2.6, 256: 3.1}
-
-
 # what tiles read together from which their reads miss the L2, and what as many again cost
 _AT_WORK_BYTES, _MISSES_PENALTY = 70e6, 0.25
 
@@ -232,6 +228,15 @@ def head_splits_for(
     if deterministic ten units and 2 * parts times `keys_bytes`. The longest tile is started first, yet SMs that wait
     for it at the end cost 0.41 of its time, 0.25 if deterministic, a tenth where heads are split. Fitted to head dim
     128.
+
+    Under a causal mask a tile starts when a shorter one has ended, `2 * repeats` blocks of 64 queries behind the tile
+    of the keys before. What all SMs read in that time must stay in the L2, or each tile reads q and do from memory, and
+    adds to dq there; not if deterministic, where tiles take the same queries at the same time. ms, D128 where not said,
+    in 1, 2, 4 and all parts; FlashAttention-3; one H100: D112 64/8 B2 S11478 25.2 19.7 18.7 19.2; 18.3. 64/8 B2 S8192
+    11.0 9.88 9.44 9.97; 9.62. 28/4 B1 S16384 8.57 - - 7.99; 7.70. 32/8 B1 S16384 9.12 9.12 9.28; 9.06. One H200, whose
+    memory is faster: B2 S8192 9.89 9.37 9.61 9.79; 9.44. 28/4 8.00 - - 7.80; 7.71. 32/8 9.04 9.13 9.26; 8.99. 64/8 B4
+    S2048 1.61 1.45 1.46 1.51; 1.50. B4 S1000 .533 .492 .492 .528; .531. 40/8 B2 S3000 1.00 - - .950; .928. D160 12/1 B16
+    S1780 1.83 1.56 - 1.64; 1.49.
 
     Where `is_wide`, fewer problems are split. Forward and backward in 1, 2 and all parts: D256 16/4 B2 S2048 0.590,
     0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224 28/4 B1 S3640 2.18, -, 1.60, deterministic 1.96, -, 2.11; D192
