@@ -13,8 +13,9 @@ in float32. M rows of N elements of e bytes: forward moves 2*M*N*e bytes (4*M*N*
 plus the partial weight gradients [programs, N] float32; about 8 and 16 operations an element.
 
 dw is summed per program over rows strided by the number of programs, then over programs by a second kernel: no atomics,
-so the same bits every time. Rows that do not fit in registers (beyond 32768 elements in forward, 20480 in backward) are
-read twice, in blocks; those of LayerNorm's backward beyond 12288 are read twice as wholes.
+so the same bits every time. Forward reads wide rows (beyond 6144 elements of 2 bytes, 24576 of 4) again for each of its
+two passes, or LayerNorm's three; RMSNorm of 49152 still takes a copy's time. In backward rows beyond 20480 elements are
+read twice, in blocks; those of LayerNorm beyond 12288 are read twice as wholes.
 
 Sources: Zhang and Sennrich, arXiv:1910.07467; Ba et al., arXiv:1607.06450; chunked variance after Chan et al. 1979.
 """

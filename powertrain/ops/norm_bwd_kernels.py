@@ -7,11 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.norm_fwd_kernels import norm_weight
 from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
+
+
+@triton.jit
+def _norm_weight(weight_ptr, cols, N, ZERO_CENTERED: tl.constexpr):
+    w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
+    if ZERO_CENTERED:
+        w += 1.0
+    return w
 
 
 @kernel(aligned=("N",), down_to=2)
@@ -48,7 +55,7 @@ def _norm_bwd_kernel(
     dw = tl.zeros([SUMS, BLOCK_N], tl.float32)
     db = tl.zeros([SUMS, BLOCK_N], tl.float32)
     if weight_ptr is not None:
-        w = norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
+        w = _norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
     if BLOCK_TAIL > 0:
         tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
         tail_dw = tl.zeros([SUMS, BLOCK_TAIL], tl.float32)
@@ -68,7 +75,7 @@ def _norm_bwd_kernel(
         if weight_ptr is not None:
             if BLOCK_TAIL > 0 or RELOAD:
                 # from the cache once more: kept, it made 18432 columns spill 272 bytes a thread
-                w = norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
+                w = _norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
             wdy = dy * w
         sum_wdy_xhat = tl.sum(wdy * xhat, axis=1, keep_dims=True)  # [BLOCK_M, 1]
         sum_wdy = tl.zeros([BLOCK_M, 1], tl.float32)
@@ -84,7 +91,7 @@ def _norm_bwd_kernel(
                 tail_db += _over_rows(tail_dy, SUM_ROWS_LAST)
             tail_wdy = tail_dy
             if weight_ptr is not None:
-                tail_wdy = tail_dy * norm_weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
+                tail_wdy = tail_dy * _norm_weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
             sum_wdy_xhat += tl.sum(tail_wdy * tail_xhat, axis=1, keep_dims=True)
             if IS_LAYER:
                 sum_wdy += tl.sum(tail_wdy, axis=1, keep_dims=True)
@@ -95,7 +102,7 @@ def _norm_bwd_kernel(
                     dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER, True
                 )  # fmt: skip
                 if weight_ptr is not None:
-                    wdy *= norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
+                    wdy *= _norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
             dx = (wdy - xhat * (sum_wdy_xhat / N) - sum_wdy / N) * rstd  # [BLOCK_M, BLOCK_N]
             _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, cols, M, N, stride_dhm)
             if BLOCK_TAIL > 0:
@@ -105,7 +112,7 @@ def _norm_bwd_kernel(
                         True,
                     )  # fmt: skip
                     if weight_ptr is not None:
-                        tail_wdy *= norm_weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
+                        tail_wdy *= _norm_weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
                 dx = (tail_wdy - tail_xhat * (sum_wdy_xhat / N) - sum_wdy / N) * rstd  # [BLOCK_M, BLOCK_TAIL]
                 _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, tail_cols, M, N, stride_dhm)
     _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N)
@@ -215,7 +222,7 @@ def _wdy_xhat(dy_ptr, h_ptr, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED: tl.
     h = tl.load(h_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     wdy = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     if weight_ptr is not None:
-        wdy *= norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
+        wdy *= _norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
     # columns past the row would hold -mean * rstd
     return wdy, tl.where(mask, (h - mean) * rstd, 0.0)
 

@@ -128,11 +128,11 @@ def _norm_rows(
         squares += tl.sum(tail * tail, axis=1, keep_dims=True)
     rstd = tl.rsqrt(squares / N + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
-    y = _affine(h * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
-    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
+    y = _affine(h * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST, "")
+    tl.store(y_ptr + rows * N + cols, y, mask=mask)  # [BLOCK_M, BLOCK_N]
     if BLOCK_TAIL > 0:
-        y = _affine(tail * rstd, weight_ptr, bias_ptr, y_ptr, tail_cols, N, ZERO_CENTERED, ROUND_FIRST)
-        tl.store(y_ptr + rows * N + tail_cols, y.to(y_ptr.dtype.element_ty), mask=tail_mask)  # [BLOCK_M, BLOCK_TAIL]
+        y = _affine(tail * rstd, weight_ptr, bias_ptr, y_ptr, tail_cols, N, ZERO_CENTERED, ROUND_FIRST, "")
+        tl.store(y_ptr + rows * N + tail_cols, y, mask=tail_mask)  # [BLOCK_M, BLOCK_TAIL]
 
 
 @triton.jit
@@ -147,27 +147,25 @@ def _sum(x, residual, residual_ptr, h_ptr, places, mask):
 
 
 @triton.jit
-def _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr):
+def _affine(
+    y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
     # as Hugging Face's Llama does: the normalized row is rounded to its dtype ahead of the weight
     if ROUND_FIRST:
         y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
     if weight_ptr is not None:
-        y *= norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
+        # the shape of cols
+        w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY).to(tl.float32)
+        y *= w + 1.0 if ZERO_CENTERED else w
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
-    return y
-
-
-@triton.jit
-def norm_weight(weight_ptr, cols, N, ZERO_CENTERED: tl.constexpr):
-    w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
-    if ZERO_CENTERED:
-        w += 1.0
-    return w
+        # the shape of cols
+        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    return y.to(y_ptr.dtype.element_ty)
 
 
 @kernel(aligned=("N",), down_to=2)
-def _norm_fwd_looped_kernel(
+def _norm_fwd_wide_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -184,112 +182,142 @@ def _norm_fwd_looped_kernel(
     ZERO_CENTERED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LOOPED: tl.constexpr,
 ):
-    # one row a program, in blocks; each lane keeps a running mean and sum of squared deviations, combined at the end
+    # one row a program, read for each pass over it, after the first time from the L1: a row kept in registers would
+    # leave an SM too few programs. All loads of a step are ahead of its stores: the compiler moves none past a store,
+    # which might be to the same place
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
-    mean = tl.zeros([BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_N], tl.float32)
-    blocks = 0.0
-    for start in range(0, N, BLOCK_N):
-        cols = start + lanes
-        mask = cols < N
-        h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+    sources = (x_ptr, residual_ptr, h_ptr)
+    places = (row * stride_xm, row * stride_rm)
+    # a row of one step has no loop at all
+    end = N if LOOPED else 1
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, end, CHUNKS * BLOCK_N):
+        chunks = _load_chunks(sources, places, start, lanes, N, BLOCK_N, CHUNKS, LOOPED, "evict_last")
         if residual_ptr is not None:
-            h += tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-            h = h.to(h_ptr.dtype.element_ty)
-            tl.store(h_ptr + row * N + cols, h, mask=mask)  # [BLOCK_N]
-            h = h.to(tl.float32)
-        if IS_LAYER:
-            # Welford's update, lane by lane; the lanes are combined behind the loop by Chan's formula. All lanes in
-            # the mask have as many elements, so one division serves the block
-            blocks += 1.0
-            delta = tl.where(mask, h - mean, 0.0)
-            mean += delta * (1.0 / blocks)
-            squares += delta * tl.where(mask, h - mean, 0.0)
-        else:
-            squares += h * h
-    row_mean = 0.0
-    total = tl.sum(squares, axis=0)
+            for i in tl.static_range(CHUNKS):
+                cols = start + i * BLOCK_N + lanes
+                tl.store(h_ptr + row * N + cols, chunks[i], mask=_inside(cols, N, i, CHUNKS, LOOPED))  # [BLOCK_N]
+        for i in tl.static_range(CHUNKS):
+            h = chunks[i].to(tl.float32)
+            total += h if IS_LAYER else h * h
+    mean = 0.0
     if IS_LAYER:
-        count = tl.maximum((N - lanes + BLOCK_N - 1) // BLOCK_N, 0).to(tl.float32)  # [BLOCK_N]
-        row_mean = tl.sum(mean * count, axis=0) / N
-        total += tl.sum(count * (mean - row_mean) * (mean - row_mean), axis=0)
-        tl.store(mean_ptr + row, row_mean)  # scalar
-    rstd = tl.rsqrt(total / N + eps)
+        # mean first: E[h²] - mean² would lose the digits of a row whose mean is large
+        mean = tl.sum(total, axis=0) / N
+        tl.store(mean_ptr + row, mean)  # scalar
+        total = tl.zeros([BLOCK_N], tl.float32)
+        for start in range(0, end, CHUNKS * BLOCK_N):
+            chunks = _load_chunks(sources, places, start, lanes, N, BLOCK_N, CHUNKS, LOOPED, "evict_last")
+            for i in tl.static_range(CHUNKS):
+                h = chunks[i].to(tl.float32) - mean
+                total += tl.where(_inside(start + i * BLOCK_N + lanes, N, i, CHUNKS, LOOPED), h * h, 0.0)
+    rstd = tl.rsqrt(tl.sum(total, axis=0) / N + eps)
     tl.store(rstd_ptr + row, rstd)  # scalar
-    for start in range(0, N, BLOCK_N):
-        cols = start + lanes
-        mask = cols < N
+    for start in range(0, end, CHUNKS * BLOCK_N):
+        chunks = _load_chunks(sources, places, start, lanes, N, BLOCK_N, CHUNKS, LOOPED, "evict_first")
+        results = ()
+        for i in tl.static_range(CHUNKS):
+            y = (chunks[i].to(tl.float32) - mean) * rstd
+            cols = start + i * BLOCK_N + lanes
+            y = _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST, "evict_last")
+            results += (y,)  # type: ignore[assignment]
+        for i in tl.static_range(CHUNKS):
+            cols = start + i * BLOCK_N + lanes
+            tl.store(y_ptr + row * N + cols, results[i], mask=_inside(cols, N, i, CHUNKS, LOOPED))  # [BLOCK_N]
+
+
+@triton.jit
+def _load_chunks(
+    sources, places, start, lanes, N, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, LOOPED: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """x, or x + residual rounded to the stream's dtype, from column `start` on, as CHUNKS blocks of [BLOCK_N]."""
+    x_ptr, residual_ptr, h_ptr = sources
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        cols = start + i * BLOCK_N + lanes
+        mask = _inside(cols, N, i, CHUNKS, LOOPED)
+        h = tl.load(x_ptr + places[0] + cols, mask=mask, other=0.0, eviction_policy=POLICY)  # [BLOCK_N]
         if residual_ptr is not None:
-            # this program wrote h itself, and each lane reads only what it wrote
-            h = tl.load(h_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-        else:
-            h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-        y = _affine((h - row_mean) * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_N]
+            # [BLOCK_N]
+            residual = tl.load(residual_ptr + places[1] + cols, mask=mask, other=0.0, eviction_policy=POLICY)
+            h = (h.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+        chunks += (h,)  # type: ignore[assignment]
+    return chunks
+
+
+@triton.jit
+def _inside(cols, N, i, CHUNKS: tl.constexpr, LOOPED: tl.constexpr):
+    """Which columns of a chunk the row has: of a row in one step all but the last chunk are whole."""
+    return cols < N if i == CHUNKS - 1 or LOOPED else cols >= 0
 
 
 class _Plan(NamedTuple):
-    looped: bool  # the row does not fit in one block
     block_m: int
     block_n: int
     num_warps: int
     tail: int = 0  # columns behind block_n, a power of 2
-    programs: int = 0  # on an SM, which loop over blocks of rows; 0: a program for each
+    # on an SM: of a row in registers, that loop over blocks of rows (0: a program for each); of one that is read again,
+    # that the registers suffice for (0: as the compiler likes)
+    programs: int = 0
+    chunks: int = 0  # of block_n columns, of a row that is read again for each pass; 0: it stays in registers
+    looped: bool = False  # it has more chunks than that
 
 
-@tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
+@tunable("NVIDIA H200, 2026-11-24", ("block_m", "num_warps"))
 def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: int, target: Target) -> _Plan:
-    # bf16, 16384 rows, ms; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
-    #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
-    #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
-    # a persistent grid, cache hints on loads and on stores: no gain
-    # between the powers of 2 a block and a tail, warps, beside one block; in brackets torch.compile:
-    #   rms    5120 8 warps 0.083 / 0.084 (0.091)    6144 4 warps 0.098 / 0.099 (0.099)
-    #   rms    10240 16 warps 0.161 / 0.175 (0.160)  12288 4 warps 0.202 / 0.205 (0.192)
-    #   rms    14336 8 warps 0.225 / 0.231 (0.224)
-    #   layer  5120 4 warps 0.084 / 0.103 (0.152)    6144 4 warps 0.100 / 0.112 (0.127)
-    #   layer  10240 8 warps 0.175 / 0.220 (0.179)   14336 8 warps 0.250 / 0.254 (0.237)
-    #   layer  12288 8 warps, 2 programs an SM 0.216 / 4 warps, a program a row 0.232 (0.207)
+    # bf16, 16384 rows, ms, in registers / read again (a copy; benchmarks/results/2026-11-24_h200_norms.md has all):
+    #   rms 4096 0.0677 / 0.0672 (0.0631); 6144 0.0986 / 0.0988 (0.0947); layer 4096 0.0682 / 0.0766
+    #   layer 5120 0.0844 / 0.0950; layer 18432 of float32, 8192 rows, 0.3166 / 0.3521 (0.2841)
+    if N > 24576 or (N > 6144 and element_size == 2):
+        return _wide_plan(N, is_layer, has_residual, element_size)
     block_n = next_power_of_2(N)
     whole = block_n // 2
     tail = max(256, next_power_of_2(N - whole)) if N > whole else 0
     if N in range(4097, 6145):
-        return _Plan(False, 1, whole, 8 if tail <= 1024 and not is_layer else 4, tail)
-    if is_layer and not has_residual and element_size == 2 and N in range(10241, 12289):
-        return _Plan(False, 1, whole, 8, tail, programs=2)
+        return _Plan(1, whole, 8 if tail <= 1024 and not is_layer else 4, tail)
     if N in range(8193, 14337):
-        warps = 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8
-        return _Plan(False, 1, whole, warps, tail)
-    if block_n > 32768:
-        # 49152 and 65536: blocks of 2048, 4096 and 8192 within 3 % of each other
-        return _Plan(True, 1, 4096, 16)
+        return _Plan(1, whole, 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8, tail)
     if block_n > 16384:
-        return _wide_plan(16384, tail, is_layer, has_residual, element_size)
+        # layer 18432, 16384 rows: programs that loop 0.621, with 8 warps 0.642, a program a row 0.672
+        return _Plan(1, 16384, 16, tail, programs=0 if has_residual else 1)
     if block_n > 8192 or (is_layer and block_n > 4096):
-        return _Plan(False, 1, block_n, 8)
+        return _Plan(1, block_n, 8)
     if block_n >= 4096:
-        return _Plan(False, 2, block_n, 8)
-    return _Plan(False, min(16, 4096 // block_n), block_n, 4)
+        return _Plan(2, block_n, 8)
+    return _Plan(min(16, 4096 // block_n), block_n, 4)
 
 
-def _wide_plan(block: int, tail: int, is_layer: bool, has_residual: bool, element_size: int) -> _Plan:
-    # bf16, 16384 rows, ms: programs that loop, 8 / 16 / 32 warps; a program a row; 4096 columns a step (torch.compile)
-    #   rms    18432 .310 / .304 / .309; .345; .316 (.291)   20480 .346 / .339 / .345; -; .358 (.314)
-    #   rms    24576 - / .407 / .414; -; .463 (.376)         28672 - / .474 / .477; .487; .594 (.483)
-    #   rms    32768 - / .567 / .538; .548; .721 (.511)      20480 with a residual - / .671 / .676; .640; .652 (.660)
-    #   layer  18432 .325 / .414 / -; -; .382 (.306)         20480 .355 / .473 / -; -; .403 (.343)
-    #   layer  24576 - / .428 / .412; .546; .506 (.430)      28672 spills; .601; .627 (.538)
-    #   layer  32768 spills; .646; .748 (.641)               20480 with a residual .690 / .693 / -; .650; .669 (.677)
-    #   layer  18432 of float32 .642 / .621 / -; .672; .752 (.621)
-    if has_residual or (is_layer and tail > 8192):
-        return _Plan(False, 1, block, 16, tail)
-    if is_layer:
-        warps = 16 if element_size == 4 else 8 if tail <= 4096 else 32
+def _wide_plan(N: int, is_layer: bool, has_residual: bool, element_size: int) -> _Plan:
+    # bf16, 16384 rows, ms: 8 warps / 16 with registers for 2 programs an SM / for 3 / 32 warps (a copy)
+    #   rms   8192 0.1308 / 0.1285 / - / - (0.1263)   18432 0.2961 / 0.2938 / 0.2852 / 0.3253 (0.2841)
+    #         24576 0.3874 / 0.3775 / 0.4440 / 0.3831 (0.3788)   32768 0.5063 / 0.5065 / 0.5829 / 0.6322 (0.5050)
+    #   layer 8192 0.1330 / 0.1589 / - / - (0.1263)   18432 0.3008 / 0.3293 / 0.3171 / 0.3865 (0.2841)
+    #         24576 0.4259 / 0.4205 / 0.4133 / 0.4322 (0.3788)   32768 0.5793 / 0.6371 / 0.8431 / 0.5903 (0.5050)
+    #   18432 with a residual: rms 0.6162 / 0.5785 / 0.7329 / 0.6505, layer 0.6881 / 0.5787 / 0.7754 / 0.6409 (0.5681)
+    #   49152: 16 warps / 32: rms 0.7914 / 0.7717, layer 1.0156 / 0.9804 (0.7575)
+    row, programs = N * element_size, 0
+    if row > 65536:
+        warps = 32
+    elif is_layer and not has_residual:
+        warps = 8
     else:
-        warps = 16 if tail <= 8192 else 32
-    return _Plan(False, 1, block, warps, tail, programs=1)
+        warps, programs = 16, 3 if row <= 36864 and not has_residual else 2
+    block = 256 * warps
+    chunks = cdiv(N, block)
+    # as many loads at once as spill at most 64 bytes on sm_90; without whole vectors a load is eight
+    vectors = N % 8 == 0
+    most = 5 if vectors else 2
+    if not has_residual:
+        most = 49152 // block if element_size == 2 else 5
+    looped = chunks > most
+    if looped:
+        chunks = cdiv(chunks, cdiv(chunks, 4)) if vectors else 1
+    return _Plan(1, block, warps, programs=programs, chunks=chunks, looped=looped)
 
 
 def norm_fwd_outputs(
@@ -320,10 +348,13 @@ def norm_fwd(
     tensors = (rows, residual, weight, bias, y, h, mean, rstd)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
     modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
-    if plan.looped:
-        _norm_fwd_looped_kernel[(M,)](
-            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps
-        )
+    if plan.chunks:
+        # a warp's registers are given out 8 a thread at a time
+        registers = target.registers_per_sm // (32 * plan.num_warps * plan.programs) // 8 * 8 if plan.programs else None
+        _norm_fwd_wide_kernel[(M,)](
+            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, CHUNKS=plan.chunks, LOOPED=plan.looped,
+            num_warps=plan.num_warps, maxnreg=registers,
+        )  # fmt: skip
     else:
         blocks = cdiv(M, plan.block_m)
         if plan.programs:

@@ -70,14 +70,15 @@ def test_sizes(M: int, N: int, device: torch.device) -> None:
     _check(activation, activation_ref, tensors, kind="silu")
 
 
-# no multiple of 16, of 8, of 4, of 2: a launch for whole blocks of 4096 elements and one for the rest
+# no multiple of 16, of 8, of 4, of 2: a launch for whole vectors and one for the rest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("N", [1720, 1724, 1726, 1727])
 @pytest.mark.kernels
 def test_dense_memory_of_odd_rows(N: int, dtype: torch.dtype, device: torch.device, monkeypatch: Any) -> None:
     monkeypatch.setattr(activation_kernels, "_MANY", 8192)
     parts = activation_kernels._in_rows(torch.empty(5, N), None)
-    assert [part[0].shape for part in parts] == [(2, 4096), (1, 5 * N - 8192)] and parts[1][1] is None
+    assert [part[0].shape for part in parts] == [(1, 5 * N // 16 * 16), (1, 5 * N % 16)] and parts[1][1] is None
+    assert [part[0].shape for part in activation_kernels._in_rows(torch.empty(16, N))] == [(1, 16 * N)]
     _check(activation, activation_ref, {"x": _randn(5, N, device=device, dtype=dtype)}, kind="gelu")
     two = {"x": _randn(5, N, device=device, dtype=dtype), "up": _randn(5, N, device=device, dtype=dtype)}
     _check(gated_activation, gated_activation_ref, two, kind="swiglu")

@@ -61,6 +61,8 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
     powertrain.layer_norm(empty(64, 40000), empty(40000), empty(40000), residual=empty(64, 40000))[0].backward(
         torch.empty(64, 40000, dtype=dtype, device=META)
     )
+    for norm in (powertrain.rms_norm, powertrain.layer_norm):
+        norm(empty(64, 20000), empty(20000))
     scores = powertrain.scaled_softmax(empty(4, 64, 40000))
     scores.backward(torch.empty_like(scores))
     main_grad = torch.empty(512, 64, device=META)

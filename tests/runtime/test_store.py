@@ -133,7 +133,7 @@ def test_the_key_knows_called_functions_and_constants() -> None:
     before = norm_fwd_kernels._norm_fwd_kernel.source_hash
     kept = norm_fwd_kernels._affine
     try:
-        norm_fwd_kernels._affine = norm_fwd_kernels.norm_weight
+        norm_fwd_kernels._affine = norm_fwd_kernels._inside
         assert source_hash(norm_fwd_kernels._norm_fwd_kernel.fn) != before
     finally:
         norm_fwd_kernels._affine = kept
