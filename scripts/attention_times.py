@@ -6,8 +6,8 @@ the benchmark attention_choice measured.
 
 adds the problems of a file, one row each, or replaces those of a source of that name. `--first 55` leaves out the first
 55 problems of the file, because another card timed them. `--forget hopper:136-512` drops a backend's times of the other
-sources at these head dims, because its kernels there have changed. `--folds 6` writes nothing: it counts which choices
-for the problems are too slow, a sixth of them left out of the table in turn.
+sources at these head dims, because its kernels there have changed. `--folds 6` writes nothing: it leaves
+a sixth of the problems out of the table in turn, and counts which of their choices are too slow.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def _differentiates(name: str, problem: AttentionProblem) -> str | None:
 
 
 def choices(found: list[Measured], table: dict[str, Any]) -> Iterator[tuple[Problem, str, str, dict[str, float]]]:
-    """Of every problem, both ways: who is chosen by a table without them, and the times."""
+    """For every problem, forward and training: the backend that a table without them chooses, and the times."""
     cases = [row_of(p, times, "")["case"] for p, times in found]
     rows = ((row, 1.0) for row in table["rows"] if row["case"] not in cases)
     points = measurements.points_of(rows, table["sources"])

@@ -295,7 +295,7 @@ MISSED = [
     ((3, 57, 57, 16, 16, 96), "full", True, "flash"),  # 1.9
     ((34, 4, 963, 12, 1, 320), "full", False, "hopper"),  # 3.21
     ((498, 24, 24, 8, 8, 40), "full", True, "efficient"),  # 1.66
-    # seed 7 of the same benchmark: the next that takes it, or what was chosen until then
+    # seed 7 of the same benchmark: the next backend that takes the problem, or the one chosen before
     ((687, 2, 2, 12, 1, 88), "causal", False, "hopper"),  # 6.06
     ((48, 11, 11, 12, 1, 64), "causal", False, "hopper"),  # 2.37
     ((50, 1, 1, 32, 8, 256), "causal", True, "hopper"),  # 1.33

@@ -170,12 +170,12 @@ def schedule_of(operands: Operands, plan: Plan) -> Schedule:
 
 
 def _query_bytes(operands: Operands) -> int:
-    """What a query of a head has: q and do in 16 bits, dq in float32."""
+    """Bytes of one query of one head: q and do in 16 bits, dq in float32."""
     return 6 * operands.d_qk + 2 * operands.d_v
 
 
 def _splits_of(operands: Operands, plan: Plan, misses: bool = True) -> int:
-    """Parts of the query heads that share keys, with or without those that only reads which miss the L2 ask for."""
+    """Parts of the query heads that share keys. Without `misses` the estimate ignores reads that miss the L2."""
     args, heads, blocks = operands.args, operands.heads, operands.key_blocks(plan.block_n)
     if heads.q_per_kv == 1 or plan.block_n == 96:
         return 1

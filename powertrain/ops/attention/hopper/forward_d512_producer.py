@@ -4,15 +4,13 @@ Loader 0 fetches tiles, publishes their descriptors and loads q; loader 1 reads 
 """
 
 from powertrain.ops.attention.hopper.forward_d512_tiles import CHUNKS_FREE, TILE_K_START, chunk_index
-from powertrain.ops.attention.hopper.forward_producer import take_stage
+from powertrain.ops.attention.hopper.forward_producer import take_stage, write_tile
 from powertrain.ops.attention.hopper.forward_tiles import (
     TILE_B,
     TILE_FIRST,
     TILE_HEAD,
     TILE_K_LEN,
-    TILE_Q_CAPACITY,
     TILE_Q_LEN,
-    TILE_Q_START,
     as_tile,
     block_at,
     blocks_of,
@@ -107,13 +105,7 @@ def _load_tile(
         pair = taken & 1
         # there are two descriptors: before one is written again, both consumers must have read it
         mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
-        write_tile_field(tile_smem, pair, TILE_B, b)
-        write_tile_field(tile_smem, pair, TILE_HEAD, head)
-        write_tile_field(tile_smem, pair, TILE_FIRST, first)
-        write_tile_field(tile_smem, pair, TILE_Q_START, q_start)
-        write_tile_field(tile_smem, pair, TILE_Q_LEN, q_len)
-        write_tile_field(tile_smem, pair, TILE_Q_CAPACITY, q_capacity)
-        write_tile_field(tile_smem, pair, TILE_K_LEN, k_len)
+        write_tile(tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_len)
         write_tile_field(tile_smem, pair, TILE_K_START, k_start)
         mbarrier.arrive(tile_full.index(pair), count=1)
         b_at = b

@@ -138,11 +138,9 @@ def _listed_tile(tile, tiles, list_ptr, sizes, head_groups, CONFIG: gl.constexpr
 
 
 @gluon.jit
-def _publish_tile(
-    tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_len, split, parts, slot, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Write the fields of a tile's descriptor, which consumers read where they need them: registers stay free over
-    their loops. `split` and `slot` are None where keys are not cut."""
+def write_tile(tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_len):
+    """Write the fields that every tile's descriptor has. Consumers read them where they need them, which keeps
+    registers free over their loops."""
     write_tile_field(tile_smem, pair, TILE_B, b)
     write_tile_field(tile_smem, pair, TILE_HEAD, head)
     write_tile_field(tile_smem, pair, TILE_FIRST, first)
@@ -150,11 +148,6 @@ def _publish_tile(
     write_tile_field(tile_smem, pair, TILE_Q_LEN, q_len)
     write_tile_field(tile_smem, pair, TILE_Q_CAPACITY, q_capacity)
     write_tile_field(tile_smem, pair, TILE_K_LEN, k_len)
-    if parts is not None:
-        write_tile_field(tile_smem, pair, TILE_SPLIT, split)
-    if CONFIG.listed:
-        write_tile_field(tile_smem, pair, TILE_PARTS, parts)
-        write_tile_field(tile_smem, pair, TILE_SLOT, slot)
 
 
 @gluon.jit
@@ -265,9 +258,12 @@ def _load_tile(
         pair = taken & 1
         # there are two descriptors: before one is written again, the consumers must have read it
         mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
-        _publish_tile(
-            tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_len, split, num_splits, slot, CONFIG
-        )
+        write_tile(tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_len)
+        if num_splits is not None:
+            write_tile_field(tile_smem, pair, TILE_SPLIT, split)
+        if CONFIG.listed:
+            write_tile_field(tile_smem, pair, TILE_PARTS, num_splits)
+            write_tile_field(tile_smem, pair, TILE_SLOT, slot)
         mbarrier.arrive(tile_full.index(pair), count=1)
         offset = gl.to_tensor(0)
         if CONFIG.bottom_right:
