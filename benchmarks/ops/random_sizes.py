@@ -3,7 +3,8 @@ other sizes, which no table of chosen sizes shows.
 
 The floor of an op bound by memory is a copy of as many bytes; of an op bound by products torch's own matrix products of
 the same sizes, with a copy of the bytes between them not counted. Both are timed in turns with the op. A share is the
-floor's time divided by ours.
+floor's time divided by ours. Ops bound by memory are timed beside the same formula in plain PyTorch too, compiled by
+torch.compile for each size.
 """
 
 import math
@@ -11,13 +12,16 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.peers import set_up_torch_compile
 from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.bias_dropout_add import bias_dropout_add
@@ -41,6 +45,9 @@ from powertrain.testing.bench import measure
 
 MOST_BYTES = 1 << 30  # of an op's largest tensor
 FAR = 0.9  # of the op's median share: below it a size is listed
+BEHIND = 0.97  # torch.compile's time divided by ours: below it a size is listed
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPILERS = 6  # processes that compile at once, each with the tensors of a size
 
 
 class Draw(NamedTuple):
@@ -50,6 +57,7 @@ class Draw(NamedTuple):
     build: Callable[[str], tuple[Callable[[], Any], list[Tensor]]]
     floor: Callable[[], Callable[[], Any]]  # of the forward
     floor_both: Callable[[], Callable[[], Any]] | None  # of forward and backward; None: no backward
+    plain: Callable[..., Any] | None = None  # of the differentiable inputs: the formula in plain PyTorch
 
 
 def _log(source: random.Random, low: int, high: int, multiple: int = 1) -> int:
@@ -97,11 +105,21 @@ def _norm(source: random.Random) -> Draw:
         leaves = [t for t in (x, w, b, h) if t is not None]
         return lambda: op(x, w, b, residual=h), leaves
 
+    def plain(x: Tensor, w: Tensor, *rest: Tensor) -> Any:
+        b, h = rest[0] if biased else None, rest[-1] if residual else None
+        total = x if h is None else x + h
+        if op is layer_norm:
+            y = F.layer_norm(total, (width,), w, b)
+        else:
+            y = F.rms_norm(total, (width,), w, 1e-6)
+            y = y if b is None else y + b
+        return y if h is None else (y, total)
+
     each = rows * width * dtype.itemsize
     # backward: dy, the sum or x, dx; with a residual also its gradient
     forward, backward = (4, 4) if residual else (2, 3)
     name = f"{rows}x{width} {str(dtype)[6:]}{' bias' * biased}{' residual' * residual}"
-    return Draw(op.__name__, name, build, _copy(forward * each), _copy((forward + backward) * each))
+    return Draw(op.__name__, name, build, _copy(forward * each), _copy((forward + backward) * each), plain)
 
 
 def _activation(source: random.Random) -> Draw:
@@ -113,9 +131,17 @@ def _activation(source: random.Random) -> Draw:
         x = _randn(rows, 2 * width if gated else width, device=device)
         return (lambda: gated_activation(x, kind)) if gated else (lambda: activation(x, kind)), [x]
 
+    def plain(x: Tensor) -> Tensor:
+        gate = x[:, :width]
+        if "gelu" in kind or "geglu" in kind:
+            y = F.gelu(gate, approximate="tanh" if kind.endswith("tanh") else "none")
+        else:
+            y = F.relu(gate).square() if kind == "relu_squared" else F.silu(gate)
+        return y * x[:, width:] if gated else y
+
     each = rows * width * 2
     forward, backward = (3, 5) if gated else (2, 3)
-    return Draw(kind, f"{rows}x{width}", build, _copy(forward * each), _copy((forward + backward) * each))
+    return Draw(kind, f"{rows}x{width}", build, _copy(forward * each), _copy((forward + backward) * each), plain)
 
 
 def _rope(source: random.Random) -> Draw:
@@ -126,12 +152,26 @@ def _rope(source: random.Random) -> Draw:
 
     def build(device: str) -> tuple[Callable[[], Any], list[Tensor]]:
         q, k = (_randn(batch, length, n, dim, device=device) for n in (heads, kv))
-        table = rope_table(turned, length, device=device)
-        return lambda: rope(q, k, table=table, interleaved=interleaved), [q, k]
+        placed = table.to(device)
+        return lambda: rope(q, k, table=placed, interleaved=interleaved), [q, k]
+
+    # outside of what is compiled, as a model keeps them
+    table = rope_table(turned, length, device=_DEVICE)
+    cos, sin = table.cos[:, None], table.sin[:, None]
+
+    def plain(q: Tensor, k: Tensor) -> Any:
+        def rotate(x: Tensor) -> Tensor:
+            of = x[..., :turned].float()
+            a, b = of.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else of.chunk(2, -1)
+            both = a * cos - b * sin, b * cos + a * sin
+            y = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+            return torch.cat((y.to(x.dtype), x[..., turned:]), -1)
+
+        return rotate(q), rotate(k)
 
     moved = 2 * 2 * batch * length * (heads + kv) * dim
     name = f"B{batch} S{length} H{heads}/{kv} D{dim} of which {turned}{' interleaved' * interleaved}"
-    return Draw("rope", name, build, _copy(moved), _copy(2 * moved))
+    return Draw("rope", name, build, _copy(moved), _copy(2 * moved), plain)
 
 
 def _softmax(source: random.Random) -> Draw:
@@ -143,11 +183,19 @@ def _softmax(source: random.Random) -> Draw:
         x = _randn(batch, heads, queries, keys, device=device)
         return lambda: scaled_softmax(x, scale=0.1, is_causal=causal), [x]
 
+    def plain(x: Tensor) -> Tensor:
+        scores = 0.1 * x.float()
+        if causal:
+            at = torch.arange(queries, device=x.device)
+            scores = scores.masked_fill(at > at[:, None], -math.inf)
+        return scores.softmax(-1).to(x.dtype)
+
     each = batch * heads * queries * keys * 2
     # a causal softmax reads half of its scores and writes all
     forward, backward = (1.5, 2) if causal else (2, 3)
     name = f"B{batch} H{heads} {queries}x{keys}{' causal' * causal}"
-    return Draw("scaled_softmax", name, build, _copy(int(forward * each)), _copy(int((forward + backward) * each)))
+    floors = _copy(int(forward * each)), _copy(int((forward + backward) * each))
+    return Draw("scaled_softmax", name, build, *floors, plain)
 
 
 def _loss(source: random.Random) -> Draw:
@@ -158,8 +206,11 @@ def _loss(source: random.Random) -> Draw:
         x, target = _randn(rows, words, device=device), torch.zeros(rows, dtype=torch.long, device=device)
         return lambda: cross_entropy(x, target), [x]
 
+    def plain(x: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), torch.zeros(rows, dtype=torch.long, device=x.device))
+
     each = rows * words * 2
-    return Draw("cross_entropy", f"{rows}x{words}", build, _copy(each), _copy(3 * each))
+    return Draw("cross_entropy", f"{rows}x{words}", build, _copy(each), _copy(3 * each), plain)
 
 
 def _dropout(source: random.Random) -> Draw:
@@ -170,10 +221,12 @@ def _dropout(source: random.Random) -> Draw:
         x, b, h = (_randn(*shape, device=device) for shape in ((rows, width), (width,), (rows, width)))
         return lambda: bias_dropout_add(x, b, h, p), [x, b, h]
 
+    def plain(x: Tensor, b: Tensor, h: Tensor) -> Tensor:
+        return F.dropout(x + b, p) + h
+
     each = rows * width * 2
-    return Draw(
-        "bias_dropout_add", f"{rows}x{width} p={p}", build, _copy(3 * each), _copy((3 + (3 if p else 1)) * each)
-    )
+    floors = _copy(3 * each), _copy((3 + (3 if p else 1)) * each)
+    return Draw("bias_dropout_add", f"{rows}x{width} p={p}", build, *floors, plain)
 
 
 def _experts(source: random.Random) -> Draw:
@@ -310,45 +363,92 @@ def _compile(draws: list[Draw]) -> None:
         list(pool.map(entry_for, {spec.key: spec for spec in wanted.specs}.values()))
 
 
-def _shares(draw: Draw) -> Iterator[tuple[str, float, float, float]]:
-    """Way, share, ms of the floor, ms of ours."""
-    call, leaves = draw.build("cuda")
+def _draws(count: int, seed: int) -> list[Draw]:
+    source = random.Random(seed)
+    return [KINDS[i % len(KINDS)](source) for i in range(count)]
+
+
+def _compile_plain(count: int, seed: int, i: int) -> None:
+    """torch.compile's kernels of a size into its cache on disk, in a process of its own."""
+    set_up_torch_compile()
+    draw = _draws(count, seed)[i]
+    _, leaves = draw.build("cuda")
+    assert draw.plain is not None
+    plain = torch.compile(draw.plain, dynamic=False)
     with torch.no_grad():
-        found = measure({"floor": draw.floor(), "ours": call}, seconds=0.1)
-    yield "forward", found["floor"].ms / found["ours"].ms, found["floor"].ms, found["ours"].ms
-    if draw.floor_both is None or not leaves:
-        return
+        plain(*leaves)
+    _gradients(lambda: plain(*leaves), leaves)()
+    torch.cuda.empty_cache()
+
+
+def _gradients(call: Callable[[], Any], leaves: list[Tensor]) -> Callable[[], Any]:
+    """Forward and backward."""
     out = call()
-    outs = out if isinstance(out, tuple) else (out,)
-    grads = [torch.randn_like(t) for t in outs]
+    grads = [torch.randn_like(t) for t in (out if isinstance(out, tuple) else (out,))]
 
     def step() -> Any:
         again = call()
         return torch.autograd.grad(again if isinstance(again, tuple) else (again,), leaves, grads)
 
-    found = measure({"floor": draw.floor_both(), "ours": step}, seconds=0.1)
-    yield "both", found["floor"].ms / found["ours"].ms, found["floor"].ms, found["ours"].ms
+    return step
+
+
+def _times(draw: Draw) -> Iterator[tuple[str, dict[str, float]]]:
+    """Way, ms of the floor, of ours and, where there is one, of torch.compile."""
+    call, leaves = draw.build("cuda")
+    calls = {"ours": call}
+    if draw.plain is not None:
+        compiled = torch.compile(draw.plain, dynamic=False)
+        calls["torch.compile"] = lambda: compiled(*leaves)
+    with torch.no_grad():
+        yield "forward", _ms({"floor": draw.floor(), **calls})
+    if draw.floor_both is not None and leaves:
+        steps = {name: _gradients(function, leaves) for name, function in calls.items()}
+        yield "both", _ms({"floor": draw.floor_both(), **steps})
+
+
+def _ms(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    return {name: timing.ms for name, timing in measure(variants, seconds=0.1).items()}
 
 
 def run(count: int = 390, seconds: float = math.inf, seed: int = 0) -> Iterator[str]:
     """`count` sizes, or as many as `seconds` allow."""
     end = time.monotonic() + seconds
-    source = random.Random(seed)
-    draws = [KINDS[i % len(KINDS)](source) for i in range(count)]
+    set_up_torch_compile()
+    draws = _draws(count, seed)
     _compile(draws)
+    with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
+        plain = [i for i, draw in enumerate(draws) if draw.plain is not None]
+        futures = [pool.submit(_compile_plain, count, seed, i) for i in plain]
+        # what has not been compiled by then compiles when it is timed
+        wait(futures, timeout=None if math.isinf(seconds) else seconds / 2)
+        pool.shutdown(cancel_futures=True)
     shares: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
+    ratios: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
     for draw in draws:
         if time.monotonic() > end:
             break
         try:
-            for way, share, floor, ours in _shares(draw):
-                shares[draw.op, way].append((share, f"{draw.size}: {floor:.4f} / {ours:.4f} ms"))
+            for way, ms in _times(draw):
+                of = draw.op, way
+                shares[of].append((ms["floor"] / ms["ours"], f"{draw.size}: {ms['floor']:.4f} / {ms['ours']:.4f} ms"))
+                if "torch.compile" in ms:
+                    theirs = ms["torch.compile"]
+                    ratios[of].append((theirs / ms["ours"], f"{draw.size}: {theirs:.4f} / {ms['ours']:.4f} ms"))
         except (PowertrainError, RuntimeError) as error:
             yield f"{draw.op} {draw.size}: {str(error).splitlines()[0]}"
         torch.cuda.empty_cache()
-    for (op, way), found in sorted(shares.items()):
-        found.sort()
-        middle = median(share for share, _ in found)
-        ends = f"{found[0][0]:.2f} to {found[-1][0]:.2f}"
-        yield f"{op} {way}: {len(found)} sizes, share of the floor {ends}, median {middle:.2f}"
-        yield from (f"    {share:.2f} {line}" for share, line in found if share < FAR * middle)
+    yield from _report(shares, "share of the floor", lambda middle: FAR * middle)
+    yield from _report(ratios, "torch.compile's time by ours", lambda middle: BEHIND)
+
+
+def _report(
+    found: dict[tuple[str, str], list[tuple[float, str]]], title: str, below: Callable[[float], float]
+) -> Iterator[str]:
+    """Least, most and median of each op, and the sizes below a limit."""
+    for (op, way), lines in sorted(found.items()):
+        lines.sort()
+        middle = median(value for value, _ in lines)
+        ends = f"{lines[0][0]:.2f} to {lines[-1][0]:.2f}"
+        yield f"{op} {way}: {len(lines)} sizes, {title} {ends}, median {middle:.2f}"
+        yield from (f"    {value:.2f} {line}" for value, line in lines if value < below(middle))

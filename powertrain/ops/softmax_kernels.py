@@ -298,7 +298,9 @@ def _plan(num_queries: int, N: int, target: Target) -> _Plan:
     if N % 8 and N > 256 and block_n // 2 < N <= 3 * block_n // 4:
         block_n //= 2
         tail = max(32, next_power_of_2(N - block_n))
-    return _Plan(False, block_m, block_n, max(1, min(16, block_m * (block_n + tail) // 1024)), tail)
+    # a power of 2: 2048 columns and a tail of 1024 take four
+    num_warps = next_power_of_2(cdiv(block_m * (block_n + tail), 1024))
+    return _Plan(False, block_m, block_n, min(16, num_warps), tail)
 
 
 class _Matrices(NamedTuple):

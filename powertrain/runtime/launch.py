@@ -164,7 +164,14 @@ class Kernel:
 
         return source_hash(self.fn)
 
+    def _check_options(self, constants: dict[str, Any]) -> None:
+        """The interpreter takes any number of warps, which a GPU's compiler refuses."""
+        warps: int = constants.get("num_warps", OPTIONS["num_warps"])  # type: ignore[assignment]
+        if warps < 1 or warps & (warps - 1):
+            raise ValueError(f"{self.name}: num_warps must be a power of 2, got {warps}")
+
     def _interpret(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        self._check_options(constants)
         if 0 in grid or any(isinstance(a, Tensor) and a.is_meta for a in (*args, *constants.values())):
             return
         if self.archs:
@@ -195,6 +202,7 @@ class Kernel:
         if self.archs and arch not in self.archs:
             known = ", ".join(f"sm_{known}" for known in self.archs)
             raise NotImplementedError(f"{self.name}: written for {known}, asked of sm_{arch}")
+        self._check_options(constants)
         options = {name: constants[name] for name in OPTIONS if constants[name] is not None}
         constants = {name: value for name, value in constants.items() if name not in OPTIONS}
         # an absent pointer is a constant: the kernel is compiled without what it would serve

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.softmax import scaled_softmax, scaled_softmax_ref
+from powertrain.ops.softmax_kernels import _plan
+from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
 
 INF = float("inf")
@@ -28,7 +30,7 @@ def test_sizes(sk: int, is_causal: bool, device: torch.device) -> None:
 # a block and a tail: 257 the narrowest of 32, 583 and 700 no whole vectors or half ones, 768 + 1 one block again; a
 # mask may be of the tail alone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("sk", [257, 583, 700, 769, 1100, 17003], ids=lambda n: f"K{n}")
+@pytest.mark.parametrize("sk", [257, 583, 700, 769, 1100, 2571, 5156, 17003], ids=lambda n: f"K{n}")
 @pytest.mark.kernels
 def test_block_and_tail(sk: int, dtype: torch.dtype, device: torch.device) -> None:
     x = (3 * torch.randn(2, 3, sk, device=device)).to(dtype)
@@ -37,6 +39,15 @@ def test_block_and_tail(sk: int, dtype: torch.dtype, device: torch.device) -> No
     mask[0, 0], mask[0, 1, :512], mask[1, 0, 512:] = True, True, True
     for fully_masked in ("zero", "uniform"):
         _check(x.detach().clone(), mask, scale=-0.5, fully_masked=fully_masked)
+
+
+# the interpreter runs any number of warps; compilers take powers of 2
+def test_warps_of_every_width_are_a_power_of_two() -> None:
+    target = Target.of(torch.device("meta"))
+    for columns in range(1, 33000):
+        for queries in (1, 3, 4096):
+            warps = _plan(queries, columns, target).num_warps
+            assert warps in (1, 2, 4, 8, 16), (queries, columns, warps)
 
 
 @pytest.mark.parametrize("sq, sk", [(5, 3), (1, 7), (7, 20)])

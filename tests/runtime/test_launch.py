@@ -100,6 +100,13 @@ def test_parameters_may_be_named_as_the_launcher_names_things() -> None:
     assert _arguments(fake.calls[0][-1], "Q" + 10 * "i" + "QQ") == [0, *range(1, 11), 0, 0]
 
 
+@pytest.mark.parametrize("warps", [0, 3, 6])
+def test_warps_that_are_no_power_of_two_are_refused_by_the_interpreter_too(warps: int) -> None:
+    x = torch.empty(4, 4, device="meta")
+    with pytest.raises(ValueError, match=rf"num_warps must be a power of 2, got {warps}"):
+        _make()[(7,)](x, None, x, 5, 32, 64, 0.5, FLAG=True, BLOCK=16, num_warps=warps)
+
+
 def test_names_that_a_launch_needs_are_refused() -> None:
     with pytest.raises(TypeError, match=r"_taken_kernel: parameters may not be named grid, _own"):
 
