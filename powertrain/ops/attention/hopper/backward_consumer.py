@@ -90,7 +90,7 @@ def _leave_sums(ptr, tile, x, ADD: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
-    """Block number `at`, in which a consumer's keys are seen by none: nothing but zeros for the producer."""
+    """Block number `at`, in which none of a consumer's keys is seen, or there are none: zeros for the producer."""
     STAGES: gl.constexpr = full.shape[0]
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
@@ -476,16 +476,24 @@ def consume(
         first = gl.to_tensor(0)
         # all heads that share the keys: dk and dv need no additions across tiles
         end = num_q_per_kv * count
-        if RIGHT and CONSUMER > 0:
-            # the diagonal begins where keys of the other consumer are
-            if DETERMINISTIC:
+        if CONSUMER > 0:
+            unseen = gl.to_tensor(0)
+            if RIGHT and DETERMINISTIC:
+                # the diagonal begins where keys of the other consumer are
                 if (distance + (2 - count) * BLOCK_M - 1 + right < 0) & (count > 1):
                     end -= num_q_per_kv
-            elif (low + BLOCK_M - 1 + right < 0) & (count > 1):
+            elif RIGHT:
                 # of a tile's first 64 queries under a causal mask this consumer's keys see nothing
-                _pass_over(ds_smem, full, ds_empty, done, zeros, CONSUMER)
-                low += BLOCK_M
-                first += 1
+                unseen = ((low + BLOCK_M - 1 + right < 0) & (count > 1)).to(gl.int32)
+            # a sequence's last tile may have no keys of this consumer: its share of the tensor cores is the other's
+            if DETERMINISTIC:
+                end = gl.where(k_left > 0, end, 0)
+            else:
+                unseen = gl.where(k_left > 0, unseen, end)
+                for i in range(unseen):
+                    _pass_over(ds_smem, full, ds_empty, done + i, zeros, CONSUMER)
+                low += unseen * BLOCK_M
+                first += unseen
         at = done + first
         if EARLY:
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1, pred=first < end)
@@ -501,7 +509,7 @@ def consume(
                 CONFIG, EARLY, CONSUMER,
             )  # fmt: skip
         named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
-        if RIGHT and CONSUMER > 0 and DETERMINISTIC:
+        if CONSUMER > 0 and DETERMINISTIC:
             for i in range(end, num_q_per_kv * count):
                 _pass_over(ds_smem, full, ds_empty, done + i, zeros, CONSUMER)
         done += num_q_per_kv * count

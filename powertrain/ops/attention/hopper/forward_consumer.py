@@ -483,27 +483,10 @@ def _other_blocks(
 
 
 @gluon.jit
-def _consume_tile(
-    visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
-    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
-    head of the next tile, or -1, and the scores of its first block.
-
-    Not in the loop over tiles: Triton compiles a loop's body twice, and four times where loops nest."""
-    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
-    batch, _, heads, num_splits, _ = sizes
-    CONSUMERS: gl.constexpr = CONFIG.consumers
-    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    STAGES: gl.constexpr = v_smem[0].shape[0]
-    BLOCK_N: gl.constexpr = v_smem[0].shape[1]
-    ROWS: gl.constexpr = q_smem[0].shape[1]
-    QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE  # of a consumer
-    FIRST_N: gl.constexpr = s.shape[1]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    pair = taken & 1
+def _keys_of_tile(
+    pair, tile_smem, num_splits, window, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CONFIG: gl.constexpr
+):
+    """A tile's first query, the position of query 0, how many keys its sequence has, its blocks of keys."""
     first = read_tile_field(tile_smem, pair, TILE_FIRST)
     q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
     k_len = read_tile_field(tile_smem, pair, TILE_K_LEN)
@@ -516,7 +499,103 @@ def _consume_tile(
         split = read_tile_field(tile_smem, pair, TILE_SPLIT)
     if CONFIG.listed:
         parts = read_tile_field(tile_smem, pair, TILE_PARTS)
-    blocks = blocks_of(first, offset, q_len, k_len, window, split, parts, QUERIES * CONSUMERS, BLOCK_N, CONFIG)
+    blocks = blocks_of(first, offset, q_len, k_len, window, split, parts, QUERIES, BLOCK_N, CONFIG)
+    return first, offset, k_len, blocks
+
+
+@gluon.jit
+def _first_scores(visited, taken, buffers, sync, FIRST_N: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """The head of tile number `taken`, or -1, and the scores of its first block, number `visited`, under way: unused
+    after the last tile."""
+    tile_smem, q_full, k_full, _, tile_full, _ = sync
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    STAGES: gl.constexpr = buffers.k[0].shape[0]
+    pair = taken & 1
+    mbarrier.wait(tile_full.index(pair), phase_parity(taken, 2))
+    head = read_tile_field(tile_smem, pair, TILE_HEAD)
+    stage = visited & (STAGES - 1)
+    slot = _slot_of(pair, buffers.q, CONSUMERS, CONSUMER)
+    if head >= 0:
+        mbarrier.wait(q_full.index(slot), phase_parity(taken, buffers.q[0].shape[0] // CONSUMERS))
+        mbarrier.wait(k_full.index(stage), phase_parity(visited, STAGES))
+    return head, _times_keys(_queries_at(slot, buffers.q), buffers.k, stage, FIRST_N)  # [64, FIRST_N]
+
+
+@gluon.jit
+def _has_rows(pair, tile_smem, q_smem, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """Whether any row of a tile's is this consumer's: the last tile of a sequence may have less than 64."""
+    QUERIES: gl.constexpr = q_smem[0].shape[1] // CONFIG.heads_per_tile
+    if CONSUMER == 0:
+        any_rows: gl.constexpr = True
+    else:
+        first = read_tile_field(tile_smem, pair, TILE_FIRST)
+        any_rows = first + CONSUMER * QUERIES < read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
+    return any_rows
+
+
+@gluon.jit
+def _pass_tile(
+    visited, taken, buffers, sync, sizes, window, FIRST_N: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
+):  # fmt: skip
+    """A tile with no rows of this consumer, whose share of the tensor cores is the others'. It comes to every barrier
+    that `_consume_tile` comes to, and returns what that returns."""
+    k_full, v_full = sync.k_full, sync.v_full
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    STAGES: gl.constexpr = buffers.v[0].shape[0]
+    BLOCK_N: gl.constexpr = buffers.v[0].shape[1]
+    QUERIES: gl.constexpr = buffers.q[0].shape[1] // CONFIG.heads_per_tile * CONSUMERS
+    pair = taken & 1
+    _, _, _, blocks = _keys_of_tile(pair, sync.tile, sizes.num_splits, window, QUERIES, BLOCK_N, CONFIG)
+    begin, end, _, _, masked = blocks
+    give_back(KEYS_FREE, visited & (STAGES - 1), CONSUMERS)
+    for n in range(1, end - begin):
+        at = visited + n
+        stage = at & (STAGES - 1)
+        last = (at - 1) & (STAGES - 1)
+        # a stage is given back once a round, so not before it was loaded
+        mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
+        if CONFIG.takes_turns:
+            if CONFIG.aligned or n >= masked:
+                named_barrier_sync(TURN + CONSUMER, 256)
+                named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
+        mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
+        give_back(KEYS_FREE, stage, CONSUMERS)
+        give_back(VALUES_FREE, last, CONSUMERS)
+    visited += end - begin
+    last = (visited - 1) & (STAGES - 1)
+    mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
+    give_back(VALUES_FREE, last, CONSUMERS)
+    mbarrier.arrive(sync.tile_empty.index(pair), count=1)
+    taken += 1
+    head, s = _first_scores(visited, taken, buffers, sync, FIRST_N, CONFIG, CONSUMER)
+    return visited, taken, head, hopper.warpgroup_mma_wait(0, deps=[s])
+
+
+@gluon.jit
+def _consume_tile(
+    visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
+    head of the next tile, or -1, and the scores of its first block.
+
+    Not in the loop over tiles: Triton compiles a loop's body twice, and four times where loops nest."""
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    tile_smem, v_full, tile_empty = sync.tile, sync.v_full, sync.tile_empty
+    batch, _, heads, num_splits, _ = sizes
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    STAGES: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = v_smem[0].shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE  # of a consumer
+    FIRST_N: gl.constexpr = s.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    pair = taken & 1
+    first, offset, k_len, blocks = _keys_of_tile(
+        pair, tile_smem, num_splits, window, QUERIES * CONSUMERS, BLOCK_N, CONFIG
+    )
     begin, end, full_end, at_right, masked = blocks
     row = first + CONSUMER * QUERIES
     positions = row + offset + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
@@ -552,6 +631,7 @@ def _consume_tile(
     q_start = read_tile_field(tile_smem, pair, TILE_Q_START)
     q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
     q_capacity = read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
+    split = None
     if num_splits is not None:
         split = read_tile_field(tile_smem, pair, TILE_SPLIT)
     slot_of_part = None
@@ -560,17 +640,9 @@ def _consume_tile(
     rows = _Rows(b, head, row, q_start, q_len, q_capacity, split, slot_of_part)
     # every field has been read: the loader may write the descriptor of the tile after the next here
     mbarrier.arrive(tile_empty.index(pair), count=1)
-    # the next tile's first scores, while this one's results are finished; after the last tile they are unused
+    # the next tile's first scores, while this one's results are finished
     taken += 1
-    pair = taken & 1
-    mbarrier.wait(tile_full.index(pair), phase_parity(taken, 2))
-    next_head = read_tile_field(tile_smem, pair, TILE_HEAD)
-    stage = visited & (STAGES - 1)
-    slot = _slot_of(pair, q_smem, CONSUMERS, CONSUMER)
-    if next_head >= 0:
-        mbarrier.wait(q_full.index(slot), phase_parity(taken, q_smem[0].shape[0] // CONSUMERS))
-        mbarrier.wait(k_full.index(stage), phase_parity(visited, STAGES))
-    s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)  # [64, FIRST_N]
+    next_head, s_later = _first_scores(visited, taken, buffers, sync, FIRST_N, CONFIG, CONSUMER)
 
     # the tensor cores compute the next tile's first scores meanwhile
     lane = with_head_of(0, gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
@@ -631,9 +703,15 @@ def consume(
     while head >= 0:
         # s crosses the loop as finished registers: with a wgmma under way at the loop's back edge ptxas waits after
         # each one
-        visited, taken, head, s = _consume_tile(
-            visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides,
-            window, CONFIG, CONSUMER,
-        )  # fmt: skip
+        has_rows = _has_rows(taken & 1, tile_smem, q_smem, CONFIG, CONSUMER)
+        if has_rows:
+            visited, taken, head, s = _consume_tile(
+                visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage,
+                strides, window, CONFIG, CONSUMER,
+            )  # fmt: skip
+        else:
+            visited, taken, head, s = _pass_tile(
+                visited, taken, buffers, sync, sizes, window, FIRST_N, CONFIG, CONSUMER
+            )  # fmt: skip
     # shared memory is the CTA's until it ends, and TMA may still be reading results from it
     tma.store_wait(0)
