@@ -1,13 +1,12 @@
 """A consumer of the Hopper forward for head dims above 256: every other block's scores, half of the columns."""
 
-from powertrain.ops.attention.hopper.forward_consumer import by_row, parts_of
 from powertrain.ops.attention.hopper.forward_d512_tiles import (
     CHUNKS_FREE,
     SUMS_FULL,
     WEIGHTS_FULL,
     chunk_index,
 )
-from powertrain.ops.attention.hopper.forward_store import store_result
+from powertrain.ops.attention.hopper.forward_store import parts_of, store_result
 from powertrain.ops.attention.hopper.forward_tiles import (
     TILE_B,
     TILE_FIRST,
@@ -27,6 +26,7 @@ from powertrain.ops.attention.hopper.primitives import LN2, LOG2E, MINUS_INF, re
 from powertrain.ops.attention.hopper.softmax import (
     apply_mask,
     apply_softcap_alibi,
+    by_row,
     partial_row_sums,
     rescale_o,
     softmax,
