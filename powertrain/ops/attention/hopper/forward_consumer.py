@@ -274,7 +274,7 @@ def _consume_tile(
     Not in the loop over tiles: Triton compiles a loop's body twice, and four times where loops nest."""
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
-    batch, _, heads, num_splits, _ = sizes
+    batch, num_splits = sizes.batch, sizes.num_splits
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
     STAGES: gl.constexpr = v_smem[0].shape[0]
@@ -355,10 +355,8 @@ def _consume_tile(
 
     # the tensor cores compute the next tile's first scores meanwhile
     lane = with_head_of(0, gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
-    lse, inverse = end_of_softmax(
-        m, l, slope, factor, results.sinks, rows.head, lane, heads, num_splits, rows.split, rows.slot_of_part,
-        row_layout, CONFIG,
-    )  # fmt: skip
+    total = gl.convert_layout(gl.sum(l, 1), row_layout)
+    lse, inverse = end_of_softmax(m, total, slope, factor, results.sinks, lane, rows, sizes, CONFIG)
     i = rows.row + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     # rows past the sequence's queries are promised to be 0, with an LSE of -inf
     inverse = gl.where(i < rows.q_len, inverse, 0.0)

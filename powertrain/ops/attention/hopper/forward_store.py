@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     q_len: Any
     q_capacity: Any
     split: Any  # of the keys; None: they are not split
-    slot_of_part: Any  # of a list; negative: a whole tile
+    slot_of_part: Any  # of a list, None without; negative: a whole tile
 
 
 @gluon.jit

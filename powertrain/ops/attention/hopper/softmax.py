@@ -225,13 +225,13 @@ def by_row(x, o):
 
 
 @gluon.jit
-def end_of_softmax(
-    m, l, slope, factor, sinks, head, lane, heads, num_splits, split, slot_of_part,  # noqa: E741
-    row_layout: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """Of each row of a tile its LSE, natural, and the factor of its result: one by the softmax's denominator."""
+def end_of_softmax(m, total, slope, factor, sinks, lane, rows, sizes, CONFIG: gl.constexpr):
+    """Of each row of a tile its LSE, natural, and the factor of its result: one by the softmax's denominator.
+
+    `total` is the sum of a row's weights; `lane` its head behind the first of `rows`."""
     ROWS: gl.constexpr = m.shape[0]
-    total = gl.convert_layout(gl.sum(l, 1), row_layout)
+    row_layout: gl.constexpr = total.type.layout
+    head, heads = rows.head, sizes.heads
     m = m * factor
     if CONFIG.alibi == "one_sided":
         m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
@@ -245,11 +245,11 @@ def end_of_softmax(
         rescale = gl.exp2(m - with_sink)
         weight = gl.exp2(sink - with_sink)
         # a sink counts once, though every split sees it
-        if num_splits is not None:
-            weight = gl.where(split == 0, weight, 0.0)
+        if sizes.num_splits is not None:
+            weight = gl.where(rows.split == 0, weight, 0.0)
         # the combination of parts counts it
         if CONFIG.listed:
-            weight = gl.where(slot_of_part < 0, weight, 0.0)
+            weight = gl.where(rows.slot_of_part < 0, weight, 0.0)
         total = total * rescale + weight
         m = with_sink
     # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
