@@ -14,57 +14,17 @@ from powertrain.runtime.tuning import tunable
 
 @kernel(unaligned=("position_ids_ptr", "offsets_ptr", "cu_seqlens_ptr"), down_to=2)
 def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    v_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    axes_ptr,
-    position_ids_ptr,
-    offsets_ptr,
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, v_out_ptr, cos_ptr, sin_ptr, axes_ptr, position_ids_ptr, offsets_ptr,
     cu_seqlens_ptr,
-    num_outer,
-    num_inner,
-    num_heads,
-    num_kv_heads,
-    group_size,
-    max_seqlen,
-    offset,
-    num_seqs,
-    search_steps,
-    direction,
-    stride_qo,
-    stride_qi,
-    stride_qg,
-    stride_qh,
-    stride_ko,
-    stride_ki,
-    stride_kh,
-    stride_q_out_o,
-    stride_q_out_i,
-    stride_q_out_g,
-    stride_q_out_h,
-    stride_k_out_o,
-    stride_k_out_i,
-    stride_k_out_h,
-    step_pa,  # of position ids, often 1; as strides they would be among those that must all be multiples of 16
-    step_po,
-    step_pi,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SEQ_INNER: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+    num_outer, num_inner, num_heads, num_kv_heads, group_size, max_seqlen, offset, num_seqs, search_steps, direction,
+    stride_qo, stride_qi, stride_qg, stride_qh, stride_ko, stride_ki, stride_kh,
+    stride_q_out_o, stride_q_out_i, stride_q_out_g, stride_q_out_h, stride_k_out_o, stride_k_out_i, stride_k_out_h,
+    # of position ids, often 1; as strides they would be among those that must all be multiples of 16
+    step_pa, step_po, step_pi,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPED: tl.constexpr,
+    SEQ_INNER: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     # a program takes BLOCK_T tokens and BLOCK_H heads of q, of k or of v; head blocks vary fastest, as in memory
     q_blocks = tl.cdiv(num_heads, BLOCK_H)
     kv_blocks = tl.cdiv(num_kv_heads, BLOCK_H)
@@ -82,14 +42,10 @@ def _rope_kernel(
 
     pairs = tl.arange(0, BLOCK_C)[None, :]
     if position_ids_ptr is not None:
-        position_ids_ptr += outer[:, None] * step_po + inner[:, None] * step_pi
-        if axes_ptr is not None:
-            axes = tl.load(axes_ptr + pairs, mask=pairs < PAIRS, other=0).to(tl.int64)
-            position = tl.load(position_ids_ptr + axes * step_pa, mask=live[:, None] & (pairs < PAIRS), other=0)
-        else:
-            position = tl.load(position_ids_ptr, mask=live[:, None], other=0)
+        of_tokens = position_ids_ptr + outer[:, None] * step_po + inner[:, None] * step_pi
+        position = _given_position(of_tokens, axes_ptr, pairs, live[:, None], step_pa, PAIRS)
     else:
-        position = _position(
+        position = _counted_position(
             outer, inner, live, offsets_ptr, cu_seqlens_ptr, offset, num_seqs, search_steps, SEQ_INNER, BLOCK_T
         )[:, None]
     # a position the table does not have gives NaN, not memory of others
@@ -130,18 +86,22 @@ def _rope_kernel(
 
 
 @triton.jit
-def _position(
-    outer,
-    inner,
-    live,
-    offsets_ptr,
-    cu_seqlens_ptr,
-    offset,
-    num_seqs,
-    search_steps,
-    SEQ_INNER: tl.constexpr,
+def _given_position(ids_ptr, axes_ptr, pairs, live, step_pa, PAIRS: tl.constexpr):
+    """Positions of tokens whose ids are at `ids_ptr` [BLOCK_T, 1]; with axes one for each pair, [BLOCK_T, BLOCK_C]."""
+    if axes_ptr is not None:
+        axes = tl.load(axes_ptr + pairs, mask=pairs < PAIRS, other=0).to(tl.int64)  # [1, BLOCK_C]
+        position = tl.load(ids_ptr + axes * step_pa, mask=live & (pairs < PAIRS), other=0)  # [BLOCK_T, BLOCK_C]
+    else:
+        position = tl.load(ids_ptr, mask=live, other=0)  # [BLOCK_T, 1]
+    return position
+
+
+@triton.jit
+def _counted_position(
+    outer, inner, live, offsets_ptr, cu_seqlens_ptr, offset, num_seqs, search_steps, SEQ_INNER: tl.constexpr,
     BLOCK_T: tl.constexpr,
-):
+):  # fmt: skip
+    """Positions [BLOCK_T] of tokens by their places in their sequences, which begin at `offset` and `offsets`."""
     if cu_seqlens_ptr is not None:
         # the number of sequences that end at or before this token, by bisection
         sequence = tl.zeros([BLOCK_T], tl.int32)

@@ -200,6 +200,43 @@ def _normalized(acc, alpha, top, total):
     return tile_out, tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
 
 
+class _Rows(NamedTuple):
+    """The rows of a tile: (query, head) pairs, [BLOCK_M]."""
+
+    batch: Any  # entry of queries and results; of packed ones 0
+    first_query: Any
+    query: Any  # from the first on
+    kv_head: Any
+    head: Any
+    mask: Any
+
+
+@triton.jit
+def _store_results(
+    tile_out, lse, rows, slot, parts, has_keys, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, num_queries, kv_heads,
+    ratio, LISTED: tl.constexpr, HEAD_DIM_V: tl.constexpr, PIECES_V: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """To the call's results, or one of several parts to `slot` of the partial ones. LISTED: parts are those of a
+    list."""
+    heads = kv_heads * ratio
+    if parts == 1:
+        row = (rows.batch * num_queries + rows.first_query + rows.query) * heads + rows.head
+        of_lse = (rows.batch * heads + rows.head) * num_queries + rows.first_query + rows.query
+        tl.store(lse_ptr + of_lse, lse, mask=rows.mask)  # [BLOCK_M]
+        _store_rows(out_ptr, tile_out, row * HEAD_DIM_V, rows.mask, HEAD_DIM_V, PIECES_V)
+    elif partial_ptr is not None:
+        if LISTED:
+            # by entry: results of `num_queries` rows a slot would be many times those of its own
+            row = (slot * kv_heads + rows.kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+            of_lse = row
+        else:
+            row = (slot * num_queries + rows.query) * heads + rows.head
+            of_lse = (slot * heads + rows.head) * num_queries + rows.query
+        tl.store(partial_lse_ptr + of_lse, lse, mask=rows.mask)  # [BLOCK_M]
+        # a part without keys leaves nothing: the combination does not read it
+        _store_rows(partial_ptr, tile_out, row * HEAD_DIM_V, rows.mask & has_keys, HEAD_DIM_V, PIECES_V)
+
+
 @kernel(unaligned=SMALL)
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, page_table_ptr, batch_idx_ptr, leftpad_ptr, slopes_ptr, sinks_ptr,
@@ -293,20 +330,8 @@ def _decode_kernel(
         sink = tl.where(is_sequence & (parts == 1), sink, float("-inf"))
         alpha, top, total = _add_sink(sink, top, total)
     tile_out, lse = _normalized(acc, alpha, top, total)
-    heads = kv_heads * ratio
-    if parts == 1:
-        row = (row_batch * num_queries + first_query + query) * heads + head
-        of_lse = (row_batch * heads + head) * num_queries + first_query + query
-        tl.store(lse_ptr + of_lse, lse, mask=row_mask)  # [BLOCK_M]
-        _store_rows(out_ptr, tile_out, row * HEAD_DIM_V, row_mask, HEAD_DIM_V, PIECES_V)
-    elif partial_ptr is not None:
-        if list_ptr is not None:
-            # by entry: results of `num_queries` rows a slot would be many times those of its own
-            row = (slot * kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-            of_lse = row
-        else:
-            row = (slot * num_queries + query) * heads + head
-            of_lse = (slot * heads + head) * num_queries + query
-        tl.store(partial_lse_ptr + of_lse, lse, mask=row_mask)  # [BLOCK_M]
-        # a part without keys leaves nothing: the combination does not read it
-        _store_rows(partial_ptr, tile_out, row * HEAD_DIM_V, row_mask & (begin < end), HEAD_DIM_V, PIECES_V)
+    _store_results(
+        tile_out, lse, _Rows(row_batch, first_query, query, kv_head, head, row_mask), slot, parts, begin < end,
+        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, num_queries, kv_heads, ratio,
+        list_ptr is not None, HEAD_DIM_V, PIECES_V, BLOCK_M,
+    )  # fmt: skip

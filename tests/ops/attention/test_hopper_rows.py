@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.hopper import forward_consumer, forward_store, forward_tiles, plans
+from powertrain.ops.attention.hopper import forward_store, forward_tiles, plans, softmax
 from powertrain.ops.shapes import cdiv, next_power_of_2
 
 ROWS = 64  # of a consumer
@@ -132,7 +132,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "tma_store": lambda to, where, smem: to.store(where, smem), "as_tile": lambda smem, pack=1: smem,
         "parts_of": lambda o, parts: o.chunk(parts, 1),
     }  # fmt: skip
-    for module in (forward_tiles, forward_store, forward_consumer):
+    for module in (forward_tiles, softmax, forward_store):
         for name, value in list(vars(module).items()):
             if name in given:
                 monkeypatch.setattr(module, name, given[name])
@@ -249,7 +249,7 @@ class _Tile(NamedTuple):
     def mask(self, members: int | None) -> Tensor:
         row, i, lane, _ = self.vectors()
         head, capacity = torch.tensor(self.head), torch.tensor(self.capacity)
-        return forward_consumer._is_row(i, row, lane, head, capacity, members, self.launch.pack)
+        return forward_store._is_row(i, row, lane, head, capacity, members, self.launch.pack)
 
     def store(self, o: _Memory, lse: _Memory, members: int | None, has_map: bool) -> None:
         """Results as of a whole tile."""
@@ -259,7 +259,7 @@ class _Tile(NamedTuple):
         lse.store(of_lse, torch.where(i < self.length, result, -torch.inf), self.mask(members))
         of_row, of_head = (torch.tensor(n) for n in (launch.heads * launch.dim, launch.dim))
         strides = SimpleNamespace(ob=launch.queries * of_row, os=of_row, oh=of_head)
-        forward_consumer._store_whole(
+        forward_store._store_whole(
             (_registers(torch.ones(ROWS, launch.width)),), _registers(result), _registers(i),
             (_Map(o, launch.pack),) if has_map else None,
             (_Shared(launch.consumers, ROWS, launch.width // launch.store_parts),), _Pointer(o),
@@ -303,11 +303,11 @@ def test_parts_of_a_list_leave_all_their_rows(seed: int) -> None:
     for tile in tiles:
         row, _, _, result = tile.vectors()
         config, slot, head = tile.config, torch.tensor(tile.at), torch.tensor(tile.head)
-        of_part = forward_consumer._place_of_part(_Pointer(partial), slot, rows, config)
+        of_part = forward_store._place_of_part(_Pointer(partial), slot, rows, config)
         of_part += tile.consumer * queries * pack
         _store(of_part + torch.arange(ROWS), result, tile.mask(launch.per_kv))
         count = forward_tiles.queries_left(torch.tensor(tile.capacity) - row, ROWS, pack)
-        forward_consumer._store_listed_part(
+        forward_store._store_listed_part(
             (_registers(torch.ones(ROWS, launch.width)),), _registers(result), _Pointer(partial), slot, head, count,
             launch.per_kv, config, tile.consumer,
         )  # fmt: skip

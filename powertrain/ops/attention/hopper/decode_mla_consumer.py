@@ -8,10 +8,9 @@ from powertrain.ops.attention.hopper.decode_mla_tiles import (
     SUMS_FULL,
     WEIGHTS_FULL,
 )
-from powertrain.ops.attention.hopper.forward_consumer import by_row
 from powertrain.ops.attention.hopper.forward_tiles import clear_behind, give_back
 from powertrain.ops.attention.hopper.primitives import LN2, LOG2E, MINUS_INF
-from powertrain.ops.attention.hopper.softmax import apply_mask, partial_row_sums, rescale_o, softmax
+from powertrain.ops.attention.hopper.softmax import apply_mask, by_row, partial_row_sums, rescale_o, softmax
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,

@@ -1,8 +1,6 @@
 """A consumer warpgroup of the Hopper forward: 64 rows of every tile, scores and results in registers."""
 
-from typing import Any, NamedTuple
-
-from powertrain.ops.attention.hopper.forward_store import store_result, store_split
+from powertrain.ops.attention.hopper.forward_store import Rows, store_lse, store_rows
 from powertrain.ops.attention.hopper.forward_tiles import (
     KEYS_FREE,
     TILE_B,
@@ -23,21 +21,17 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     clear_values,
     give_back,
     phase_parity,
-    queries_left,
     query_of,
     with_head_of,
 )
-from powertrain.ops.attention.hopper.primitives import (
-    LN2,
-    LOG2E,
-    MINUS_INF,
-    read_tile_field,
-)
+from powertrain.ops.attention.hopper.primitives import LOG2E, MINUS_INF, read_tile_field
 from powertrain.ops.attention.hopper.softmax import (
     apply_mask,
     apply_softcap_alibi,
     as_operand,
     beside_zeros,
+    by_row,
+    end_of_softmax,
     partial_row_sums,
     rescale_o,
     softmax,
@@ -101,12 +95,6 @@ def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
 def _no_results(v_smem, ROWS: gl.constexpr):
     COLS: gl.constexpr = v_smem.shape[2]
     return gl.zeros([ROWS, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
-
-
-@gluon.jit
-def by_row(x, o):
-    """A number for each row, beside the columns of `o`."""
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, o.type.layout)), 1)
 
 
 @gluon.jit
@@ -200,213 +188,6 @@ def _step(
     for i in gl.static_range(len(o)):
         rescaled += (rescale_o(o[i], by_row(alpha, o[i])),)  # type: ignore[assignment]
     return rescaled, m, l, weights
-
-
-@gluon.jit
-def parts_of(o, STORE_PARTS: gl.constexpr):
-    """`o` [rows, columns] in STORE_PARTS parts of its columns."""
-    if STORE_PARTS == 1:
-        parts = (o,)
-    else:
-        ROWS: gl.constexpr = o.shape[0]
-        COLS: gl.constexpr = o.shape[1]
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS // 2, 16])
-        left, right = o.reshape([ROWS, 2, COLS // 2]).permute(0, 2, 1).split()
-        parts = parts_of(gl.convert_layout(left, layout), STORE_PARTS // 2)
-        parts += parts_of(gl.convert_layout(right, layout), STORE_PARTS // 2)
-    return parts
-
-
-@gluon.jit
-def _store_whole(
-    o, inverse, i, o_desc, o_smem, o_ptr, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv, strides,
-    STORE_PARTS: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """The results of a tile, divided by their sums."""
-    pieces = ()
-    for n in gl.static_range(len(o)):
-        piece = o[n] * by_row(inverse, o[n])
-        if CONFIG.ragged:  # rows of no sequence may hold NaN
-            piece = gl.where(by_row(i, o[n]) < q_len, piece, 0.0)
-        pieces += (piece,)  # type: ignore[assignment]
-    if o_desc is None:
-        # the heads behind are another kv head's: only of a list
-        base = o_ptr + b_at.to(gl.int64) * strides.ob + (q_start + row).to(gl.int64) * strides.os
-        base += head.to(gl.int64) * strides.oh
-        members = num_q_per_kv - head % num_q_per_kv
-        count = queries_left(q_capacity - row, o[0].shape[0], CONFIG.heads_per_tile)
-        for n in gl.static_range(len(o)):
-            store_split(
-                pieces[n], n * o[0].shape[1], base, count, members, strides.os, strides.oh, CONFIG.d_v,
-                CONFIG.heads_per_tile,
-            )  # fmt: skip
-    else:
-        parts = ()
-        for n in gl.static_range(len(o)):
-            parts += (parts_of(pieces[n], STORE_PARTS),)  # type: ignore[assignment]
-        for part in gl.static_range(STORE_PARTS):
-            store_result(
-                parts, part, o_desc, o_smem, CONSUMER, o_ptr, b_at, head, row, q_start, q_capacity, strides, CONFIG,
-            )  # fmt: skip
-
-
-@gluon.jit
-def _place_of_part(partial, slot, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    return partial + slot.to(gl.int64) * (ROWS * (CONFIG.d_v + 1))
-
-
-@gluon.jit
-def _store_listed_part(
-    o, inverse, partial, slot, head, rows, num_q_per_kv, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
-):
-    """The results of a part of a list, behind the LSE of its rows."""
-    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    ROWS: gl.constexpr = o[0].shape[0] // HEADS_PER_TILE * HEADS_PER_TILE  # that are of a query
-    stride = gl.to_tensor(HEADS_PER_TILE * CONFIG.d_v)
-    stride_h = gl.to_tensor(CONFIG.d_v)
-    base = _place_of_part(partial, slot, ROWS * CONFIG.consumers, CONFIG)
-    base += ROWS * (CONFIG.consumers + CONSUMER * CONFIG.d_v)
-    members = num_q_per_kv - head % num_q_per_kv
-    for n in gl.static_range(len(o)):
-        store_split(
-            o[n] * by_row(inverse, o[n]), n * o[0].shape[1], base, rows, members, stride, stride_h, CONFIG.d_v,
-            HEADS_PER_TILE,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _end_of_softmax(
-    m, l, slope, factor, sinks, head, lane, heads, num_splits, split, slot_of_part,  # noqa: E741
-    row_layout: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """Of each row of a tile its LSE, natural, and the factor of its result: one by the softmax's denominator."""
-    ROWS: gl.constexpr = m.shape[0]
-    total = gl.convert_layout(gl.sum(l, 1), row_layout)
-    m = m * factor
-    if CONFIG.alibi == "one_sided":
-        m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
-    rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
-    if sinks is not None:
-        if CONFIG.heads_per_tile == 1:
-            sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-        else:
-            sink = gl.load(sinks + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
-        with_sink = gl.maximum(m, sink)
-        rescale = gl.exp2(m - with_sink)
-        weight = gl.exp2(sink - with_sink)
-        # a sink counts once, though every split sees it
-        if num_splits is not None:
-            weight = gl.where(split == 0, weight, 0.0)
-        # the combination of parts counts it
-        if CONFIG.listed:
-            weight = gl.where(slot_of_part < 0, weight, 0.0)
-        total = total * rescale + weight
-        m = with_sink
-    # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
-    lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
-    inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
-    return lse, inverse
-
-
-@gluon.jit
-def _is_row(i, row, lane, head, q_capacity, num_q_per_kv, HEADS_PER_TILE: gl.constexpr):
-    """Which of a consumer's rows, of queries `i` from `row` on and heads `lane` from `head` on, are any of the call."""
-    ROWS: gl.constexpr = i.shape[0]
-    is_row = i < q_capacity
-    if ROWS % HEADS_PER_TILE:
-        is_row = is_row & (i < row + ROWS // HEADS_PER_TILE)
-    # the last tile of a group may have fewer heads
-    if HEADS_PER_TILE > 1 and num_q_per_kv is not None:
-        is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
-    return is_row
-
-
-class _Rows(NamedTuple):
-    """A consumer's rows of a tile, for their results: fields of the tile's descriptor."""
-
-    b: Any  # batch entry
-    head: Any
-    row: Any  # the first query
-    q_start: Any
-    q_len: Any
-    q_capacity: Any
-    split: Any  # of the keys; None: they are not split
-    slot_of_part: Any  # of a list; negative: a whole tile
-
-
-@gluon.jit
-def _store_lse(lse, i, lane, rows, results, sizes, storage, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
-    """The LSE of queries `i` and heads `lane` behind the first."""
-    _, queries, heads, num_splits, num_q_per_kv = sizes
-    b, head, row, q_start, _, q_capacity, split, slot_of_part = rows
-    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    ROWS: gl.constexpr = lse.shape[0]
-    if CONFIG.packed:
-        # int64: batch * heads * queries passes 2^31 where one sequence's queries do not
-        base = results.lse + head.to(gl.int64) * queries + q_start
-    else:
-        base = results.lse + (b.to(gl.int64) * heads + head) * queries
-    if num_splits is not None:
-        base += (split * storage).to(gl.int64) * heads * queries
-    if HEADS_PER_TILE > 1:
-        base += lane * queries
-    is_row = _is_row(i, row, lane, head, q_capacity, num_q_per_kv, HEADS_PER_TILE)
-    if CONFIG.listed:
-        # a part's LSE lies ahead of its results. By masks: with a branch softcap spilled 8 bytes
-        is_cut = slot_of_part >= 0
-        FILLED: gl.constexpr = ROWS // HEADS_PER_TILE * HEADS_PER_TILE
-        of_part = _place_of_part(results.partial, slot_of_part, FILLED * CONFIG.consumers, CONFIG) + CONSUMER * FILLED
-        gl.store(of_part + gl.arange(0, ROWS, lse.type.layout), lse, mask=is_row & is_cut)  # [64]
-        gl.store(base + i, lse, mask=is_row & (slot_of_part < 0))  # [64]
-    else:
-        gl.store(base + i, lse, mask=is_row)  # [64]
-
-
-@gluon.jit
-def _store_rows(
-    o, inverse, i, rows, o_desc, o_smem, results, sizes, storage, strides, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
-):  # fmt: skip
-    """The results of a tile, or of a part of its keys."""
-    _, _, _, num_splits, num_q_per_kv = sizes
-    b, head, row, q_start, q_len, q_capacity, split, slot_of_part = rows
-    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    STORE_PARTS: gl.constexpr = o[0].shape[1] // o_smem[0].shape[2]
-    ROWS: gl.constexpr = o[0].shape[0]
-    b_at = b
-    if CONFIG.packed:
-        b_at = gl.to_tensor(0)
-    if num_splits is not None:
-        base = results.o + (split * storage + b_at).to(gl.int64) * strides.ob
-        base += (q_start + row).to(gl.int64) * strides.os
-        base += head.to(gl.int64) * strides.oh
-        for n in gl.static_range(len(o)):
-            store_split(
-                o[n] * by_row(inverse, o[n]),
-                n * o[0].shape[1],
-                base,
-                queries_left(q_capacity - row, ROWS, HEADS_PER_TILE),
-                num_q_per_kv - head % num_q_per_kv,
-                strides.os,
-                strides.oh,
-                CONFIG.d_v,
-                HEADS_PER_TILE,
-            )
-    elif CONFIG.listed:
-        if slot_of_part >= 0:
-            _store_listed_part(
-                o, inverse, results.partial, slot_of_part, head, queries_left(q_capacity - row, ROWS, HEADS_PER_TILE),
-                num_q_per_kv, CONFIG, CONSUMER,
-            )  # fmt: skip
-        else:
-            _store_whole(
-                o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,
-                strides, STORE_PARTS, CONFIG, CONSUMER,
-            )  # fmt: skip
-    else:
-        _store_whole(
-            o, inverse, i, o_desc, o_smem, results.o, b_at, head, row, q_start, q_len, q_capacity, num_q_per_kv,
-            strides, STORE_PARTS, CONFIG, CONSUMER,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -582,7 +363,7 @@ def _consume_tile(
     Not in the loop over tiles: Triton compiles a loop's body twice, and four times where loops nest."""
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     tile_smem, v_full, tile_empty = sync.tile, sync.v_full, sync.tile_empty
-    batch, _, heads, num_splits, _ = sizes
+    batch, num_splits = sizes.batch, sizes.num_splits
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
     STAGES: gl.constexpr = v_smem[0].shape[0]
@@ -637,7 +418,7 @@ def _consume_tile(
     slot_of_part = None
     if CONFIG.listed:
         slot_of_part = read_tile_field(tile_smem, pair, TILE_SLOT)
-    rows = _Rows(b, head, row, q_start, q_len, q_capacity, split, slot_of_part)
+    rows = Rows(b, head, row, q_start, q_len, q_capacity, split, slot_of_part)
     # every field has been read: the loader may write the descriptor of the tile after the next here
     mbarrier.arrive(tile_empty.index(pair), count=1)
     # the next tile's first scores, while this one's results are finished
@@ -646,18 +427,16 @@ def _consume_tile(
 
     # the tensor cores compute the next tile's first scores meanwhile
     lane = with_head_of(0, gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
-    lse, inverse = _end_of_softmax(
-        m, l, slope, factor, results.sinks, rows.head, lane, heads, num_splits, rows.split, rows.slot_of_part,
-        row_layout, CONFIG,
-    )  # fmt: skip
+    total = gl.convert_layout(gl.sum(l, 1), row_layout)
+    lse, inverse = end_of_softmax(m, total, slope, factor, results.sinks, lane, rows, sizes, CONFIG)
     i = rows.row + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     # rows past the sequence's queries are promised to be 0, with an LSE of -inf
     inverse = gl.where(i < rows.q_len, inverse, 0.0)
     lse = gl.where(i < rows.q_len, lse, MINUS_INF)
-    _store_lse(lse, i, lane, rows, results, sizes, storage, CONFIG, CONSUMER)
+    store_lse(lse, i, lane, rows, results, sizes, storage, CONFIG, CONSUMER)
     o = _added(o_later, p, len(k_smem))
     give_back(VALUES_FREE, last, CONSUMERS)
-    _store_rows(o, inverse, i, rows, o_desc, o_smem, results, sizes, storage, strides, CONFIG, CONSUMER)
+    store_rows(o, inverse, i, rows, o_desc, o_smem, results, sizes, storage, strides, CONFIG, CONSUMER)
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
     return visited, taken, next_head, s
 

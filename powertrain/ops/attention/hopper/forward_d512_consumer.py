@@ -1,13 +1,12 @@
 """A consumer of the Hopper forward for head dims above 256: every other block's scores, half of the columns."""
 
-from powertrain.ops.attention.hopper.forward_consumer import by_row, parts_of
 from powertrain.ops.attention.hopper.forward_d512_tiles import (
     CHUNKS_FREE,
     SUMS_FULL,
     WEIGHTS_FULL,
     chunk_index,
 )
-from powertrain.ops.attention.hopper.forward_store import store_result
+from powertrain.ops.attention.hopper.forward_store import Rows, parts_of, store_lse, store_result
 from powertrain.ops.attention.hopper.forward_tiles import (
     TILE_B,
     TILE_FIRST,
@@ -23,10 +22,12 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     give_back,
     phase_parity,
 )
-from powertrain.ops.attention.hopper.primitives import LN2, LOG2E, MINUS_INF, read_tile_field
+from powertrain.ops.attention.hopper.primitives import LOG2E, MINUS_INF, read_tile_field
 from powertrain.ops.attention.hopper.softmax import (
     apply_mask,
     apply_softcap_alibi,
+    by_row,
+    end_of_softmax,
     partial_row_sums,
     rescale_o,
     softmax,
@@ -262,7 +263,6 @@ def _consume_tile(
 ):  # fmt: skip
     """A tile of `head`. Returns how many chunks and tiles there were, and the head of the next tile, or -1."""
     tile_smem, ring, full = sync.tile, buffers.ring, sync.full
-    batch, queries, heads = sizes.batch, sizes.queries, sizes.heads
     ROWS: gl.constexpr = buffers.q.shape[1]
     BLOCK_N: gl.constexpr = ring.shape[1]
     COLS: gl.constexpr = ring.shape[2]
@@ -281,7 +281,7 @@ def _consume_tile(
     slope = 0.0
     if CONFIG.alibi != "none":
         b = read_tile_field(tile_smem, pair, TILE_B)
-        slope = gl.load(results.slopes + b * strides.slopes + head, mask=b < batch, other=0.0) * LOG2E
+        slope = gl.load(results.slopes + b * strides.slopes + head, mask=b < sizes.batch, other=0.0) * LOG2E
     positions = first + offset + gl.arange(0, ROWS, row_layout)
     scores = Scores(positions, first + offset, k_len, window, factors, factor, slope)
 
@@ -327,30 +327,14 @@ def _consume_tile(
     named_barrier_sync_divergent(SUMS_FULL, 256)
     # in the same order in both, which so have the same bits
     total = buffers.l.index(2 * pair).load(row_layout) + buffers.l.index(2 * pair + 1).load(row_layout)
-    m = m * factor
-    if CONFIG.alibi == "one_sided":
-        m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
-    rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
-    if results.sinks is not None:
-        sink = gl.load(results.sinks + head).to(gl.float32) * LOG2E
-        with_sink = gl.maximum(m, sink)
-        rescale = gl.exp2(m - with_sink)
-        total = total * rescale + gl.exp2(sink - with_sink)
-        m = with_sink
-    # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
-    lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
-    inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
+    rows = Rows(b, head, row, q_start, q_len, q_capacity, None, None)
+    lse, inverse = end_of_softmax(m, total, slope, factor, results.sinks, 0, rows, sizes, CONFIG)
     i = row + gl.arange(0, ROWS, row_layout)
     # rows past the sequence's queries are promised to be 0, with an LSE of -inf
     inverse = gl.where(i < q_len, inverse, 0.0)
     if CONSUMER == 0:
         lse = gl.where(i < q_len, lse, MINUS_INF)
-        # int64: batch * heads * queries passes 2^31 where one sequence's queries do not
-        if CONFIG.packed:
-            lse_base = results.lse + head.to(gl.int64) * queries + q_start
-        else:
-            lse_base = results.lse + (b.to(gl.int64) * heads + head) * queries
-        gl.store(lse_base + i, lse, mask=i < q_capacity)  # [64]
+        store_lse(lse, i, 0, rows, results, sizes, None, CONFIG, CONSUMER)
     b_at = b
     if CONFIG.packed:
         b_at = gl.to_tensor(0)

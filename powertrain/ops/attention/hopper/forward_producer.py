@@ -109,6 +109,20 @@ def _load_part(desc, smem, bar, where, column, part: gl.constexpr, BOX: gl.const
 
 
 @gluon.jit
+def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, k_len, pages, CONFIG: gl.constexpr):
+    """The values, from `row` on, of the block before number `at`."""
+    STAGES: gl.constexpr = v_smem[0].shape[0]
+    COLS: gl.constexpr = v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)
+    BYTES: gl.constexpr = v_smem[0].shape[1] * COLS * v_smem[0].dtype.primitive_bitwidth // 8
+    stage = (at - 1) & (STAGES - 1)
+    if at > STAGES:
+        take_stage(VALUES_FREE, stage, CONFIG.consumers)
+    bar = v_full.index(stage)
+    mbarrier.expect(bar, BYTES)
+    _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
+
+
+@gluon.jit
 def _entry_of(tile, tiles, head_groups, swizzle):
     """(entry of the list, group of heads) of a tile. `swizzle` groups of heads at a time run together."""
     entries = tiles // head_groups
@@ -169,7 +183,6 @@ def _load_blocks(
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
-    V_BYTES: gl.constexpr = BLOCK_N * (v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)) * BYTES
     before = gl.to_tensor(0)
     tile_idx = gl.to_tensor(0)
     # the order in which consumers visit blocks; both sides compute it from the same four numbers
@@ -198,12 +211,7 @@ def _load_blocks(
                 _load_queries(q_desc, q_smem, q_full, b_at, head, q_row, 0, CONSUMERS, HEADS_PER_TILE)
         else:
             # v of a block is needed one block later than its k: o += p v trails s = q kᵀ by one block
-            stage = (at - 1) & (STAGES - 1)
-            if at > STAGES:
-                take_stage(VALUES_FREE, stage, CONSUMERS)
-            bar = v_full.index(stage)
-            mbarrier.expect(bar, V_BYTES)
-            _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, before, k_len, pages, CONFIG)
+            _load_values(v_desc, v_smem, v_full, at, b, batch, kv, before, k_len, pages, CONFIG)
         before = row
     return before, tile_idx, emptied
 
@@ -221,13 +229,10 @@ def _load_tile(
     batch, num_splits, num_q_per_kv = sizes.batch, sizes.num_splits, sizes.num_q_per_kv
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    STAGES: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = v_smem[0].shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
     QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE * CONSUMERS
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
-    BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
-    V_BYTES: gl.constexpr = BLOCK_N * (v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)) * BYTES
     slot = None
     if CONFIG.listed:
         b, block, head, q_start, q_len, q_capacity, k_len, split, num_splits, slot = _listed_tile(
@@ -293,12 +298,7 @@ def _load_tile(
         else:
             # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
             tile_idx = fetch_next_tile_async(counter_ptr)
-        stage = (visited - 1) & (STAGES - 1)
-        if visited > STAGES:
-            take_stage(VALUES_FREE, stage, CONSUMERS)
-        bar = v_full.index(stage)
-        mbarrier.expect(bar, V_BYTES)
-        _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, before, k_len, pages, CONFIG)
+        _load_values(v_desc, v_smem, v_full, visited, b, batch, kv, before, k_len, pages, CONFIG)
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)

@@ -1,10 +1,10 @@
-"""The softmax of a block of scores as the Hopper forward computes it, in the registers of a warpgroup.
+"""The softmax as the Hopper forward computes it, block of scores by block, in the registers of a warpgroup.
 
 Of an accumulator [64, N] of wgmma a thread has N / 2 numbers: of two rows, 8 apart, in turn two neighbouring columns
 every 8, from 2 (lane % 4) on. PTX that works on all of a thread's numbers at once counts on that order.
 """
 
-from powertrain.ops.attention.hopper.primitives import MINUS_INF, tanh
+from powertrain.ops.attention.hopper.primitives import LN2, LOG2E, MINUS_INF, tanh
 from powertrain.runtime.gluon_compat import gl, gluon
 
 # By how much, in base 2, a row's greatest score may exceed the maximum that weights are relative to. At the maximum a
@@ -216,3 +216,43 @@ def rescale_o(o, alpha):
         is_pure=True,
         pack=COUNT,
     )
+
+
+@gluon.jit
+def by_row(x, o):
+    """A number for each row, beside the columns of `o`."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, o.type.layout)), 1)
+
+
+@gluon.jit
+def end_of_softmax(m, total, slope, factor, sinks, lane, rows, sizes, CONFIG: gl.constexpr):
+    """Of each row of a tile its LSE, natural, and the factor of its result: one by the softmax's denominator.
+
+    `total` is the sum of a row's weights; `lane` its head behind the first of `rows`."""
+    ROWS: gl.constexpr = m.shape[0]
+    row_layout: gl.constexpr = total.type.layout
+    head, heads = rows.head, sizes.heads
+    m = m * factor
+    if CONFIG.alibi == "one_sided":
+        m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
+    rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    if sinks is not None:
+        if CONFIG.heads_per_tile == 1:
+            sink = gl.load(sinks + head).to(gl.float32) * LOG2E
+        else:
+            sink = gl.load(sinks + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
+        with_sink = gl.maximum(m, sink)
+        rescale = gl.exp2(m - with_sink)
+        weight = gl.exp2(sink - with_sink)
+        # a sink counts once, though every split sees it
+        if sizes.num_splits is not None:
+            weight = gl.where(rows.split == 0, weight, 0.0)
+        # the combination of parts counts it
+        if CONFIG.listed:
+            weight = gl.where(rows.slot_of_part < 0, weight, 0.0)
+        total = total * rescale + weight
+        m = with_sink
+    # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
+    lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
+    inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
+    return lse, inverse
