@@ -272,8 +272,15 @@ class _Plan(NamedTuple):
 def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: int, target: Target) -> _Plan:
     # bf16, 16384 rows, ms, in registers / read again (a copy; benchmarks/results/2026-11-24_h200_norms.md has all):
     #   rms 4096 0.0677 / 0.0672 (0.0631); 6144 0.0986 / 0.0988 (0.0947); layer 4096 0.0682 / 0.0766
-    #   layer 5120 0.0844 / 0.0950; layer 18432 of float32, 8192 rows, 0.3166 / 0.3521 (0.2841)
-    if N > 24576 or (N > 6144 and element_size == 2):
+    #   layer 5120 0.0844 / 0.0950
+    # float32 on one H100, the same: 12288 rows of 12288 rms 0.4051 / 0.4009 (0.4001); 9216 of 16384 0.4041 / 0.4014,
+    #   layer 0.4324 / 0.4061; 8192 of 18432 rms 0.4187 / 0.4060, layer 0.4281 / 0.4049; 8176 of 18441 rms 0.4689 /
+    #   0.4737, layer 0.7183 / 0.5935
+    if element_size == 2:
+        reads_again = N > 6144
+    else:
+        reads_again = N > 24576 or (N > 14336 and not has_residual and (N % 4 == 0 or is_layer))
+    if reads_again:
         return _wide_plan(N, is_layer, has_residual, element_size)
     block_n = next_power_of_2(N)
     whole = block_n // 2
@@ -293,31 +300,48 @@ def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: 
 
 
 def _wide_plan(N: int, is_layer: bool, has_residual: bool, element_size: int) -> _Plan:
-    # bf16, 16384 rows, ms: 8 warps / 16 with registers for 2 programs an SM / for 3 / 32 warps (a copy)
+    # bf16, 16384 rows, one H200, ms: 8 warps / 16 with registers for 2 programs an SM / for 3 / 32 warps (a copy)
     #   rms   8192 0.1308 / 0.1285 / - / - (0.1263)   18432 0.2961 / 0.2938 / 0.2852 / 0.3253 (0.2841)
-    #         24576 0.3874 / 0.3775 / 0.4440 / 0.3831 (0.3788)   32768 0.5063 / 0.5065 / 0.5829 / 0.6322 (0.5050)
+    #         24576 0.3874 / 0.3775 / 0.4440 / 0.3831 (0.3788)
     #   layer 8192 0.1330 / 0.1589 / - / - (0.1263)   18432 0.3008 / 0.3293 / 0.3171 / 0.3865 (0.2841)
     #         24576 0.4259 / 0.4205 / 0.4133 / 0.4322 (0.3788)   32768 0.5793 / 0.6371 / 0.8431 / 0.5903 (0.5050)
     #   18432 with a residual: rms 0.6162 / 0.5785 / 0.7329 / 0.6505, layer 0.6881 / 0.5787 / 0.7754 / 0.6409 (0.5681)
     #   49152: 16 warps / 32: rms 0.7914 / 0.7717, layer 1.0156 / 0.9804 (0.7575)
-    row, programs = N * element_size, 0
-    if row > 65536:
-        warps = 32
-    elif is_layer and not has_residual:
-        warps = 8
+    # one H100: registers as the compiler likes / for 2 / for 3 (a copy 0.4001)
+    #   16 warps, rms 18432 0.4004 / 0.4001 / 0.4167 (it spills); 9216 rows of 32768 0.4048 / 0.4414 (it spills) / -
+    #   8 warps, layer 18432 0.4067 / 0.4016 / 0.4411; 9216 rows of 32768 0.4215 / 0.4559 / -
+    #   odd widths, rms: 8 warps, 16: 10001 0.6350 / 0.6944; 20001 0.6305 / 0.6627; 30001 0.6585 / 0.7094
+    #   8 warps, layer 20001 0.9718 / 0.9928 / -; 30001 1.1659 / 1.0068 / -
+    # float32 on it, 16 warps with registers for 2 / 32 warps: 9216 rows of 16384 rms 0.4014 / 0.4026, layer 0.4061 /
+    #   0.4111; 8192 of 18432 0.4046 / 0.4060, 0.4122 / 0.4049; 6144 of 24576 0.4274 / 0.4015, 0.4675 / 0.4033
+    vectors = N * element_size % 16 == 0
+    warps, programs = _wide_warps(N, is_layer, has_residual, element_size, vectors)
+    width = 4 if element_size == 4 and vectors and not has_residual else 8  # elements of a chunk that a thread has
+    chunks = cdiv(N, 32 * warps * width)
+    # as many loads at once as spill at most 64 bytes on sm_90; without whole vectors a load is as many as elements
+    if has_residual:
+        most, step = (5, 4) if N % 8 == 0 else (2, 1)
+    elif element_size == 2:
+        most, step = 192 // warps, 4 if vectors else 1
     else:
-        warps, programs = 16, 3 if row <= 36864 and not has_residual else 2
-    block = 256 * warps
-    chunks = cdiv(N, block)
-    # as many loads at once as spill at most 64 bytes on sm_90; without whole vectors a load is eight
-    vectors = N % 8 == 0
-    most = 5 if vectors else 2
-    if not has_residual:
-        most = 49152 // block if element_size == 2 else 5
+        most, step = (10, 8) if vectors else (5, 5 if N <= 24576 else 1)
     looped = chunks > most
     if looped:
-        chunks = cdiv(chunks, cdiv(chunks, 4)) if vectors else 1
-    return _Plan(1, block, warps, programs=programs, chunks=chunks, looped=looped)
+        chunks = cdiv(chunks, cdiv(chunks, step))
+    return _Plan(1, 32 * warps * width, warps, programs=programs, chunks=chunks, looped=looped)
+
+
+def _wide_warps(N: int, is_layer: bool, has_residual: bool, element_size: int, vectors: bool) -> tuple[int, int]:
+    """Warps of a program, and how many programs an SM's registers must suffice for (0: as the compiler likes)."""
+    if N > 32768 or (element_size == 4 and (N > 24576 or (N > 16384 and vectors))):
+        return 32, 0
+    if has_residual:
+        return 16, 2
+    if not vectors and (N % 2 or element_size == 4):
+        return 8, 2 if is_layer and N > 24576 else 0
+    if element_size == 2 and is_layer:
+        return 8, 2 if N <= 18432 else 0
+    return 16, 2 if N <= 24576 else 0
 
 
 def norm_fwd_outputs(
