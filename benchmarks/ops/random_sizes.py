@@ -412,7 +412,7 @@ def _ms(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def run(count: int = 390, seconds: float = math.inf, seed: int = 0) -> Iterator[str]:
-    """`count` sizes, or as many as `seconds` allow."""
+    """`count` sizes, or as many as `seconds` allow: a line for each, then those that are slow for their op."""
     end = time.monotonic() + seconds
     set_up_torch_compile()
     draws = _draws(count, seed)
@@ -421,34 +421,28 @@ def run(count: int = 390, seconds: float = math.inf, seed: int = 0) -> Iterator[
         plain = [i for i, draw in enumerate(draws) if draw.plain is not None]
         futures = [pool.submit(_compile_plain, count, seed, i) for i in plain]
         # what has not been compiled by then compiles when it is timed
-        wait(futures, timeout=None if math.isinf(seconds) else seconds / 2)
+        wait(futures, timeout=None if math.isinf(seconds) else seconds / 3)
         pool.shutdown(cancel_futures=True)
-    shares: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
-    ratios: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
+    found: dict[tuple[str, str, str], list[tuple[float, str]]] = defaultdict(list)
     for draw in draws:
         if time.monotonic() > end:
             break
         try:
             for way, ms in _times(draw):
-                of = draw.op, way
-                shares[of].append((ms["floor"] / ms["ours"], f"{draw.size}: {ms['floor']:.4f} / {ms['ours']:.4f} ms"))
-                if "torch.compile" in ms:
-                    theirs = ms["torch.compile"]
-                    ratios[of].append((theirs / ms["ours"], f"{draw.size}: {theirs:.4f} / {ms['ours']:.4f} ms"))
+                ours = ms.pop("ours")
+                for name, other in ms.items():
+                    found[draw.op, way, name].append((other / ours, f"{draw.size}: {other:.4f} / {ours:.4f} ms"))
+                # a run that is ended has said what it measured
+                yield f"{draw.op} {draw.size} {way}: {ours:.4f} ms, " + ", ".join(
+                    f"{name} {other:.4f}" for name, other in ms.items()
+                )
         except (PowertrainError, RuntimeError) as error:
             yield f"{draw.op} {draw.size}: {str(error).splitlines()[0]}"
         torch.cuda.empty_cache()
-    yield from _report(shares, "share of the floor", lambda middle: FAR * middle)
-    yield from _report(ratios, "torch.compile's time by ours", lambda middle: BEHIND)
-
-
-def _report(
-    found: dict[tuple[str, str], list[tuple[float, str]]], title: str, below: Callable[[float], float]
-) -> Iterator[str]:
-    """Least, most and median of each op, and the sizes below a limit."""
-    for (op, way), lines in sorted(found.items()):
-        lines.sort()
-        middle = median(value for value, _ in lines)
-        ends = f"{lines[0][0]:.2f} to {lines[-1][0]:.2f}"
-        yield f"{op} {way}: {len(lines)} sizes, {title} {ends}, median {middle:.2f}"
-        yield from (f"    {value:.2f} {line}" for value, line in lines if value < below(middle))
+    for (op, way, name), values in sorted(found.items()):
+        values.sort()
+        middle = median(value for value, _ in values)
+        ends = f"{values[0][0]:.2f} to {values[-1][0]:.2f}"
+        yield f"{op} {way}: {len(values)} sizes, time of {name} by ours {ends}, median {middle:.2f}"
+        least = FAR * middle if name == "floor" else BEHIND
+        yield from (f"    {value:.2f} {line}" for value, line in values if value < least)
