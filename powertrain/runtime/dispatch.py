@@ -158,11 +158,15 @@ class Op:
         # a failure in backward would be too late: the forward has run with our kernel by then
         if settings().on_compile_failure == "reference":
             self._rehearse_backward(args)
-        compiled = recording.state.compiled
-        output = self.apply(*args)
-        if recording.state.compiled != compiled:
-            self._compile_backward_ahead(args)
-        return output
+        # the backward's kernels compile beside the forward's
+        before, recording.waiting.rehearsal = (
+            recording.waiting.rehearsal,
+            functools.partial(self._compile_backward_ahead, args),
+        )
+        try:
+            return self.apply(*args)
+        finally:
+            recording.waiting.rehearsal = before
 
     def _refuse_forward_mode(self, args: tuple[Any, ...]) -> None:
         """torch.library drops tangents of tensors that want no gradient, without a word."""
@@ -216,12 +220,13 @@ class Op:
         self._rehearsed.add(key)
 
     def _compile_backward_ahead(self, args: tuple[Any, ...]) -> None:
-        """Compile the backward's kernels beside the rest of the forward: called where the forward had to compile."""
+        """Compile the backward's kernels in other threads: called when a kernel of the forward begins to compile."""
         if not all(arg.is_cuda if isinstance(arg, Tensor) else not isinstance(arg, list | tuple) for arg in args):
             return
         state = recording.state
-        # another thread's recording may last until this call has ended (a recomputation in autograd's thread)
-        if state.recording is not None or state.redirected:
+        # another thread's recording may last until this call has ended (a recomputation in autograd's thread); a call
+        # that is observed for replay would show these launches as its own
+        if state.recording is not None or state.redirected or replay.recorder() is not None:
             return
         from powertrain.runtime.compile.service import compile_ahead
 
@@ -244,7 +249,9 @@ class Op:
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         # hooks in force are for the tensors of the call itself: torch.utils.checkpoint counts them, and would compute
         # the whole layer again when this backward reads one
-        with recording.record(Target.of(device)) as wanted, saved_tensors_hooks(_unchanged, _unchanged):
+        hooks = saved_tensors_hooks(_unchanged, _unchanged)
+        # inside the forward of an autograd.Function gradients are off
+        with recording.record(Target.of(device)) as wanted, hooks, torch.enable_grad():
             results = self.apply(*metas)
             # a single one would be iterated over, by row
             results = results if isinstance(results, tuple) else (results,)

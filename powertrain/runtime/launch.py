@@ -280,7 +280,6 @@ class Kernel:
                 "run the same shapes and dtypes once before the capture"
             )
         entry, source = entry_for(spec)
-        recording.state.compiled += source == "compiled"
         if emulated:
             image = zlib.decompress(entry.members["ptx"]) + b"\0"
             function = driver.load(image, entry.manifest["launch"]["name"], entry.manifest["launch"]["shared"], device)

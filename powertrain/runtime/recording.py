@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,6 @@ class _State:
     everything = False  # launches on real tensors are recorded too, and do not run
     redirected = False  # launches on real tensors are recorded or go to another target
     active = False  # launches on real tensors take the slow path: they are redirected or observed
-    compiled = 0  # kernels that launches had to compile in this process
     _observers = 0
     _counting = threading.Lock()
 
@@ -65,7 +64,20 @@ class _State:
             self.active = self.redirected or self._observers > 0
 
 
+class _Waiting(threading.local):
+    """What this thread can do while a worker compiles a kernel for it."""
+
+    rehearsal: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """Called once the compile's source is ready; the first compile of a call does it."""
+        rehearsal, self.rehearsal = self.rehearsal, None
+        if rehearsal is not None:
+            rehearsal()
+
+
 state = _State()
+waiting = _Waiting()
 _one_at_a_time = threading.RLock()
 
 

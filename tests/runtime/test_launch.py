@@ -370,6 +370,45 @@ def test_a_backward_is_compiled_beside_the_forward(monkeypatch: pytest.MonkeyPat
 
 
 @native
+def test_a_backward_begins_to_compile_before_the_forward_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a call, with gradients on again, which are off inside the forward of an autograd.Function."""
+    from powertrain.ops.norm import _norm_op
+
+    order = []
+
+    class Slow:
+        order_worker = staticmethod(lambda: None)
+
+        def compile(self, *given: object, **options: object) -> None:
+            order.append("forward")
+            raise compile_service.CompileError("never mind")
+
+    def forward(*args: object) -> None:
+        for _ in range(2):
+            with pytest.raises(compile_service.CompileError), torch.no_grad():
+                compile_service.entry_for(spec_of(_twice_kernel), again=True)
+
+    monkeypatch.setattr(compile_service, "service", Slow)
+    monkeypatch.setattr(_norm_op, "_compile_backward_ahead", lambda args: order.append("backward"))
+    monkeypatch.setattr(_norm_op, "apply", forward)
+    x = torch.randn(4, 520, requires_grad=True)
+    _norm_op(x, None, None, None, 1e-6, False, False, False)
+    assert order == ["backward", "forward", "forward"]
+    assert recording.waiting.rehearsal is None
+    # a call without gradients has no backward
+    with torch.no_grad(), pytest.raises(compile_service.CompileError):
+        compile_service.entry_for(spec_of(_twice_kernel), again=True)
+    assert order[3:] == ["forward"]
+
+    monkeypatch.undo()
+    monkeypatch.setattr(Target, "of", staticmethod(lambda device: Target.parse("sm_90")))
+    arguments = _arguments_of(_norm_op, lambda: powertrain.rms_norm(x.detach().to("meta").requires_grad_(), None))
+    with torch.no_grad():
+        names = {spec.kernel.name for spec in _norm_op._backward_specs(arguments)}
+    assert "_norm_bwd_kernel" in names
+
+
+@native
 def test_specs_of_a_backward_leave_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpointing does not see the tensors saved for them, emulation goes on, and results are not taken by row."""
     from powertrain.ops.activations import _activation_op

@@ -27,7 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from powertrain.runtime import tracing
+from powertrain.runtime import recording, tracing
 from powertrain.runtime.compile import kernel_store, worker
 from powertrain.runtime.compile.triton_compat import VERSION_TEXT, is_gluon, lower, ptxas_version
 from powertrain.runtime.errors import CompileError, CompileTimeout
@@ -473,7 +473,10 @@ def compile_ahead(specs: Iterable[Spec]) -> None:
         except CompileError as error:
             tracing.event("kernel", f"{spec.describe()}: not compiled ahead: {error}", key=spec.key)
 
-    for spec in specs:
+    with _lock:
+        # the call itself compiles its forward's
+        missing = [spec for spec in specs if spec.key not in _entries and spec.key not in _running]
+    for spec in missing:
         # a daemon: a process that ends does not wait for it
         thread = threading.Thread(target=compile_quietly, args=(spec,), name="powertrain-ahead", daemon=True)
         try:
@@ -500,7 +503,9 @@ def _find_or_compile(spec: Spec, again: bool) -> tuple[kernel_store.Entry, str]:
     stored = None if again else kernel_store.find(spec.key)
     if stored is None:
         service().order_worker()
-        entry, reply = service().compile(spec, _lower(spec), again=again)
+        source_text = _lower(spec)
+        recording.waiting.begin()
+        entry, reply = service().compile(spec, source_text, again=again)
         source = reply["source"]
     else:
         entry, source = stored
