@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from powertrain.runtime import flops as flop_counting
 from powertrain.runtime import nodes, positional, recording, replay, steering, tracing
 from powertrain.runtime import sharding as dtensors
+from powertrain.runtime.compile.rehearsal import rehearsal
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.op_names import op_names
 from powertrain.runtime.settings import settings
@@ -159,14 +160,11 @@ class Op:
         if settings().on_compile_failure == "reference":
             self._rehearse_backward(args)
         # the backward's kernels compile beside the forward's
-        before, recording.waiting.rehearsal = (
-            recording.waiting.rehearsal,
-            functools.partial(self._compile_backward_ahead, args),
-        )
+        before, rehearsal.wanted = rehearsal.wanted, functools.partial(self._compile_backward_ahead, args)
         try:
             return self.apply(*args)
         finally:
-            recording.waiting.rehearsal = before
+            rehearsal.wanted = before
 
     def _refuse_forward_mode(self, args: tuple[Any, ...]) -> None:
         """torch.library drops tangents of tensors that want no gradient, without a word."""

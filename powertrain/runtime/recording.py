@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -64,20 +64,7 @@ class _State:
             self.active = self.redirected or self._observers > 0
 
 
-class _Waiting(threading.local):
-    """What this thread can do while a worker compiles a kernel for it."""
-
-    rehearsal: Callable[[], None] | None = None
-
-    def begin(self) -> None:
-        """Called once the compile's source is ready; the first compile of a call does it."""
-        rehearsal, self.rehearsal = self.rehearsal, None
-        if rehearsal is not None:
-            rehearsal()
-
-
 state = _State()
-waiting = _Waiting()
 _one_at_a_time = threading.RLock()
 
 

@@ -27,8 +27,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from powertrain.runtime import recording, tracing
+from powertrain.runtime import tracing
 from powertrain.runtime.compile import kernel_store, worker
+from powertrain.runtime.compile.rehearsal import rehearsal
 from powertrain.runtime.compile.triton_compat import VERSION_TEXT, is_gluon, lower, ptxas_version
 from powertrain.runtime.errors import CompileError, CompileTimeout
 from powertrain.runtime.jobs import jobs
@@ -504,7 +505,7 @@ def _find_or_compile(spec: Spec, again: bool) -> tuple[kernel_store.Entry, str]:
     if stored is None:
         service().order_worker()
         source_text = _lower(spec)
-        recording.waiting.begin()
+        rehearsal.begin()
         entry, reply = service().compile(spec, source_text, again=again)
         source = reply["source"]
     else:
