@@ -86,13 +86,17 @@ def _expected(constants: Mapping[str, Any]) -> _Products:
     """Of all consumers. Aligned: no loop with masks; the first consumer's second block has half a product beside it."""
     scores = sum(constants["P_QK"]) // 16
     products = constants["BLOCK_N"] // 16 * len(constants["P_V"])
+    # of all but the first, behind a tile that has none of its rows: the next tile's scores
+    passing = constants["CONSUMERS"] - 1
     if constants["ALIGNED"]:
         first, second = (_Products.of(blocks, scores, products) for blocks in (2, 1))
-        return _Products(
-            first.waits + second.waits, sum((first.multiplications, second.multiplications)) - products // 2
-        )
+        multiplications = first.multiplications + second.multiplications - products // 2
+        return _Products(first.waits + second.waits + passing, multiplications + passing * scores)
     each = _Products.of(2, scores, products)
-    return _Products(*(constants["CONSUMERS"] * count for count in each))
+    return _Products(
+        constants["CONSUMERS"] * each.waits + passing,
+        constants["CONSUMERS"] * each.multiplications + passing * scores,
+    )
 
 
 @compiled
