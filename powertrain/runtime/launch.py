@@ -166,8 +166,8 @@ class Kernel:
 
     def _check_options(self, constants: dict[str, Any]) -> None:
         """The interpreter takes any number of warps, which a GPU's compiler refuses."""
-        warps: int = constants.get("num_warps", OPTIONS["num_warps"])  # type: ignore[assignment]
-        if warps < 1 or warps & (warps - 1):
+        warps = constants.get("num_warps")
+        if warps is not None and (warps < 1 or warps & (warps - 1)):
             raise ValueError(f"{self.name}: num_warps must be a power of 2, got {warps}")
 
     def _interpret(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
