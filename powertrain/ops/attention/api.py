@@ -105,7 +105,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention for every mask, layout and head dim, by the fastest backend that takes the call.
+    """Softmax attention for every mask, layout and head dim, by the backend that was fastest on problems like the call.
 
         s = scale * q k^T;  s = softcap * tanh(s / softcap);  s -= slope * |p - j|;  s += attn_bias
         out = dropout(softmax(s over the keys that the mask lets see)) v
