@@ -1,14 +1,15 @@
-"""What a thread does when the first kernel of a call of its goes to a compile worker: find the backward's kernels."""
+"""How a call's backward begins to compile when the first kernel of its forward goes to a compile worker."""
 
 import threading
 from collections.abc import Callable
 
 
 class _Rehearsal(threading.local):
+    # finds the kernels of the backward of this thread's call and has other threads compile them
     wanted: Callable[[], None] | None = None
 
     def begin(self) -> None:
-        """Once a call: its other kernels compile beside this one then."""
+        """Called ahead of each wait for a worker; does something once a call."""
         wanted, self.wanted = self.wanted, None
         if wanted is not None:
             wanted()
