@@ -12,7 +12,9 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import ahead
 from benchmarks.peers import set_up_torch_compile
 from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.attention.decode import decode_attention
@@ -36,11 +39,7 @@ from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import rope_table
 from powertrain.ops.softmax import scaled_softmax
-from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.errors import PowertrainError
-from powertrain.runtime.jobs import usable_cores
-from powertrain.runtime.recording import record
-from powertrain.runtime.target import Target
 from powertrain.testing.bench import measure
 
 MOST_BYTES = 1 << 30  # of an op's largest tensor
@@ -155,7 +154,7 @@ def _rope(source: random.Random) -> Draw:
         placed = table.to(device)
         return lambda: rope(q, k, table=placed, interleaved=interleaved), [q, k]
 
-    # outside of what is compiled, as a model keeps them
+    # a model makes cos and sin once, so they are not part of the compiled function
     table = rope_table(turned, length, device=_DEVICE)
     cos, sin = table.cos[:, None], table.sin[:, None]
 
@@ -347,20 +346,17 @@ KINDS = (
 )  # fmt: skip
 
 
-def _compile(draws: list[Draw]) -> None:
-    """The kernels of all draws, on all cores."""
-    with record(Target.of(torch.device("cuda"))) as wanted:
-        for draw in draws:
-            try:
-                call, leaves = draw.build("meta")
-                out = call()
-                if leaves:
-                    outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
-                    torch.autograd.grad(outs, leaves, [torch.empty_like(t) for t in outs], allow_unused=True)
-            except PowertrainError:
-                continue  # the measurement says why
-    with ThreadPoolExecutor(usable_cores()[0]) as pool:
-        list(pool.map(entry_for, {spec.key: spec for spec in wanted.specs}.values()))
+def launch(draw: Draw) -> None:
+    """Forward and backward on meta tensors, for a recording; nothing where the op refuses the size by name."""
+    call, leaves = draw.build("meta")
+    with suppress(PowertrainError):
+        outs = [out for out in _results(call()) if out is not None and out.requires_grad]
+        if leaves:
+            torch.autograd.grad(outs, leaves, [torch.empty_like(out) for out in outs], allow_unused=True)
+
+
+def _results(out: Any) -> tuple[Any, ...]:
+    return out if isinstance(out, tuple) else (out,)
 
 
 def _draws(count: int, seed: int) -> list[Draw]:
@@ -383,14 +379,8 @@ def _compile_plain(count: int, seed: int, i: int) -> None:
 
 def _gradients(call: Callable[[], Any], leaves: list[Tensor]) -> Callable[[], Any]:
     """Forward and backward."""
-    out = call()
-    grads = [torch.randn_like(t) for t in (out if isinstance(out, tuple) else (out,))]
-
-    def step() -> Any:
-        again = call()
-        return torch.autograd.grad(again if isinstance(again, tuple) else (again,), leaves, grads)
-
-    return step
+    grads = [torch.randn_like(out) for out in _results(call())]
+    return lambda: torch.autograd.grad(_results(call()), leaves, grads)
 
 
 def _times(draw: Draw) -> Iterator[tuple[str, dict[str, float]]]:
@@ -416,7 +406,7 @@ def run(count: int = 390, seconds: float = math.inf, seed: int = 0) -> Iterator[
     end = time.monotonic() + seconds
     set_up_torch_compile()
     draws = _draws(count, seed)
-    _compile(draws)
+    yield ahead.build(partial(launch, draw) for draw in draws)
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
         plain = [i for i, draw in enumerate(draws) if draw.plain is not None]
         futures = [pool.submit(_compile_plain, count, seed, i) for i in plain]
@@ -432,7 +422,7 @@ def run(count: int = 390, seconds: float = math.inf, seed: int = 0) -> Iterator[
                 ours = ms.pop("ours")
                 for name, other in ms.items():
                     found[draw.op, way, name].append((other / ours, f"{draw.size}: {other:.4f} / {ours:.4f} ms"))
-                # a run that is ended has said what it measured
+                # at once, so that a run that is stopped early has printed what it measured
                 yield f"{draw.op} {draw.size} {way}: {ours:.4f} ms, " + ", ".join(
                     f"{name} {other:.4f}" for name, other in ms.items()
                 )

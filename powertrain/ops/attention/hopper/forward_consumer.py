@@ -6,8 +6,6 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     TILE_B,
     TILE_FIRST,
     TILE_HEAD,
-    TILE_K_LEN,
-    TILE_PARTS,
     TILE_Q_CAPACITY,
     TILE_Q_LEN,
     TILE_Q_START,
@@ -17,9 +15,9 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     VALUES_FREE,
     Scores,
     block_at,
-    blocks_of,
     clear_values,
     give_back,
+    keys_of_tile,
     phase_parity,
     query_of,
     with_head_of,
@@ -264,27 +262,6 @@ def _other_blocks(
 
 
 @gluon.jit
-def _keys_of_tile(
-    pair, tile_smem, num_splits, window, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CONFIG: gl.constexpr
-):
-    """A tile's first query, the position of query 0, how many keys its sequence has, its blocks of keys."""
-    first = read_tile_field(tile_smem, pair, TILE_FIRST)
-    q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
-    k_len = read_tile_field(tile_smem, pair, TILE_K_LEN)
-    offset = gl.to_tensor(0)
-    if CONFIG.bottom_right:
-        offset = k_len - q_len
-    split = None
-    parts = num_splits
-    if num_splits is not None or CONFIG.listed:
-        split = read_tile_field(tile_smem, pair, TILE_SPLIT)
-    if CONFIG.listed:
-        parts = read_tile_field(tile_smem, pair, TILE_PARTS)
-    blocks = blocks_of(first, offset, q_len, k_len, window, split, parts, QUERIES, BLOCK_N, CONFIG)
-    return first, offset, k_len, blocks
-
-
-@gluon.jit
 def _first_scores(visited, taken, buffers, sync, FIRST_N: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
     """The head of tile number `taken`, or -1, and the scores of its first block, number `visited`, under way: unused
     after the last tile."""
@@ -326,7 +303,7 @@ def _pass_tile(
     BLOCK_N: gl.constexpr = buffers.v[0].shape[1]
     QUERIES: gl.constexpr = buffers.q[0].shape[1] // CONFIG.heads_per_tile * CONSUMERS
     pair = taken & 1
-    _, _, _, blocks = _keys_of_tile(pair, sync.tile, sizes.num_splits, window, QUERIES, BLOCK_N, CONFIG)
+    _, _, _, blocks = keys_of_tile(pair, sync.tile, sizes.num_splits, window, QUERIES, BLOCK_N, CONFIG)
     begin, end, _, _, masked = blocks
     give_back(KEYS_FREE, visited & (STAGES - 1), CONSUMERS)
     for n in range(1, end - begin):
@@ -374,7 +351,7 @@ def _consume_tile(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     pair = taken & 1
-    first, offset, k_len, blocks = _keys_of_tile(
+    first, offset, k_len, blocks = keys_of_tile(
         pair, tile_smem, num_splits, window, QUERIES * CONSUMERS, BLOCK_N, CONFIG
     )
     begin, end, full_end, at_right, masked = blocks

@@ -11,15 +11,14 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     TILE_B,
     TILE_FIRST,
     TILE_HEAD,
-    TILE_K_LEN,
     TILE_Q_CAPACITY,
     TILE_Q_LEN,
     TILE_Q_START,
     Scores,
     block_at,
-    blocks_of,
     clear_behind,
     give_back,
+    keys_of_tile,
     phase_parity,
 )
 from powertrain.ops.attention.hopper.primitives import LOG2E, MINUS_INF, read_tile_field
@@ -269,13 +268,7 @@ def _consume_tile(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     pair = taken & 1
-    first = read_tile_field(tile_smem, pair, TILE_FIRST)
-    q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
-    k_len = read_tile_field(tile_smem, pair, TILE_K_LEN)
-    offset = gl.to_tensor(0)
-    if CONFIG.bottom_right:
-        offset = k_len - q_len
-    order = blocks_of(first, offset, q_len, k_len, window, None, None, ROWS, BLOCK_N, CONFIG)
+    first, offset, k_len, order = keys_of_tile(pair, tile_smem, None, window, ROWS, BLOCK_N, CONFIG)
     begin, end, full_end, at_right, masked = order
     count = end - begin
     slope = 0.0

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
+from powertrain.ops.attention.hopper.primitives import read_tile_field
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,
@@ -164,6 +165,27 @@ def blocks_of(
     full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), end), begin)
     full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), full_begin)
     return begin, end, full_end, end - full_end, end - full_end + full_begin - begin
+
+
+@gluon.jit
+def keys_of_tile(
+    pair, tile_smem, num_splits, window, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CONFIG: gl.constexpr
+):
+    """A tile's first query, the position of query 0, how many keys its sequence has, its blocks of keys."""
+    first = read_tile_field(tile_smem, pair, TILE_FIRST)
+    q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
+    k_len = read_tile_field(tile_smem, pair, TILE_K_LEN)
+    offset = gl.to_tensor(0)
+    if CONFIG.bottom_right:
+        offset = k_len - q_len
+    split = None
+    parts = num_splits
+    if num_splits is not None or CONFIG.listed:
+        split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    if CONFIG.listed:
+        parts = read_tile_field(tile_smem, pair, TILE_PARTS)
+    blocks = blocks_of(first, offset, q_len, k_len, window, split, parts, QUERIES, BLOCK_N, CONFIG)
+    return first, offset, k_len, blocks
 
 
 @gluon.jit
