@@ -67,6 +67,10 @@ PLANS = [
     ((72, 80), 512, True, False, 2),
     ((160, 160), 512, False, False, 2),
     ((192, 192), 512, False, True, 2),
+    ((128, 128), 513, False, False, 2),
+    ((64, 64), 4150, False, False, 3),
+    ((80, 80), 150, False, False, 2),
+    ((192, 192), 600, False, False, 2),
 ]
 
 
@@ -83,19 +87,20 @@ class _Products(NamedTuple):
 
 
 def _expected(constants: Mapping[str, Any]) -> _Products:
-    """Of all consumers. Aligned: no loop with masks; the first consumer's second block has half a product beside it."""
+    """Of all consumers. Diagonal: no loop with masks; the first consumer's second block has half a product beside it. Half:
+    no loop with masks; each consumer's second block has."""
     scores = sum(constants["P_QK"]) // 16
     products = constants["BLOCK_N"] // 16 * len(constants["P_V"])
     # of all but the first, behind a tile that has none of its rows: the next tile's scores
     passing = constants["CONSUMERS"] - 1
-    if constants["ALIGNED"]:
+    if constants["FIRST_BLOCK"] == "diagonal":
         first, second = (_Products.of(blocks, scores, products) for blocks in (2, 1))
         multiplications = first.multiplications + second.multiplications - products // 2
         return _Products(first.waits + second.waits + passing, multiplications + passing * scores)
     each = _Products.of(2, scores, products)
+    multiplications = each.multiplications - (products // 2 if constants["FIRST_BLOCK"] == "half" else 0)
     return _Products(
-        constants["CONSUMERS"] * each.waits + passing,
-        constants["CONSUMERS"] * each.multiplications + passing * scores,
+        constants["CONSUMERS"] * each.waits + passing, constants["CONSUMERS"] * multiplications + passing * scores
     )
 
 
@@ -107,13 +112,17 @@ def test_products_are_not_serialised(
     """ptxas waits after every wgmma where it runs out of registers; what is spilled between tiles costs little."""
     [spec] = _forward(*dims, length, packed, is_causal=causal)
     assert spec.constants["CONSUMERS"] == consumers
-    assert spec.constants["ALIGNED"] == (causal and consumers == 2 and spec.constants["BLOCK_N"] == 128)
+    key_block = spec.constants["BLOCK_N"]
+    if causal:
+        first_block = "diagonal" if consumers == 2 and key_block == 128 else "any"
+    else:
+        first_block = "half" if not packed and 0 < length % key_block <= key_block // 2 else "any"
+    assert spec.constants["FIRST_BLOCK"] == first_block
     entry, _ = entry_for(spec)
     assert entry.manifest["launch"]["stack"] <= 128
     assert entry.manifest["launch"]["num_warps"] == 4 * consumers + 4
     ptx = zlib.decompress(entry.members["ptx"]).decode()
-    rows, key_block = 64, spec.constants["BLOCK_N"]
-    assert f"wgmma.mma_async.sync.aligned.m{rows}n{key_block}k16.f32.bf16.bf16" in ptx
+    assert f"wgmma.mma_async.sync.aligned.m64n{key_block}k16.f32.bf16.bf16" in ptx
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::(cluster|cta)\.global", ptx)
     assert "cp.async.bulk.tensor.4d.global.shared::cta" in ptx
     code = _machine_code(entry.members["cubin"], tmp_path)
@@ -249,12 +258,36 @@ def test_two_slots_of_queries_are_refused_where_two_loops_read_them(monkeypatch:
         entry_for(spec)
 
 
-def _aligned(queries: int, keys: int, **options: Any) -> bool:
+def _first_block(queries: int, keys: int, **options: Any) -> str:
     q, k = _empty(2, queries, 4, 128), _empty(2, keys, 4, 128)
     with record("sm_90") as wanted:
         attention(q, k, k, backend="hopper", **{"is_causal": True} | options)
-    [spec] = wanted.specs
-    return bool(spec.constants["ALIGNED"])
+    # the combination of parts may follow
+    return str(wanted.specs[0].constants["FIRST_BLOCK"])
+
+
+def _aligned(queries: int, keys: int, **options: Any) -> bool:
+    return _first_block(queries, keys, **options) == "diagonal"
+
+
+@compiled
+def test_last_blocks_of_half_the_keys() -> None:
+    lengths = torch.empty(2, dtype=torch.int32, device=META)
+    full = {"is_causal": False}
+    assert [_first_block(300, keys, **full) for keys in (256, 257, 320, 321, 384)] == [
+        "any",
+        "half",
+        "half",
+        "any",
+        "any",
+    ]
+    assert (
+        _first_block(300, 300, **full, window_size=(64, -1))
+        == _first_block(300, 300, **full, seqused_k=lengths)
+        == "any"
+    )
+    # keys in parts, whose first blocks are any
+    assert _first_block(16, 32769, **full) == "any"
 
 
 @compiled
@@ -278,7 +311,7 @@ def test_packed_diagonals_are_aligned_where_queries_and_keys_have_the_same_lengt
         with record("sm_90") as wanted:
             varlen_attention(x, key, key, starts, is_causal=True, backend="hopper", **options)
         [spec] = wanted.specs
-        return bool(spec.constants["ALIGNED"])
+        return bool(spec.constants["FIRST_BLOCK"] == "diagonal")
 
     assert aligned() and aligned(cu_seqlens_q_padded=others, cu_seqlens_k_padded=others)
     assert not aligned(_empty(700, 4, 128))  # where lengths beyond the queries' room would differ

@@ -21,7 +21,7 @@ Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups bes
 during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def _hopper_attention_fwd_kernel(
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
-    ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    FIRST_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr, TAKES_TURNS: gl.constexpr,
     HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr, PAGE_SIZE: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def _hopper_attention_fwd_kernel(
         BOTTOM_RIGHT,
         CAP,
         ALIBI,
-        ALIGNED,
+        FIRST_BLOCK,
         PACKED,
         RAGGED,
         D[0],
@@ -116,7 +116,7 @@ def _hopper_attention_fwd_kernel(
     )
     ROWS: gl.constexpr = _ROWS
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
-    gl.static_assert(Q_SLOTS == 1 or Q_HELD or ALIGNED, "Q_SLOTS must be 1 where q is read in two loops")
+    gl.static_assert(Q_SLOTS == 1 or Q_HELD or FIRST_BLOCK != "any", "Q_SLOTS must be 1 where q is read in two loops")
     q_smem = ()
     k_smem = ()
     for i in gl.static_range(len(P_QK)):
@@ -208,8 +208,8 @@ def launch_forward(
     q, k = operands.q, operands.k
     out, lse = operands.outputs()
     o = operands.like_query(out)
-    aligned = _is_aligned(operands, plan)
-    if aligned and operands.is_packed:
+    first_block = _first_block(operands, plan, listed)
+    if first_block == "diagonal" and operands.is_packed:
         # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
         plan = plan._replace(q_held=False)
     groups = plan.groups_of(heads)
@@ -240,7 +240,7 @@ def launch_forward(
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,
         BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, STORE_PARTS=plan.store_parts,
         Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, TAKES_TURNS=plan.takes_turns, HEADS_PER_TILE=plan.heads_per_tile,
-        SPLIT_KV=listed is None and plan.leaves_parts, ALIGNED=aligned,
+        SPLIT_KV=listed is None and plan.leaves_parts, FIRST_BLOCK=first_block,
         PAGE_SIZE=0 if page_table is None else k.tensor.shape[1], STARTS_EARLY=starts_early(operands.target),
         num_warps=4,
     )  # fmt: skip
@@ -282,12 +282,28 @@ def _keys_maps(operands: Operands, plan: Plan, in_pages: bool, of_cache: bool) -
     return rows_maps(keys, plan.block_n, plan.p_qk), rows_maps(values, plan.block_n, plan.p_v)
 
 
-def _is_aligned(operands: Operands, plan: Plan) -> bool:
+def _first_block(operands: Operands, plan: Plan, listed: TileList | None) -> Literal["any", "diagonal", "half"]:
+    """What the first block of every tile is (`ForwardConfig`)."""
+    # of a part of the keys it may be any
+    if listed is not None or plan.num_splits > 1 or operands.args.left >= 0:
+        return "any"
+    if operands.args.right < 0:
+        return "half" if _last_keys_fill_half(operands, plan) else "any"
+    return "diagonal" if _diagonals_are_aligned(operands, plan) else "any"
+
+
+def _last_keys_fill_half(operands: Operands, plan: Plan) -> bool:
+    """Whether the last block of keys has half of its keys or fewer, where all sequences have the same number."""
+    args = operands.args
+    if args.key_starts is not None or args.key_used is not None:
+        return False
+    return 0 < operands.keys % plan.block_n <= plan.block_n // 2
+
+
+def _diagonals_are_aligned(operands: Operands, plan: Plan) -> bool:
     """Whether each tile has one block with hidden scores, whose diagonal goes from corner to corner."""
     args = operands.args
-    if plan.heads_per_tile > 1 or plan.num_splits > 1:
-        return False
-    if args.left >= 0 or args.right != 0 or (plan.block_m, plan.block_n) != (128, 128):
+    if plan.heads_per_tile > 1 or args.right != 0 or (plan.block_m, plan.block_n) != (128, 128):
         return False
     if args.query_starts is not args.key_starts or args.query_used is not args.key_used:
         return False

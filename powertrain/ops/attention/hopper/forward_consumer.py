@@ -245,7 +245,7 @@ def _other_blocks(
             whole = beside_zeros(weights, s_layout)
         weights = whole
         done += 1
-    elif not CONFIG.aligned:
+    elif CONFIG.first_block == "any":
         # masked blocks come first, so that the loop over all others has no mask code
         for n in range(1, masked):
             start = block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
@@ -313,7 +313,7 @@ def _pass_tile(
         # a stage is given back once a round, so not before it was loaded
         mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
         if CONFIG.takes_turns:
-            if CONFIG.aligned or n >= masked:
+            if CONFIG.first_block != "any" or n >= masked:
                 named_barrier_sync(TURN + CONSUMER, 256)
                 named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
         mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
@@ -429,8 +429,8 @@ def consume(
     tile_smem, q_full, k_full, tile_full = sync.tile, sync.q_full, sync.k_full, sync.tile_full
     CONSUMERS: gl.constexpr = CONFIG.consumers
     BLOCK_N: gl.constexpr = v_smem[0].shape[1]
-    # of the one masked block of a tile, the first half of the queries see the first half of the keys
-    HALF: gl.constexpr = CONFIG.aligned and CONSUMER == 0
+    # of a diagonal block, the first half of the queries see the first half of the keys
+    HALF: gl.constexpr = CONFIG.first_block == "half" or (CONFIG.first_block == "diagonal" and CONSUMER == 0)
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
     RAW: gl.constexpr = not CONFIG.has_softcap and CONFIG.alibi == "none"  # m is a maximum of unscaled scores
     storage = sizes.batch

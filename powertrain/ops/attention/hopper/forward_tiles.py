@@ -41,7 +41,9 @@ class ForwardConfig(NamedTuple):
     bottom_right: bool  # the last query has the position of the last key
     has_softcap: bool
     alibi: Literal["none", "two_sided", "one_sided"]
-    aligned: bool  # each tile has one masked block, whose diagonal goes from corner to corner
+    # what a tile's first block is: any, or its only masked one, whose diagonal goes from corner to corner ("diagonal") or
+    # of whose keys no row sees the second half ("half")
+    first_block: Literal["any", "diagonal", "half"]
     packed: bool  # sequences lie one behind the other
     ragged: bool  # sequences end before their storage does
     d_qk: int

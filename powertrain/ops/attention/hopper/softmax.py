@@ -63,9 +63,9 @@ def _operands(count: int, scores: int, rows: int = 0) -> str:
     return ",".join(["=f"] * count + ["f"] * (scores * count) + ["r"] * (rows * count))
 
 
-_HIDING = gl.constexpr({(count, left): _hiding(count, left) for count in (32, 64) for left in (False, True)})
+_HIDING = gl.constexpr({(count, left): _hiding(count, left) for count in (16, 32, 64) for left in (False, True)})
 _HIDING_OPERANDS = gl.constexpr(
-    {(count, left): _operands(count, 1, 1 + left) for count in (32, 64) for left in (False, True)}
+    {(count, left): _operands(count, 1, 1 + left) for count in (16, 32, 64) for left in (False, True)}
 )
 
 
