@@ -62,6 +62,48 @@ class Flash3(torch.autograd.Function):
         return dq, dk, dv, *[None] * 5
 
 
+@torch.library.custom_op("powertrain_benchmarks::flash_3", mutates_args=())
+def _flash_3_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, softmax_scale=q.shape[-1] ** -0.5, is_causal=True)
+    return out, lse
+
+
+@torch.library.custom_op("powertrain_benchmarks::flash_3_backward", mutates_args=())
+def _flash_3_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": True}
+    torch.ops.flash_attn_3.bwd(grad.contiguous(), q, k, v, out, lse, dq, dk, dv, **options)
+    return dq, dk, dv
+
+
+@_flash_3_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+@_flash_3_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+_flash_3_forward.register_autograd(
+    lambda ctx, grad, _: _flash_3_backward(grad, *ctx.saved_tensors), setup_context=_keep
+)
+
+
+def flash_3_op() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """FlashAttention-3's causal attention of q [B, S, H, D] and k, v [B, S, Hkv, D] as an op, at which compiled graphs
+    do not break, or None."""
+    return None if flash_3() is None else lambda q, k, v: _flash_3_forward(q, k, v)[0]
+
+
 def missing() -> list[str]:
     """The opponents that are not here, with how each is found."""
     packages = {"liger_kernel": "liger-kernel", "quack": "quack-kernels", "cut_cross_entropy": "cut-cross-entropy"}

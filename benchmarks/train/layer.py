@@ -1,5 +1,7 @@
 """`python -m benchmarks.train.layer`: one Llama-8B layer, forward and backward, beside plain PyTorch compiled.
 
+Plain PyTorch attends by FlashAttention-3 where FLASH_3_LIBRARY names its library, else by scaled_dot_product_attention.
+
 Hidden 4096, 32/8 heads of 128, ffn 14336, 2 x 8192 tokens, bfloat16 weights and activations. Ours as it is chosen, and
 with parts of it taken away; times of interleaved calls.
 """
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers import flash_3_op
 from benchmarks.train import twin
 from powertrain.models import llama
 from powertrain.nn.attention import Context
@@ -32,7 +35,7 @@ def run() -> list[str]:
     torch.manual_seed(0)
     with torch.device("cuda"):
         ours = llama._block(CONFIG, 0).bfloat16()
-        plain = twin.Twin(CONFIG).bfloat16()
+        plain = twin.Twin(CONFIG, flash_3_op()).bfloat16()
     plain.layers[0].load_state_dict(ours.state_dict())
     x, dy = _tensor().requires_grad_(), _tensor(0.01)
     compiled = torch.compile(plain.layers[0])
@@ -61,13 +64,14 @@ def run() -> list[str]:
 
         return call
 
+    opponent = "plain PyTorch, compiled" + (", FA3" if flash_3_op() else "")
     variants = {
         "ours": of_ours,
         "ours, attention by cuDNN": attended_by("cudnn"),
         "ours, activation apart": without("linear_activation"),
-        "plain PyTorch, compiled": lambda: both(lambda: compiled(x, plain.cos, plain.sin), others),
+        opponent: lambda: both(lambda: compiled(x, plain.cos, plain.sin), others),
     }
-    expected = variants["plain PyTorch, compiled"]()
+    expected = variants[opponent]()
     names = ["y", "dx", *(name for name, _ in ours.named_parameters())]
     for name, found, exact in zip(names, of_ours(), expected, strict=True):
         error = (found.float() - exact.float()).norm() / exact.float().norm()
@@ -75,7 +79,7 @@ def run() -> list[str]:
     timings = measure(variants, seconds=2.0, rounds=30)
     best = timings["ours"].ms
     return [
-        f"Llama-8B layer, 2 x 8192 tokens | {name:25} | {t.ms:7.3f} ms ±{t.spread:4.1%} | {t.ms / best:.3f}x ours | "
+        f"Llama-8B layer, 2 x 8192 tokens | {name:28} | {t.ms:7.3f} ms ±{t.spread:4.1%} | {t.ms / best:.3f}x ours | "
         f"{t.peak_mib:7.0f} MiB"
         for name, t in timings.items()
     ]

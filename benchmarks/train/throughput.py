@@ -1,7 +1,12 @@
 """`python -m benchmarks.train.throughput [CASE...]`: steps of our trainer and of a compiled plain-PyTorch twin.
 
 In turns, in one process, the same batches; MFU counts model FLOPs (powertrain/models/flops.py) against the card's dense
-bfloat16 rate. The twin: float32 weights under autocast, torch.compile, PyTorch's best attention, fused AdamW, clipping.
+bfloat16 rate. The twin is the strongest that we can write:
+- bfloat16 weights; model and loss compiled by torch.compile(dynamic=False);
+- attention by FlashAttention-3 where FLASH_3_LIBRARY names its library, as an op that does not break the graph, else by
+  PyTorch's scaled_dot_product_attention;
+- clipping to a global norm of 1 and AdamW over float32 masters, in one function compiled in the same way: it reads the
+  bfloat16 gradients as they are; one pass over a parameter updates master and moments in place and writes the weight.
 """
 
 import statistics
@@ -14,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from benchmarks.peers import flash_3_op
 from benchmarks.train.twin import Twin
 from powertrain.models.flops import flops_per_token
 from powertrain.train.config.schema import RunConfig
@@ -90,31 +96,70 @@ def ours(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], 
     return step, trainer.model
 
 
-def twin(case: Case, device: torch.device, state: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+LR, BETAS, EPS, DECAY, MAX_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+@torch.no_grad()
+def clipped_adamw(
+    weights: list[Tensor], gradients: list[Tensor], masters: list[Tensor], averages: list[Tensor],
+    squares: list[Tensor], powers: list[Tensor],
+) -> None:  # fmt: skip
+    """A step of AdamW, everything in place; powers: of the betas, with the number of steps so far."""
+    norm = torch.stack([g.float().square().sum() for g in gradients]).sum().sqrt()
+    factor = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
+    # tensors, or every step would be compiled; not a count, since Inductor repeats scalars in each parameter's kernel,
+    # and pow takes longer than a product
+    for power, beta in zip(powers, BETAS, strict=True):
+        power.mul_(beta)
+    first, second = (1 - power for power in powers)
+    for weight, gradient, master, average, square in zip(weights, gradients, masters, averages, squares, strict=True):
+        clipped = gradient.float() * factor
+        average.lerp_(clipped, 1 - BETAS[0])
+        square.mul_(BETAS[1]).addcmul_(clipped, clipped, value=1 - BETAS[1])
+        change = average / first / ((square / second).sqrt() + EPS)
+        # norms and biases do not decay
+        master.mul_(1 - LR * DECAY if master.dim() > 1 else 1.0).sub_(LR * change)
+        weight.copy_(master)
+
+
+class MasterAdamW:
+    """The twin's optimizer. The float32 parameters become its masters, and the model's are bfloat16 from then on."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters, self.masters = parameters, [p.data for p in parameters]
+        for p in parameters:
+            p.data = p.data.bfloat16()
+        self.weights = [p.detach() for p in parameters]
+        self.averages, self.squares = ([torch.zeros_like(m) for m in self.masters] for _ in range(2))
+        self.powers = [torch.ones((), device=self.masters[0].device) for _ in BETAS]
+        self.update: Callable[..., None] = torch.compile(clipped_adamw, dynamic=False)
+
+    def step(self) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.update(self.weights, gradients, self.masters, self.averages, self.squares, self.powers)
+        for p in self.parameters:
+            p.grad = None
+
+
+def twin(case: Case, device: torch.device, state: dict[str, Tensor]) -> tuple[Callable[[], Tensor], MasterAdamW]:
+    """One step of the twin, whose weights begin as `state`."""
     config = run_config(case)
     with device:
-        model = Twin(config.model)
+        model = Twin(config.model, flash_3_op())
     model.load_state_dict(state)
-    decayed = {True: [], False: []}
-    for p in model.parameters():
-        decayed[p.dim() > 1].append(p)
-    groups = [{"params": decayed[True], "weight_decay": 0.1}, {"params": decayed[False], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, 1e-4, (0.9, 0.95), fused=True)
-    compiled = torch.compile(model)
+    optimizer = MasterAdamW(list(model.parameters()))
+    compiled = torch.compile(model, dynamic=False)
     data = RandomTokens(config.model.vocab_size, case.seq_length)
     samples = [data.sample(i) for i in range(case.batch)]
     tokens, labels = (torch.from_numpy(np.stack([s[i] for s in samples])).to(device) for i in (0, 1))
 
     def step() -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = compiled(tokens, labels)
+        loss = compiled(tokens, labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return step, optimizer
 
 
 def _seconds(step: Callable[[], torch.Tensor], steps: int) -> float:
@@ -143,18 +188,16 @@ def measure(name: str, rounds: int = 5, steps: int = 4) -> list[str]:
     peak = (peak_tflops(torch.cuda.get_device_name()) or float("nan")) * 1e12
     variants: dict[str, Callable[[], torch.Tensor]] = {"powertrain": step}
     memory, losses = {}, {}
-    state = {key: value.float() for key, value in model.state_dict().items()}
+    # on the host, so that it counts as no variant's memory
+    state = {key: value.cpu() for key, value in model.state_dict().items()}
     losses["powertrain"] = [float(step()) for _ in range(3)]
-    own = torch.cuda.memory_allocated() - sum(t.numel() * t.element_size() for t in state.values())
-    memory["powertrain"] = _peak_gib(step, torch.cuda.memory_allocated() - own)
+    memory["powertrain"] = _peak_gib(step, 0)
     if case.twin:
-        before = torch.cuda.memory_allocated()
-        variants["twin, torch.compile"] = plain = twin(case, device, state)
-        del state
-        held = own
-        losses["twin, torch.compile"] = [float(plain()) for _ in range(3)]
-        memory["twin, torch.compile"] = _peak_gib(plain, held)
-        del before
+        held = torch.cuda.memory_allocated()
+        label = "twin, torch.compile" + (", FA3" if flash_3_op() else "")
+        variants[label], _ = twin(case, device, state)
+        losses[label] = [float(variants[label]()) for _ in range(3)]
+        memory[label] = _peak_gib(variants[label], held)
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for _ in range(rounds):
         for variant, function in variants.items():
@@ -166,7 +209,7 @@ def measure(name: str, rounds: int = 5, steps: int = 4) -> list[str]:
     for variant, seconds in best.items():
         spread = (max(times[variant]) - min(times[variant])) / seconds
         lines.append(
-            f"{name:14} {variant:20} {seconds * 1e3:8.1f} ms ±{spread:4.1%}  {tokens / seconds:9.0f} tokens/s  "
+            f"{name:14} {variant:24} {seconds * 1e3:8.1f} ms ±{spread:4.1%}  {tokens / seconds:9.0f} tokens/s  "
             f"MFU {tokens / seconds * flops / peak:5.1%}  {memory[variant]:6.1f} GiB  "
             f"losses {', '.join(f'{loss:.4f}' for loss in losses[variant])}"
         )

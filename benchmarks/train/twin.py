@@ -4,6 +4,7 @@ Parameters have our models' names and shapes, so a state dict fits both. Only wh
 caches, no dropout, no packed documents.
 """
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from powertrain.models import ModelConfig
 from powertrain.ops.activations import Gated
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Norm(nn.Module):
@@ -32,7 +35,7 @@ def _is_layer_norm(config: Any) -> bool:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, attend: Attend | None) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_heads
@@ -42,11 +45,16 @@ class Attention(nn.Module):
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.qkv = nn.Linear(config.hidden_size, rows, bias=bias)
         self.out = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=bias)
+        self.attend = attend
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         groups = self.qkv(x).unflatten(-1, (self.num_kv_heads, self.group + 2, self.head_dim))
-        q, k, v = groups.split((self.group, 1, 1), -2)
-        q, k, v = (t.flatten(-3, -2).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.flatten(-3, -2) for t in groups.split((self.group, 1, 1), -2))
+        if self.attend is not None:
+            # [B, S, H, D] as they are: all heads of a position turn by its angles
+            q, k = (_rotated(t, cos[:, None], sin[:, None], self.turned) for t in (q, k))
+            return self.out(self.attend(q, k, v).flatten(-2))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = (_rotated(t, cos, sin, self.turned) for t in (q, k))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.group > 1)
         return self.out(out.transpose(1, 2).flatten(-2))
@@ -78,9 +86,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, attend: Attend | None) -> None:
         super().__init__()
-        self.attention_norm, self.attention = Norm(config), Attention(config)
+        self.attention_norm, self.attention = Norm(config), Attention(config, attend)
         self.mlp_norm, self.mlp = Norm(config), MLP(config)
         self.parallel = getattr(config, "parallel_residual", False)
 
@@ -93,13 +101,16 @@ class Block(nn.Module):
 
 
 class Twin(nn.Module):
-    """tokens, labels [B, S] -> mean loss."""
+    """tokens, labels [B, S] -> mean loss.
 
-    def __init__(self, config: ModelConfig) -> None:
+    attend   causal attention of q [B, S, H, D] and k, v [B, S, Hkv, D], instead of PyTorch's
+    """
+
+    def __init__(self, config: ModelConfig, attend: Attend | None = None) -> None:
         super().__init__()
         fields: Any = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.num_layers))
         self.norm = Norm(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         turned = self.layers[0].attention.turned

@@ -298,46 +298,42 @@ class _Plan(NamedTuple):
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps", "programs", "pipeline"))
-def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, weight_bytes: int, target: Target) -> _Plan:
+def _plan_bwd(
+    M: int, N: int, is_layer: bool, has_bias: bool, stage_bytes: int, weight_bytes: int, target: Target
+) -> _Plan:
     """stage_bytes: of an element of each tensor that a row is read of; weight_bytes: of an element of the weight."""
     # measured as above; 1 program an SM, strided rows, 3 or 4 loads in flight:
     #   rms    4096: 2 rows 8 warps 3 stages 0.1071 (16 warps 0.1076, 1 row 0.110);   8192: 1 row 8 warps 0.2028
     #   layer  4096: 2 rows 16 warps 4 stages 0.1129 (8 warps 0.1136);                8192: 1 row 16 warps 0.2144
-    # 32768 rows, ms rms / layer (8192 elements and one program an SM, 8 / 16 warps):
-    #   768: 4 rows 4 warps, 2 programs an SM 0.0628 / 0.0690 (0.1044 / 0.3905);  1024: 0.0794 / 0.0863 (.1092 / .3940)
-    #   2048: 4 rows 8 warps 0.1375 / 0.1432 (0.1375 / 0.4508);  2560, layer: 1 row 4 warps, 2 programs 0.1866 (0.2225)
+    # 2560, 32768 rows, layer: 1 row 4 warps, 2 programs an SM 0.1866, 8192 elements and one program 0.2225
     block_n, tail, sum_rows_last, reload = next_power_of_2(N), 0, False, False
-    if block_n > 16384:
-        block_n, tail = 16384, next_power_of_2(N - 16384)
-        # wider rows do not fit in registers, nor do a layer's in float32: 368 to 488 bytes of stack (128 in 16 bits)
-        if tail > 4096 or (is_layer and stage_bytes >= 8):
-            return _Plan(True, 1, 4096, 8, min(M, 64))
-        # 18432, 16384 rows: 0.602 ms (2 stages 0.754, 32 warps 0.669; three passes 0.960, torch.compile 0.838)
-        # layer 20480, 8192 rows: 0.462 (three passes 0.567, torch.compile 0.575)
-        block_m, warps, stages, per_sm, reload = 1, 16, 1, 1, is_layer
-    elif N > 12288:
-        # 8192 rows, ms rms / layer (torch.compile): 14336 0.217 / 0.316 (0.327 / 0.316), 16384 0.235 / 0.334 (0.357 /
-        # 0.422). Two stages 0.292 / 0.367; without reading a layer's rows again it spilled 1224 bytes: 3.6
-        block_m, warps, stages, per_sm, reload = 1, 16, 1, 1, is_layer
-    elif N > 8192 and N % 16 == 0:
+    if N > 12288:
+        block_n, tail = min(block_n, 16384), next_power_of_2(N - 16384) if N > 16384 else 0
+        # wider rows do not fit in registers, nor do those with a bias in float32 (208 to 1320 bytes of stack; 0 to 304
+        # in 16 bits) or of single elements: layer 17598 0.255 ms in three passes, 0.332 in one; 13982 0.284, 0.301
+        sums_spill = stage_bytes >= 12 or (stage_bytes >= 8 and tail > 0) or (is_layer and (N % 8 or 0 < tail < 1024))
+        if tail > 4096 or (has_bias and sums_spill):
+            # layer 24000: 0.222, 8 warps 0.261; 12543 0.458, 0.406
+            return _Plan(True, 1, 4096, 8 if N % 8 else 16, min(M, 64))
+        # ms, read once, again, in three passes: rms 16384 with a residual .155 .194 .242, with a bias too at 16392 .872
+        #   .199 .244; layer with a bias 14208 .259 .191 .206; float32 16384 layer .230 .189 .234, rms 18432 .128 .148
+        #   .237
+        # 8192 rows, rms / layer (torch.compile): 14336 0.217 / 0.316 (0.327 / 0.316), 16384 0.235 / 0.334 (0.357 /
+        #   0.422); two stages 0.292 / 0.367. 18432, 16384 rows: 0.602 (2 stages 0.754, 32 warps 0.669; 0.838)
+        block_m, warps, stages, per_sm, reload = 1, 16, 1, 1, has_bias
+    elif N > 8192 and N % 8 == 0:
         # 8192 rows, ms rms / layer (torch.compile): 9216 0.124 / 0.174 (0.243 / 0.221), 10240 0.133 / 0.146 (0.254 /
-        # 0.238), 12288 0.160 / 0.177 (0.288 / 0.271). 16 warps 0.162 / 0.222; as one block 0.276 / 3.5, by spills
+        # 0.238), 12288 0.160 / 0.177 (0.288 / 0.271). 16 warps 0.162 / 0.222; as one block 0.276 / 3.5, by spills.
+        # 9640, 6961 rows, rms with a bias and a residual: 0.169, in one stage with 16 warps 0.243
         block_m, block_n, tail, warps, stages, per_sm = 1, 8192, max(256, next_power_of_2(N - 8192)), 8, 3, 1
     elif N > 8192:
-        # loads of single elements cannot be ahead in shared memory: layer 10760, 900 rows, 0.082 (8 warps 0.084)
-        block_m, block_n, tail, warps, stages, per_sm = 1, 8192, max(256, next_power_of_2(N - 8192)), 16, 1, 1
-    elif (N % 4 and block_n <= 256) or (N % 2 and block_n <= 4096 and stage_bytes < 8):
-        # loads of 2 or 4 bytes are not ahead in shared memory, so many warps have to be: layer 97 took 244 registers a
-        # thread as 32 rows on 8 warps, one program an SM, and takes 116 so (compiled for sm_90, not timed)
-        block_m, warps, stages, sum_rows_last = max(1, 1024 // block_n), max(4, block_n // 256), 1, block_n <= 256
-        per_sm = max(1, (16 if is_layer else 24) // warps)
-    elif block_n <= 256:
-        # heads (qk-norm): 16 to 24 warps an SM for the loads, where 16 rows on 2 warps took 213 registers and left 4
-        block_m, warps, stages, per_sm, sum_rows_last = min(64, 4096 // block_n), 8, 2, 2 if is_layer else 3, True
-    elif block_n <= 1024:
-        block_m, warps, stages, per_sm = max(4, min(16, 2048 // block_n)), 4 if block_n > 512 else 2, 3, 2
-    elif block_n == 2048:
-        block_m, warps, stages, per_sm = 4, 8, 3, 1
+        # loads of single elements cannot be ahead in shared memory: layer 10760, 900 rows, 0.082 (8 warps 0.084); rms
+        # 10001, 6710 rows, 0.266 (8 warps 0.244)
+        warps = 16 if is_layer or has_bias else 8
+        block_m, block_n, tail, stages, per_sm = 1, 8192, max(256, next_power_of_2(N - 8192)), 1, 1
+    elif block_n <= 2048 or (N % 2 and block_n <= 4096 and stage_bytes < 8):
+        block_m, warps, stages, per_sm = _narrow_bwd(N, block_n, stage_bytes)
+        sum_rows_last = block_n <= 256
     elif is_layer and N <= 3072:
         block_m, warps, stages, per_sm = 1, 4, 3, 2
     elif not is_layer and 4096 < N <= 5120:
@@ -352,9 +348,36 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, weight_bytes: in
     # pipelining keeps all stages but one in shared memory, those of a weight that is read for each row too
     column_bytes = stage_bytes + (weight_bytes if tail or reload else 0)
     room = (target.shared_per_block // per_sm - 4096) // (block_m * (block_n + tail) * column_bytes)
-    programs = min(cdiv(M, block_m), per_sm * target.num_sms)
+    blocks = cdiv(M, block_m)
+    # a program's partial sums cost as much as a row of its own
+    programs = min(max(cdiv(blocks, 4), min(blocks, target.num_sms)), per_sm * target.num_sms)
     stages = min(stages, max(1, room + 1))
     return _Plan(False, block_m, block_n, warps, programs, stages, tail, sum_rows_last, reload)
+
+
+def _narrow_bwd(N: int, block_n: int, stage_bytes: int) -> tuple[int, int, int, int]:
+    """Rows, warps, stages and programs an SM for rows of up to 4096 columns."""
+    # One H200, rows of 2^26 elements in all, us, these plans; blocks of 2048 to 8192 elements (24 November):
+    #   rms bf16 80 123; 142   104 118; 128   160 119; 320   320 116; 168   768 109; 116   896 107; 109   1280 116; 134
+    #   layer bf16 with bias 96 126; 173   192 134; 477   224 127; 425   280 146; 268   384 125; 200   448 128; 175
+    #     896 113; 126   1152 143; 205   1280 131; 186   1536 117; 158; with a residual 224 159; 446   1152 158; 229
+    #   no whole vectors, rms 69 213; 379   113 155; 246   201 157; 200   242 134; 174   443 148; 158   933 150; 155
+    #     1594 152; 164; layer 75 248; 516   113 182; 353   713 187; 267   1901 178; 234
+    # One warp a row: sums across warps are barriers, and narrow rows have nothing to do meanwhile
+    if N % 8:
+        # loads of single elements are not ahead in shared memory: 16 warps an SM keep as many of them in flight
+        if block_n <= 256:
+            # with a residual 113 0.225, 4 rows 0.307
+            return (4, 1, 1, 16) if stage_bytes <= 4 else (1, 1, 1, 32)
+        warps = max(1, block_n // 1024)
+        return 1, warps, 1, min(16, 8192 // block_n)
+    if block_n <= 128:
+        rows = min(64, 4096 // block_n)
+        warps = max(1, rows * block_n // 512)
+        return rows, warps, 3, 16 // warps
+    if block_n <= 512:
+        return 2 if block_n == 256 and stage_bytes <= 4 else 1, 1, 3, 16 if stage_bytes < 8 else 8
+    return 2048 // block_n, 4, 3, 4
 
 
 def norm_bwd_outputs(
@@ -399,7 +422,7 @@ def norm_bwd(
     M, N = h.shape
     stage_bytes = dy.element_size() + h.element_size() + (0 if dh is None else dh.element_size())
     weight_bytes = 0 if weight is None else weight.element_size()
-    plan = _plan_bwd(M, N, is_layer, stage_bytes, weight_bytes, Target.of(h.device))
+    plan = _plan_bwd(M, N, is_layer, bias is not None, stage_bytes, weight_bytes, Target.of(h.device))
     dw_partial = None if dw is None else h.new_empty((plan.programs, N), dtype=torch.float32)
     db_partial = None if db is None else h.new_empty((plan.programs, N), dtype=torch.float32)
     strides = (dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0))
@@ -422,9 +445,10 @@ def norm_bwd(
                 dy, h, mean, rstd, dw_partial, db_partial, M, N, dy.stride(0), h.stride(0),
                 IS_LAYER=is_layer, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
             )  # fmt: skip
-        # narrow rows have many partials and few columns: a tile is 2048 elements, tall where the sum is long
-        block_p = 128 if plan.programs > 256 else 32
-        _norm_sum_partials_kernel[(cdiv(N, 2048 // block_p),)](
-            dw_partial, db_partial, dw, db, plan.programs, N, BLOCK_P=block_p, BLOCK_N=2048 // block_p
+        # narrow rows have many partials and few columns: tall tiles, many loads at once. us, 2112 x 192 9.2 (tiles of
+        # 128 x 16 29, of 32 x 64 115), 1056 x 713 8.1 (14, 37), 264 x 128 5.0 (6.6, 16)
+        block_p, cols, warps = (1024, 8, 16) if plan.programs > 64 and N <= 4096 else (32, 64, 4)
+        _norm_sum_partials_kernel[(cdiv(N, cols),)](
+            dw_partial, db_partial, dw, db, plan.programs, N, BLOCK_P=block_p, BLOCK_N=cols, num_warps=warps
         )
     return dx, dresidual, dw, db

@@ -87,8 +87,8 @@ class _Products(NamedTuple):
 
 
 def _expected(constants: Mapping[str, Any]) -> _Products:
-    """Of all consumers. Diagonal: no loop with masks; the first consumer's second block has half a product beside it. Half:
-    no loop with masks; each consumer's second block has."""
+    """Of all consumers. Diagonal: no loop with masks; the first consumer's second block has half a product beside it.
+    Half: no loop with masks; each consumer's second block has."""
     scores = sum(constants["P_QK"]) // 16
     products = constants["BLOCK_N"] // 16 * len(constants["P_V"])
     # of all but the first, behind a tile that has none of its rows: the next tile's scores

@@ -41,8 +41,8 @@ class ForwardConfig(NamedTuple):
     bottom_right: bool  # the last query has the position of the last key
     has_softcap: bool
     alibi: Literal["none", "two_sided", "one_sided"]
-    # what a tile's first block is: any, or its only masked one, whose diagonal goes from corner to corner ("diagonal") or
-    # of whose keys no row sees the second half ("half")
+    # a tile's first block: any, or its only masked one, whose diagonal goes from corner to corner ("diagonal"), or of
+    # whose keys no row sees the second half ("half")
     first_block: Literal["any", "diagonal", "half"]
     packed: bool  # sequences lie one behind the other
     ragged: bool  # sequences end before their storage does
