@@ -286,98 +286,113 @@ def _sum_rows(partial_ptr, out_ptr, cols, P, N, BLOCK_P: tl.constexpr, BLOCK_N: 
 
 
 class _Plan(NamedTuple):
-    looped: bool  # the row does not fit in one block
+    looped: bool  # the row does not fit in one block: three passes
     block_m: int
     block_n: int
     num_warps: int
-    programs: int  # that share the rows
+    programs: int  # that share the rows; as a plan for a width, of an SM
     pipeline: int = 1  # stages in flight
     tail: int = 0  # columns behind block_n, a power of 2
     sum_rows_last: bool = False  # weight gradients are summed over a block's rows after the last block
     reload: bool = False  # a row is read again for dx, from the cache
 
 
-@tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps", "programs", "pipeline"))
+@tunable("NVIDIA H200, 2026-11-28", ("block_m", "num_warps", "programs", "pipeline"))
 def _plan_bwd(
     M: int, N: int, is_layer: bool, has_bias: bool, stage_bytes: int, weight_bytes: int, target: Target
 ) -> _Plan:
     """stage_bytes: of an element of each tensor that a row is read of; weight_bytes: of an element of the weight."""
-    # measured as above; 1 program an SM, strided rows, 3 or 4 loads in flight:
-    #   rms    4096: 2 rows 8 warps 3 stages 0.1071 (16 warps 0.1076, 1 row 0.110);   8192: 1 row 8 warps 0.2028
-    #   layer  4096: 2 rows 16 warps 4 stages 0.1129 (8 warps 0.1136);                8192: 1 row 16 warps 0.2144
-    # 2560, 32768 rows, layer: 1 row 4 warps, 2 programs an SM 0.1866, 8192 elements and one program 0.2225
-    block_n, tail, sum_rows_last, reload = next_power_of_2(N), 0, False, False
-    if N > 12288:
-        block_n, tail = min(block_n, 16384), next_power_of_2(N - 16384) if N > 16384 else 0
-        # wider rows do not fit in registers, nor do those with a bias in float32 (208 to 1320 bytes of stack; 0 to 304
-        # in 16 bits) or of single elements: layer 17598 0.255 ms in three passes, 0.332 in one; 13982 0.284, 0.301
-        sums_spill = stage_bytes >= 12 or (stage_bytes >= 8 and tail > 0) or (is_layer and (N % 8 or 0 < tail < 1024))
-        if tail > 4096 or (has_bias and sums_spill):
-            # layer 24000: 0.222, 8 warps 0.261; 12543 0.458, 0.406
-            return _Plan(True, 1, 4096, 8 if N % 8 else 16, min(M, 64))
-        # ms, read once, again, in three passes: rms 16384 with a residual .155 .194 .242, with a bias too at 16392 .872
-        #   .199 .244; layer with a bias 14208 .259 .191 .206; float32 16384 layer .230 .189 .234, rms 18432 .128 .148
-        #   .237
-        # 8192 rows, rms / layer (torch.compile): 14336 0.217 / 0.316 (0.327 / 0.316), 16384 0.235 / 0.334 (0.357 /
-        #   0.422); two stages 0.292 / 0.367. 18432, 16384 rows: 0.602 (2 stages 0.754, 32 warps 0.669; 0.838)
-        block_m, warps, stages, per_sm, reload = 1, 16, 1, 1, has_bias
-    elif N > 8192 and N % 8 == 0:
-        # 8192 rows, ms rms / layer (torch.compile): 9216 0.124 / 0.174 (0.243 / 0.221), 10240 0.133 / 0.146 (0.254 /
-        # 0.238), 12288 0.160 / 0.177 (0.288 / 0.271). 16 warps 0.162 / 0.222; as one block 0.276 / 3.5, by spills.
-        # 9640, 6961 rows, rms with a bias and a residual: 0.169, in one stage with 16 warps 0.243
-        block_m, block_n, tail, warps, stages, per_sm = 1, 8192, max(256, next_power_of_2(N - 8192)), 8, 3, 1
-    elif N > 8192:
-        # loads of single elements cannot be ahead in shared memory: layer 10760, 900 rows, 0.082 (8 warps 0.084); rms
-        # 10001, 6710 rows, 0.266 (8 warps 0.244)
-        warps = 16 if is_layer or has_bias else 8
-        block_m, block_n, tail, stages, per_sm = 1, 8192, max(256, next_power_of_2(N - 8192)), 1, 1
-    elif block_n <= 2048 or (N % 2 and block_n <= 4096 and stage_bytes < 8):
-        block_m, warps, stages, per_sm = _narrow_bwd(N, block_n, stage_bytes)
-        sum_rows_last = block_n <= 256
-    elif is_layer and N <= 3072:
-        block_m, warps, stages, per_sm = 1, 4, 3, 2
-    elif not is_layer and 4096 < N <= 5120:
-        # 5120, 16384 rows: 0.133 ms (a block of 8192, 8 warps: 4 stages 0.139, 3 stages 0.154; torch.compile 0.169)
-        block_m, block_n, tail, warps, stages, per_sm = 1, 4096, 1024, 4, 3, 2
-    elif not is_layer and 5120 < N <= 6144:
-        # 6144, 16384 rows: 0.154 ms (3 stages 0.170; 4096 and 2048 apart 0.159; torch.compile 0.252)
-        block_m, warps, stages, per_sm = 1, 8, 4, 1
+    if N > 8192:
+        plan = _wide(N, is_layer, has_bias, stage_bytes)
+    elif N <= 2048 or (N % 2 and N <= 4096 and stage_bytes < 8):
+        plan = _narrow(N, stage_bytes) if N % 8 == 0 else _narrow_odd(N, stage_bytes)
     else:
-        warps, stages = 16 if is_layer or block_n > 8192 else 8, 4 if is_layer else 3
-        block_m, per_sm = max(1, 8192 // block_n), 1
+        plan = _middle(N, is_layer)
+    if plan.looped:
+        return plan._replace(programs=min(M, plan.programs))
     # pipelining keeps all stages but one in shared memory, those of a weight that is read for each row too
-    column_bytes = stage_bytes + (weight_bytes if tail or reload else 0)
-    room = (target.shared_per_block // per_sm - 4096) // (block_m * (block_n + tail) * column_bytes)
-    blocks = cdiv(M, block_m)
+    column_bytes = stage_bytes + (weight_bytes if plan.tail or plan.reload else 0)
+    row_bytes = plan.block_m * (plan.block_n + plan.tail) * column_bytes
+    room = (target.shared_per_block // plan.programs - 4096) // row_bytes
+    blocks = cdiv(M, plan.block_m)
     # a program's partial sums cost as much as a row of its own
-    programs = min(max(cdiv(blocks, 4), min(blocks, target.num_sms)), per_sm * target.num_sms)
-    stages = min(stages, max(1, room + 1))
-    return _Plan(False, block_m, block_n, warps, programs, stages, tail, sum_rows_last, reload)
+    programs = min(max(cdiv(blocks, 4), min(blocks, target.num_sms)), plan.programs * target.num_sms)
+    return plan._replace(programs=programs, pipeline=min(plan.pipeline, max(1, room + 1)))
 
 
-def _narrow_bwd(N: int, block_n: int, stage_bytes: int) -> tuple[int, int, int, int]:
-    """Rows, warps, stages and programs an SM for rows of up to 4096 columns."""
-    # One H200, rows of 2^26 elements in all, us, these plans; blocks of 2048 to 8192 elements (24 November):
-    #   rms bf16 80 123; 142   104 118; 128   160 119; 320   320 116; 168   768 109; 116   896 107; 109   1280 116; 134
-    #   layer bf16 with bias 96 126; 173   192 134; 477   224 127; 425   280 146; 268   384 125; 200   448 128; 175
-    #     896 113; 126   1152 143; 205   1280 131; 186   1536 117; 158; with a residual 224 159; 446   1152 158; 229
-    #   no whole vectors, rms 69 213; 379   113 155; 246   201 157; 200   242 134; 174   443 148; 158   933 150; 155
-    #     1594 152; 164; layer 75 248; 516   113 182; 353   713 187; 267   1901 178; 234
-    # One warp a row: sums across warps are barriers, and narrow rows have nothing to do meanwhile
-    if N % 8:
-        # loads of single elements are not ahead in shared memory: 16 warps an SM keep as many of them in flight
-        if block_n <= 256:
-            # with a residual 113 0.225, 4 rows 0.307
-            return (4, 1, 1, 16) if stage_bytes <= 4 else (1, 1, 1, 32)
-        warps = max(1, block_n // 1024)
-        return 1, warps, 1, min(16, 8192 // block_n)
+def _narrow(N: int, stage_bytes: int) -> _Plan:
+    """Rows of whole vectors, which are ahead in shared memory."""
+    # us, one H200, 2^26 elements, this; blocks of 2048 to 8192 elements, as before:
+    #   rms bf16 80 123; 142   104 118; 128   160 119; 320   256 118; 221   320 116; 168   768 109; 116   1280 116; 134
+    #   layer with a bias 96 126; 173   192 134; 477   224 127; 425   256 127; 379   280 146; 268   384 125; 200
+    #     896 113; 126   1152 143; 205   1536 117; 158   2048 110; 127; with a residual 224 159; 446   1152 158; 229
+    block_n = next_power_of_2(N)
     if block_n <= 128:
         rows = min(64, 4096 // block_n)
         warps = max(1, rows * block_n // 512)
-        return rows, warps, 3, 16 // warps
+        return _Plan(False, rows, block_n, warps, 16 // warps, 3, sum_rows_last=True)
     if block_n <= 512:
-        return 2 if block_n == 256 and stage_bytes <= 4 else 1, 1, 3, 16 if stage_bytes < 8 else 8
-    return 2048 // block_n, 4, 3, 4
+        # one warp a row: sums across warps are barriers, and narrow rows have nothing to do meanwhile
+        rows = 2 if block_n == 256 and stage_bytes <= 4 else 1
+        return _Plan(False, rows, block_n, 1, 16 if stage_bytes < 8 else 8, 3, sum_rows_last=block_n == 256)
+    return _Plan(False, 2048 // block_n, block_n, 4, 4, 3)
+
+
+def _narrow_odd(N: int, stage_bytes: int) -> _Plan:
+    """Rows of no whole vectors: single elements are not ahead in shared memory, so many warps keep them in flight."""
+    # us as above: rms 69 213; 379   113 155; 246   201 157; 200   242 134; 174   443 148; 158   933 150; 155
+    #   1594 152; 164   2049 230; 370   3001 180; 285   4095 152; 242; with a residual 257 250; 483; layer with a bias
+    #   75 248; 516   113 182; 353   713 187; 267   1901 178; 234
+    block_n = next_power_of_2(N)
+    if block_n <= 256:
+        # with a residual 113 225, 4 rows 307
+        rows, per_sm = (4, 16) if stage_bytes <= 4 else (1, 32)
+        return _Plan(False, rows, block_n, 1, per_sm, sum_rows_last=True)
+    return _Plan(False, 1, block_n, max(1, block_n // 1024), min(16, 8192 // block_n))
+
+
+def _middle(N: int, is_layer: bool) -> _Plan:
+    # 16384 rows, ms, 1 program an SM, strided rows, 3 or 4 loads in flight:
+    #   rms    4096: 2 rows 8 warps 3 stages 0.1071 (16 warps 0.1076, 1 row 0.110);   8192: 1 row 8 warps 0.2028
+    #   layer  4096: 2 rows 16 warps 4 stages 0.1129 (8 warps 0.1136);                8192: 1 row 16 warps 0.2144
+    block_n = next_power_of_2(N)
+    if is_layer and N <= 3072:
+        # 2560, 32768 rows: 0.1866, 8192 elements and one program 0.2225
+        return _Plan(False, 1, block_n, 4, 2, 3)
+    if not is_layer and 4096 < N <= 5120:
+        # 5120: 0.133 ms (a block of 8192, 8 warps: 4 stages 0.139, 3 stages 0.154; torch.compile 0.169)
+        return _Plan(False, 1, 4096, 4, 2, 3, tail=1024)
+    if not is_layer and 5120 < N <= 6144:
+        # 6144: 0.154 ms (3 stages 0.170; 4096 and 2048 apart 0.159; torch.compile 0.252)
+        return _Plan(False, 1, block_n, 8, 1, 4)
+    return _Plan(False, 8192 // block_n, block_n, 16 if is_layer else 8, 1, 4 if is_layer else 3)
+
+
+def _wide(N: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> _Plan:
+    # layer 24000 0.222, 8 warps 0.261; 9001 in blocks of 2048 0.318, of 4096 0.515; rms 12543 0.294, 0.430
+    looped = _Plan(True, 1, 2048, 16, 128) if N % 8 else _Plan(True, 1, 4096, 16, 64)
+    if N <= 12288:
+        tail = max(256, next_power_of_2(N - 8192))
+        if N % 8 == 0:
+            # 8192 rows, ms rms / layer (torch.compile): 9216 0.124 / 0.174 (0.243 / 0.221), 10240 0.133 / 0.146
+            # (0.254 / 0.238), 12288 0.160 / 0.177 (0.288 / 0.271). 16 warps 0.162 / 0.222; as one block 0.276 / 3.5, by
+            # spills. 9640, 6961 rows, rms with a bias and a residual: 0.169, in one stage with 16 warps 0.243
+            return _Plan(False, 1, 8192, 8, 1, 3, tail)
+        # rms 10001, 6710 rows, 0.244 (16 warps 0.266); layer with a bias 9001, 7455 rows, 0.345 with 16 warps
+        return looped if has_bias else _Plan(False, 1, 8192, 8, 1, tail=tail)
+    tail = next_power_of_2(N - 16384) if N > 16384 else 0
+    # wider rows do not fit in registers, nor do sums for a bias in float32 (208 to 1320 bytes of stack; 0 to 304 in 16
+    # bits) or of single elements: layer 17598 0.255 ms in three passes, 0.332 in one; 13982 0.284, 0.301; rms without a
+    # bias 12543 0.294, 0.287; layer with a residual 13551 x 16533 not timed, 2.2 (torch.compile 1.2)
+    spills = has_bias and (stage_bytes >= 12 or (stage_bytes >= 8 and tail > 0) or N % 8 > 0)
+    layer_spills = is_layer and tail > 0 and (N % 8 > 0 or (has_bias and tail < 1024))
+    if tail > 4096 or spills or layer_spills:
+        return looped
+    # ms, read once, again, in three passes: rms 16384 with a residual .155 .194 .242, with a bias too at 16392 .872
+    #   .199 .244; layer with a bias 14208 .259 .191 .206; float32 16384 layer .230 .189 .234, rms 18432 .128 .148 .237
+    # 8192 rows, rms / layer (torch.compile): 14336 0.217 / 0.316 (0.327 / 0.316), 16384 0.235 / 0.334 (0.357 / 0.422);
+    #   two stages 0.292 / 0.367. 18432, 16384 rows: 0.602 (2 stages 0.754, 32 warps 0.669; 0.838)
+    return _Plan(False, 1, min(next_power_of_2(N), 16384), 16, 1, tail=tail, reload=has_bias)
 
 
 def norm_bwd_outputs(
