@@ -68,7 +68,8 @@ PLANS = [
     ((160, 160), 512, False, False, 2),
     ((192, 192), 512, False, True, 2),
     ((128, 128), 513, False, False, 2),
-    ((64, 64), 4150, False, False, 3),
+    ((64, 64), 4150, False, False, 2),
+    ((64, 64), 12050, False, False, 3),
     ((80, 80), 150, False, False, 2),
     ((192, 192), 600, False, False, 2),
 ]
@@ -461,3 +462,18 @@ def test_backward_looks_at_saved_tensors_once(head_dims: tuple[int, int]) -> Non
         out = attention(q, k, v, is_causal=True, backend="hopper")
         torch.autograd.grad(out, [q, k, v], torch.empty_like(out))
     assert len(unpacked) == 5  # query, key, value, out, LSE
+
+
+@compiled
+@pytest.mark.parametrize(
+    "shape, causal, consumers",
+    # B, S, H: 16k tokens; few tiles, where three consumers leave SMs idle; causal ones by their length alone
+    [((5, 3000, 16), False, 3), ((16, 1024, 16), False, 2), ((1, 4200, 8), False, 2), ((1, 4200, 8), True, 3)],
+    ids=str,
+)
+def test_consumers_of_head_dim_64(shape: tuple[int, int, int], causal: bool, consumers: int) -> None:
+    q = _empty(*shape, 64)
+    with record("sm_90") as wanted:
+        attention(q, q, q, is_causal=causal, backend="hopper")
+    [spec] = wanted.specs
+    assert spec.constants["CONSUMERS"] == consumers

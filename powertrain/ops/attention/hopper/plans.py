@@ -62,9 +62,7 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     TFLOP/s, bf16, one H200, causal, H32 D64: 2 consumers 475, 3 consumers 532 (S8192); 405, 384 (S2048)."""
     p_qk, p_v = pieces_of(d_qk), pieces_of(d_v)
     if d_qk <= 64 and d_v <= 64:
-        if queries > 4096:
-            return Plan(p_qk, p_v, consumers=3, q_slots=1, q_held=False)
-        return Plan(p_qk, p_v, stages=4)
+        return _of_head_dim_64(p_qk, p_v, three_consumers=queries > 4096)
     if d_qk <= 128 and d_v <= 128:
         return Plan(p_qk, p_v)
     if d_qk <= 192 and d_v <= 128:
@@ -79,6 +77,21 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
         return Plan(p_qk, p_v, block_n=64, stages=4, store_parts=2, q_slots=1, q_held=False)
     p_v = (64,) if d_v <= 64 else (128,) if d_v <= 128 else (256,)
     return Plan((256,), p_v, block_n=64, store_parts=p_v[0] // 64, q_slots=1, q_held=False)
+
+
+def _of_head_dim_64(p_qk: tuple[int, ...], p_v: tuple[int, ...], three_consumers: bool) -> Plan:
+    if three_consumers:
+        return Plan(p_qk, p_v, consumers=3, q_slots=1, q_held=False)
+    return Plan(p_qk, p_v, stages=4)
+
+
+def _three_consumers_are_faster(operands: Operands, queries: int) -> bool:
+    """Under a full mask, whose tiles all take the same time: reckoned in tiles of 128 queries, one after another on an
+    SM. us, one H200, H16 D64, 16k tokens, 2 and 3 consumers: S1024 157, 167; S1025 172, 174; S1500 211, 209; S2048 286,
+    283; S2049 276, 270; S3000 384, 372; S4096 543, 531; S8192 1059, 1022."""
+    sequences = operands.storage * operands.heads.kv * operands.heads.q_per_kv
+    of_two, of_three = (cdiv(sequences * cdiv(queries, rows), operands.target.num_sms) for rows in (128, 192))
+    return queries >= 1500 and 1.45 * of_three <= of_two
 
 
 def _queries_of(block_m: int, heads_per_tile: int) -> int:
@@ -181,6 +194,9 @@ def plan_of(operands: Operands) -> Plan:
     queries, keys = max(1, operands.queries // sequences), max(1, operands.keys // sequences)
     plan = plan_for(operands.d_qk, operands.d_v, queries)
     is_few = 4 * queries <= keys
+    full = args.left < 0 and args.right < 0
+    if max(operands.d_qk, operands.d_v) <= 64 and full and not operands.is_packed and not is_few:
+        plan = _of_head_dim_64(plan.p_qk, plan.p_v, _three_consumers_are_faster(operands, queries))
     # us, one H200, nothing in the L2, packed sequences whose tiles run at once, heads in tiles of their own and shared
     # ones: 2 tokens 12/1 D88 12.6, 20.6; two of 8 12/1 D192 17.2, 19.7; 31 to 88 28/4 D160 20.8, 24.1; of more tiles:
     # 120 to 241 28/4 D128 21.8, 20.3
