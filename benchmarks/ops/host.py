@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -30,6 +31,33 @@ start = time.perf_counter()
 norm.rms_norm(x)
 torch.cuda.synchronize()
 print(f"{(time.perf_counter() - start) * 1e3:.0f}")
+"""
+# seconds from the start to the end of each part; of a scalar the gradient, since for others PyTorch imports sympy
+_FIRST_ATTENTION = """
+import sys, time
+parts, start = [], float(sys.argv[2])
+def end(name):
+    parts.append(f"{name} {time.time() - start:.2f}")
+import torch
+end("import torch")
+if sys.argv[1] == "powertrain":
+    from powertrain import attention
+    end("import powertrain")
+else:
+    def attention(q, k, v, is_causal):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+shapes = [(1, 1024, heads, 128) for heads in (32, 8, 8)]
+q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+torch.cuda.synchronize()
+end("CUDA")
+out = attention(q, k, v, is_causal=True)
+torch.cuda.synchronize()
+end("forward")
+out.sum().backward()
+torch.cuda.synchronize()
+end("backward")
+print(", ".join(parts))
 """
 
 
@@ -182,9 +210,26 @@ def run() -> Iterator[str]:
         microseconds = host_us(lambda launch=launch: launch(*arguments, **LAUNCH))
         yield f"one warm launch, host, {name:12} {microseconds:6.1f} us"
 
+    yield from _first_use()
+
+
+def _first_use() -> Iterator[str]:
+    """Of a process, with an empty store and with what that has left."""
     with tempfile.TemporaryDirectory() as store:
-        for state in ("cold", "warm"):
-            command = [sys.executable, "-c", _FIRST_USE]
+
+        def output(*command: str) -> str:
             environment = {**os.environ, "POWERTRAIN_STORE": store}
-            first = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-            yield f"first rms_norm of a process, {state} store: {first} ms"
+            line = [sys.executable, "-c", *command]
+            return subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+        for state in ("cold", "warm"):
+            yield f"first rms_norm of a process, {state} store: {output(_FIRST_USE)} ms"
+        # PyTorch's first, so that the files of both are in the page cache
+        for name, state in (
+            ("torch", ""),
+            ("torch", ""),
+            ("powertrain", ", cold store"),
+            ("powertrain", ", warm store"),
+        ):
+            parts = output(_FIRST_ATTENTION, name, str(time.time()))
+            yield f"first attention of a process, {name}{state}, s: {parts}"
