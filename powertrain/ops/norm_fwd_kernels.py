@@ -282,6 +282,24 @@ def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: 
         reads_again = N > 24576 or (N > 14336 and not has_residual and (N % 4 == 0 or is_layer))
     if reads_again:
         return _wide_plan(N, is_layer, has_residual, element_size)
+    if N <= 2048:
+        return _narrow_plan(N, is_layer, has_residual, element_size)
+    block_n = next_power_of_2(N)
+    whole = block_n // 2
+    tail = max(256, next_power_of_2(N - whole)) if N > whole else 0
+    if N in range(4097, 6145):
+        return _Plan(1, whole, 8 if tail <= 1024 and not is_layer else 4, tail)
+    if N in range(8193, 14337):
+        return _Plan(1, whole, 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8, tail)
+    if block_n > 16384:
+        # layer 18432, 16384 rows: programs that loop 0.621, with 8 warps 0.642, a program a row 0.672
+        return _Plan(1, 16384, 16, tail, programs=0 if has_residual else 1)
+    if block_n > 8192 or (is_layer and block_n > 4096):
+        return _Plan(1, block_n, 8)
+    return _Plan(2, block_n, 8)
+
+
+def _narrow_plan(N: int, is_layer: bool, has_residual: bool, element_size: int) -> _Plan:
     block_n = next_power_of_2(N)
     vectors = N * element_size % 16 == 0
     if block_n <= 512 and not (has_residual and vectors):
@@ -297,19 +315,6 @@ def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: 
     if is_layer and vectors and element_size == 2 and not has_residual and N in range(1025, 1537):
         # 1280 69 (2 rows of 2048, 4 warps: 79); 1536 70 (73)
         return _Plan(1, 1024, 1, max(256, next_power_of_2(N - 1024)))
-    whole = block_n // 2
-    tail = max(256, next_power_of_2(N - whole)) if N > whole else 0
-    if N in range(4097, 6145):
-        return _Plan(1, whole, 8 if tail <= 1024 and not is_layer else 4, tail)
-    if N in range(8193, 14337):
-        return _Plan(1, whole, 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8, tail)
-    if block_n > 16384:
-        # layer 18432, 16384 rows: programs that loop 0.621, with 8 warps 0.642, a program a row 0.672
-        return _Plan(1, 16384, 16, tail, programs=0 if has_residual else 1)
-    if block_n > 8192 or (is_layer and block_n > 4096):
-        return _Plan(1, block_n, 8)
-    if block_n >= 4096:
-        return _Plan(2, block_n, 8)
     return _Plan(min(16, 4096 // block_n), block_n, 4)
 
 
