@@ -305,7 +305,7 @@ def _plan_bwd(
     if N > 8192:
         plan = _wide(N, is_layer, has_bias, stage_bytes)
     elif N <= 2048 or (N % 2 and N <= 4096 and stage_bytes < 8):
-        plan = _narrow(N, stage_bytes) if N % 8 == 0 else _narrow_odd(N, stage_bytes)
+        plan = _narrow(N, stage_bytes) if N % 8 == 0 else _narrow_odd(N, has_bias, stage_bytes)
     else:
         plan = _middle(N, is_layer)
     if plan.looped:
@@ -338,15 +338,19 @@ def _narrow(N: int, stage_bytes: int) -> _Plan:
     return _Plan(False, 2048 // block_n, block_n, 4, 4, 3)
 
 
-def _narrow_odd(N: int, stage_bytes: int) -> _Plan:
+def _narrow_odd(N: int, has_bias: bool, stage_bytes: int) -> _Plan:
     """Rows of no whole vectors: single elements are not ahead in shared memory, so many warps keep them in flight."""
     # us as above: rms 69 213; 379   113 155; 246   201 157; 200   242 134; 174   443 148; 158   933 150; 155
     #   1594 152; 164   2049 230; 370   3001 180; 285   4095 152; 242; with a residual 257 250; 483; layer with a bias
     #   75 248; 516   113 182; 353   713 187; 267   1901 178; 234
     block_n = next_power_of_2(N)
-    if block_n <= 256:
+    if block_n <= 128:
         # with a residual 113 225, 4 rows 307
         rows, per_sm = (4, 16) if stage_bytes <= 4 else (1, 32)
+        return _Plan(False, rows, block_n, 1, per_sm, sum_rows_last=True)
+    if block_n == 256:
+        # as many programs as an SM's registers suffice for (timed with 16 of 4 rows)
+        rows, per_sm = (1, 24) if stage_bytes > 4 else (4, 8) if has_bias else (4, 12 if N % 2 else 16)
         return _Plan(False, rows, block_n, 1, per_sm, sum_rows_last=True)
     return _Plan(False, 1, block_n, max(1, block_n // 1024), min(16, 8192 // block_n))
 

@@ -6,8 +6,14 @@ from torch import Tensor
 
 from powertrain.ops.norm import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
 from powertrain.ops.norm_bwd_kernels import _plan_bwd
+from powertrain.runtime.compile.service import entry_for
+from powertrain.runtime.recording import record
+from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
+
+SM_90 = Target.parse("sm_90")
+compiled = pytest.mark.skipif(settings().interpret, reason="nothing is compiled in the interpreter")
 
 
 def _tensors(device: torch.device, M: int, N: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
@@ -76,8 +82,28 @@ def test_odd_widths(N: int, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def test_plans_of_odd_widths() -> None:
-    plans = {N: _plan_bwd(100_000, N, False, False, 4, 2, Target.parse("sm_90")) for N in _ODD}
+    plans = {N: _plan_bwd(100_000, N, False, False, 4, 2, SM_90) for N in _ODD}
     assert {N: (plan.block_m, plan.pipeline, plan.num_warps) for N, plan in plans.items()} == _ODD
+
+
+@compiled
+@pytest.mark.parametrize("inputs", ["", "bias residual"])
+@pytest.mark.parametrize("N", [75, 128, 201, 256, 512, 933, 1024, 2048])
+def test_programs_of_the_backward_fit_on_an_sm(N: int, inputs: str) -> None:
+    """All at once: those that wait for others take as long again. 192 columns took 3.5 times as long for it."""
+    M, op = 100_000, layer_norm if inputs else rms_norm
+    x, weight, bias, residual = (torch.empty(*shape, N, dtype=torch.bfloat16, device="meta", requires_grad=True)
+                                 for shape in ((M,), (), (), (M,)))  # fmt: skip
+    options = {"bias": bias if "bias" in inputs else None, "residual": residual if "residual" in inputs else None}
+    with record("sm_90") as wanted:
+        out = op(x, weight, **options)
+        sum(torch.sum(y) for y in (out if isinstance(out, tuple) else (out,))).backward()
+    [spec] = [spec for spec in wanted.specs if spec.kernel.name == "_norm_bwd_kernel"]
+    plan = _plan_bwd(M, N, op is layer_norm, "bias" in inputs, 6 if "residual" in inputs else 4, 2, SM_90)
+    facts = entry_for(spec)[0].manifest["launch"]
+    programs = plan.programs // SM_90.num_sms
+    assert programs * 32 * plan.num_warps * facts["registers"] <= SM_90.registers_per_sm
+    assert facts["stack"] <= 32
 
 
 # a program on each SM, which loops over rows
