@@ -15,7 +15,7 @@ from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
-ARCHS = (75, 80, 86, 89, 90, 100, 103, 120)
+ARCHS = (75, 80, 86, 89, 90, 100, 103, 120, 121)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 HEAD = """\
@@ -35,7 +35,10 @@ TAIL = """
 - **Matrix products** of `linear_activation` are cuBLAS's, on Hopper our own kernel where it was measured faster
   ([Hopper](hopper.md)); `AdamW` and `clip_grad_norm_` are Triton on every GPU; `decode_attention` follows attention.
 - **float8**: `fp8_linear` and `powertrain.quant`, from sm_89 on ([FP8](fp8.md)); products are PyTorch's where it
-  has their form, else our Triton kernel's. Before sm_89 and on CPUs the numerics are emulated.
+  has their form, on Hopper our own kernel's where it was measured faster, else our Triton kernel's. Before sm_89 and on
+  CPUs the numerics are emulated.
+- **Jetson Thor** (sm_110): the ptxas that comes with Triton 3.6 does not know it. With CUDA 13's
+  (`TRITON_PTXAS_BLACKWELL_PATH=/usr/local/cuda-13.0/bin/ptxas`) kernels compile for it; none has run there.
 
 | arch | cards | bfloat16 | float8 in hardware | tensor memory accelerator |
 |---|---|---|---|---|
@@ -72,6 +75,7 @@ def _arch(arch: int) -> str:
 CARDS = {
     75: "T4, RTX 20", 80: "A100, A30", 86: "RTX 30, A10, A40", 89: "RTX 40, L4, L40S", 90: "H100, H200, GH200",
     100: "B200, GB200", 103: "B300, GB300", 120: "RTX 50, RTX PRO 6000 Blackwell",
+    121: "DGX Spark (GB10)",
 }  # fmt: skip
 
 if __name__ == "__main__":

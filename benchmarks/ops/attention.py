@@ -63,7 +63,7 @@ CASES = [
     Case(2, 8192, 16, 16, 192, 128),
     Case(2, 8192, 8, 8, 256, 256),
 ]
-# issue 21's: grouped heads and odd lengths in backward, and head dims beside 64, 128 and 256
+# grouped heads and odd lengths in backward, and head dims beside 64, 128 and 256
 GROUPED = [
     Case(3, 3000, 28, 4, 128, 128),
     Case(4, 2048, 32, 8, 128, 128),

@@ -114,7 +114,9 @@ def aligned_blocks(blocks: list[slice]) -> list[slice]:
 
 def new_scratch(x: Tensor, rows: int, cols: int) -> Tensor:
     """[rows, cols], each row 16-byte aligned: cuBLAS is several times slower on rows that are not."""
-    return x.new_empty((rows, -(-cols // 64) * 64))[:, :cols]
+    # oneDNN's bfloat16 products on a CPU with AMX multiply what lies behind a row by 0, which is NaN where that is NaN
+    make = x.new_zeros if x.device.type == "cpu" else x.new_empty
+    return make((rows, -(-cols // 64) * 64))[:, :cols]
 
 
 def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:

@@ -11,7 +11,7 @@ import powertrain
 from powertrain.runtime import target as target_module
 from powertrain.runtime.target import Target, known_cards
 
-ARCHS = (75, 80, 86, 87, 89, 90, 100, 103, 120)
+ARCHS = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -71,6 +71,8 @@ NAMES = [
     ("NVIDIA B200", "B200", 100, 148),
     ("NVIDIA B300 SXM6", "B300", 103, 148),
     ("NVIDIA GeForce RTX 5090", "RTX 5090", 120, 170),
+    ("NVIDIA GB10", "GB10", 121, 48),
+    ("NVIDIA DGX Spark", "DGX Spark", 121, 48),
     ("NVIDIA GeForce RTX 5070 Ti Laptop GPU", "RTX 5070 Ti Laptop", 120, 46),
     ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell", 120, 188),
 ]
@@ -115,7 +117,7 @@ def test_refused(name: str) -> None:
 def test_limits_per_arch() -> None:
     limits = {arch: Target.parse(f"sm_{arch}").shared_per_block for arch in ARCHS}
     assert limits[75] == 65536 and limits[80] == limits[87] == 166912
-    assert limits[86] == limits[89] == limits[120] == 101376
+    assert limits[86] == limits[89] == limits[120] == limits[121] == 101376
     assert limits[90] == limits[100] == limits[103] == 232448
     assert all(card.shared_per_block <= card.shared_per_sm for card in known_cards())
 
@@ -127,7 +129,7 @@ def test_abilities() -> None:
     assert can[89] == can[80] | {"fp8"}
     assert can[90] == can[89] | {"tma", "dependent_launch", "clusters", "wgmma"}
     assert can[100] == can[103] == can[90] - {"wgmma"} | {"tcgen05", "block_scaled_mma"}
-    assert can[120] == can[100] - {"tcgen05"}
+    assert can[120] == can[121] == can[100] - {"tcgen05"}
 
 
 def test_of_the_cpu_is_the_interpreters() -> None:

@@ -144,7 +144,8 @@ def attention(
                          the CPU; rows behind them are not read either (NaN does not leak), their results are 0
         return_lse       (out, lse): also the log-sum-exp of the scores, differentiable
         deterministic    backward must give the same bits every time; None: as torch.use_deterministic_algorithms says.
-                         The universal kernels always do; who does not, the Hopper backward too, is not taken
+                         The universal kernels always do, Hopper's then sum dq in a fixed order; backends that
+                         cannot are not taken
         backend          a name, or names to try in order and no others; "-name" forbids. See attention_backend,
                          explain_attention and docs/attention.md
     int is int32 or int64 (converted).

@@ -24,7 +24,7 @@ class Limits:
     # the defaults are the narrowest: a backend lists the features it supports, so a forgotten field refuses
     name: str  # as reasons call it
     dtypes: tuple[torch.dtype, ...] = HALF
-    archs: tuple[int, int] = (80, 120)  # first and last; (0, 0): the CPU
+    archs: tuple[int, int] = (80, 121)  # first and last; (0, 0): the CPU
     head_dim: int = 256
     head_dim_multiple: int = 8
     head_dims_differ: bool = False

@@ -149,12 +149,12 @@ class Cudnn:
 
 FLASH_BAD = (
     KnownBad(
-        "flash-2 has no backward for head dims 193 to 224, nor up to 256 with dropout, on sm_86, sm_89 and sm_120",
+        "flash-2 has no backward for head dims 193 to 224, nor up to 256 with dropout, on sm_86, sm_89 and sm_12x",
         "use triton, or a head dim up to 192",
         _PYTORCH + "100326",
         lambda p, here: (
             p.needs_grad
-            and p.arch in (86, 87, 89, 120)
+            and p.arch in (86, 87, 89, 120, 121)
             and (192 < p.head_dim_qk <= 224 or (p.head_dim_qk > 224 and p.dropout))
         ),
     ),
@@ -236,7 +236,7 @@ class Efficient:
     name = "efficient"
     uses_philox_seed = False
     limits = Limits(
-        "efficient attention", (torch.float16, torch.bfloat16, torch.float32), archs=(75, 120), head_dim=512,
+        "efficient attention", (torch.float16, torch.bfloat16, torch.float32), archs=(75, 121), head_dim=512,
         head_dims_differ=True, bottom_right=False, top_left=True, dropout=True,
     )  # fmt: skip
 

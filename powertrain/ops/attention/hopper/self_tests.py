@@ -75,9 +75,12 @@ def _shares_lengths(args: OpArguments) -> bool:
 
 
 def _keys_like(call: Operands) -> int:
-    """Rows of the keys: as many as queries where a tile's diagonal goes from corner to corner in the call too."""
+    """Rows of the keys: as many as queries where a tile's diagonal goes from corner to corner in the call too; without a
+    mask two blocks of 128, of which the last has as many as the call's: half of it may be all there is."""
     if _shares_lengths(call.args):
         return _QUERIES if call.keys == call.queries else _QUERIES + 32
+    if call.args.left < 0 and call.args.right < 0:
+        return 128 + (call.keys % 128 or 128)
     if (call.keys - call.queries) % 128 == 0:
         return _QUERIES
     return _QUERIES - 32 if call.keys < call.queries and not call.args.bottom_right else _QUERIES + 32
