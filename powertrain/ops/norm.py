@@ -15,8 +15,8 @@ plus the partial weight gradients [programs, N] float32; about 8 and 16 operatio
 dw is summed per program over rows strided by the number of programs, then over programs by a second kernel: no atomics,
 so the same bits every time. Forward reads wide rows (beyond 6144 elements of 2 bytes, 14336 of 4, 24576 of 4 with a
 residual) again for each of its two passes, or LayerNorm's three; RMSNorm of 49152 still takes a copy's time. Backward
-reads rows beyond 20480 elements in three passes, also wide rows whose sums would not fit in registers (odd widths with a
-bias from 8193 on); other rows beyond 12288 twice if there is a bias.
+reads rows beyond 20480 elements in three passes, also wide rows whose sums would not fit in registers (odd widths with
+a bias from 8193 on); other rows beyond 12288 twice if there is a bias.
 
 Sources: Zhang and Sennrich, arXiv:1910.07467; Ba et al., arXiv:1607.06450; chunked variance after Chan et al. 1979.
 """

@@ -75,8 +75,8 @@ def _shares_lengths(args: OpArguments) -> bool:
 
 
 def _keys_like(call: Operands) -> int:
-    """Rows of the keys: as many as queries where a tile's diagonal goes from corner to corner in the call too; without a
-    mask two blocks of 128, of which the last has as many as the call's: half of it may be all there is."""
+    """Rows of the keys: as many as queries where a tile's diagonal goes from corner to corner in the call too; without
+    a mask two blocks of 128, of which the last has as many as the call's: half of it may be all there is."""
     if _shares_lengths(call.args):
         return _QUERIES if call.keys == call.queries else _QUERIES + 32
     if call.args.left < 0 and call.args.right < 0:
