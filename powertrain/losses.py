@@ -228,13 +228,14 @@ def policy_loss(
     checks.one_of(op, "kl", kl, tuple(_ESTIMATES))
     checks.require(kl_weight == 0 or ref_log_probs is not None, op, "ref_log_probs", "be given with kl_weight", None)
     kept, of = sequence >= 0, sequence.clamp(min=0)
-    log_ratio = log_probs - old_log_probs.detach()
+    # what padding holds, NaN too, has no gradient either
+    log_ratio = torch.where(kept, log_probs - old_log_probs.detach(), 0.0)
     if ratio == "sequence":
         log_ratio = mean_by_sequence(log_ratio, sequence, count)[of]
     r, A = log_ratio.exp(), advantages.detach()[of]
     loss = -torch.minimum(r * A, r.clamp(1 - clip[0], 1 + clip[1]) * A)
     if kl_weight and ref_log_probs is not None:
-        loss = loss + kl_weight * _ESTIMATES[kl](log_probs - ref_log_probs.detach())
+        loss = loss + kl_weight * _ESTIMATES[kl](torch.where(kept, log_probs - ref_log_probs.detach(), 0.0))
     if average == "token":
         return torch.where(kept, loss, 0.0).sum() / (kept.sum().clamp(min=1) if divisor is None else divisor)
     return mean_by_sequence(loss, sequence, count).sum() / (count if divisor is None else divisor)

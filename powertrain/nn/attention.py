@@ -87,7 +87,9 @@ class Rotary(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _table(rotary: Rotary, device: torch.device) -> RopeTable:
-    return rope_table(rotary.dim, rotary.max_seqlen, base=rotary.base, scheme=rotary.scheme, device=device)
+    # kept for training too, where a backward saves it, which it may not do with tensors of inference mode
+    with torch.inference_mode(False):
+        return rope_table(rotary.dim, rotary.max_seqlen, base=rotary.base, scheme=rotary.scheme, device=device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -99,9 +101,9 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     lower = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (h + 1) / lower) for h in range(lower)]
     slopes += [2.0 ** (-4.0 * (h + 1) / lower) for h in range(0, 2 * (num_heads - lower), 2)]
-    # kept for training too, where a backward saves it, which it may not do with tensors of inference mode
+    # as above
     with torch.inference_mode(False):
-        return torch.tensor(slopes, device=device)
+        return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
 class SelfAttention(nn.Module):

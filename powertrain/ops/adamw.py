@@ -286,6 +286,10 @@ class AdamW(torch.optim.AdamW):
                 self.state[p] or self._new_state(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+            raise NotImplementedError(
+                "AdamW: state_dict must be without amsgrad, which is not implemented; use torch.optim.AdamW"
+            )
         super().load_state_dict(state_dict)
         ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)

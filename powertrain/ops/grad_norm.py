@@ -148,14 +148,18 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
+    if norm_type in (1, 2, math.inf) and not _one_kernel(grads) and _are_of_16_bits(grads):
+        total = _norm_in_float32(grads, norm_type)
+        if error_if_nonfinite:
+            _require_finite(total, norm_type)
+        for g in grads:
+            g.mul_(clip_factor(total, max_norm))
+        return total
     if norm_type not in (1, 2, math.inf) or not _one_kernel(grads):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     total, factor, launches = _total_norm(grads, norm_type, max_norm)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total.item()}; "
-            "set error_if_nonfinite=False to scale by it anyway"
-        )
+    if error_if_nonfinite:
+        _require_finite(total, norm_type)
     for a in launches:
         _scale_tensors_kernel[(a["chunks"].shape[0],)](
             a["chunks"], a["table"], factor, a["grad"], a["count"],
@@ -174,9 +178,27 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     if _one_kernel(grads):
         return _total_norm(grads, 2, math.inf)[0]
-    # in float32 from the start: of bfloat16 gradients torch's own get_total_norm is a bfloat16
-    each = [torch.linalg.vector_norm(g, dtype=acc_dtype(g.dtype)).to(grads[0].device, torch.float32) for g in grads]
-    return torch.linalg.vector_norm(torch.stack(each))
+    return _norm_in_float32(grads, 2)
+
+
+def _norm_in_float32(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """From the start: of bfloat16 gradients torch's own get_total_norm is a bfloat16, of float16 ones it overflows."""
+    norms = (torch.linalg.vector_norm(g, norm_type, dtype=acc_dtype(g.dtype)) for g in grads)
+    return torch.linalg.vector_norm(torch.stack([n.to(grads[0].device, torch.float32) for n in norms]), norm_type)
+
+
+def _are_of_16_bits(grads: Sequence[Tensor]) -> bool:
+    """Some are, and all are dense tensors of one device."""
+    is_plain = all(type(g) is Tensor and g.layout is torch.strided and g.device == grads[0].device for g in grads)
+    return is_plain and any(g.dtype in (torch.float16, torch.bfloat16) for g in grads)
+
+
+def _require_finite(total: Tensor, norm_type: float) -> None:
+    if not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total.item()}; "
+            "set error_if_nonfinite=False to scale by it anyway"
+        )
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

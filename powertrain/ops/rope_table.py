@@ -38,7 +38,7 @@ class Scheme(Protocol):
 
 
 def _inv_freq(rotary_dim: int, base: float) -> Tensor:
-    return 1.0 / base ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+    return 1.0 / base ** (torch.arange(0, rotary_dim, 2, device="cpu").float() / rotary_dim)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class YaRN:
         low, high = max(low, 0), min(high, rotary_dim - 1)
         # as transformers does, so that the ramp is not divided by 0
         high = high + 0.001 if low == high else high
-        keep = 1 - ((torch.arange(rotary_dim // 2).float() - low) / (high - low)).clamp(0, 1)
-        wavelength = base ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+        keep = 1 - ((torch.arange(rotary_dim // 2, device="cpu").float() - low) / (high - low)).clamp(0, 1)
+        wavelength = base ** (torch.arange(0, rotary_dim, 2, device="cpu").float() / rotary_dim)
         inv_freq = 1.0 / (self.factor * wavelength) * (1 - keep) + 1.0 / wavelength * keep
         return inv_freq, self._attention_factor()
 
@@ -178,9 +178,9 @@ class LongRoPE:
 
     def frequencies(self, rotary_dim: int, base: float, seqlen: int) -> tuple[Tensor, float]:
         name = "long_factor" if seqlen > self.original_max_position_embeddings else "short_factor"
-        factors = torch.tensor(getattr(self, name), dtype=torch.float32)
+        factors = torch.tensor(getattr(self, name), dtype=torch.float32, device="cpu")
         checks.shape("rope_table", f"scheme.{name}", factors, (rotary_dim // 2,), "rotary_dim / 2")
-        inv_freq = 1.0 / (factors * base ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim))
+        inv_freq = 1.0 / (factors * base ** (torch.arange(0, rotary_dim, 2, device="cpu").float() / rotary_dim))
         attention_factor = self.attention_factor
         if attention_factor is None:
             grown = math.log(max(self.factor, 1.0)) / math.log(self.original_max_position_embeddings)
@@ -211,7 +211,7 @@ class MRoPE:
         n = len(self.sections)
         runs = [axis for axis, pairs in enumerate(self.sections) for _ in range(pairs)]
         turns = [c % n if c < n * self.sections[c % n] else 0 for c in range(len(runs))]
-        return torch.tensor(turns if self.interleaved else runs, dtype=torch.int32)
+        return torch.tensor(turns if self.interleaved else runs, dtype=torch.int32, device="cpu")
 
 
 @hinted
@@ -244,10 +244,11 @@ def rope_table(
     if not callable(getattr(scheme, "frequencies", None)):
         must = "be Linear, NTK, DynamicNTK, YaRN, Llama3, LongRoPE, MRoPE or None"
         checks.fail("rope_table", "scheme", must, checks.described(scheme))
+    device = torch.get_default_device() if device is None else device
     axes = None
     if isinstance(scheme, MRoPE):
         axes = scheme.axes().to(device)
         checks.shape("rope_table", "scheme.sections, added up,", axes, (rotary_dim // 2,), "rotary_dim / 2")
     inv_freq, attention_factor = scheme.frequencies(rotary_dim, base, max_seqlen)
-    angles = torch.arange(max_seqlen).float()[:, None] * inv_freq
+    angles = torch.arange(max_seqlen, device="cpu").float()[:, None] * inv_freq
     return RopeTable((angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device), axes)

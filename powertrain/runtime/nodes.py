@@ -105,7 +105,10 @@ def _apply(name: str, forward: Callable[..., Any], gradients: Backward) -> Any:
         # autograd turns gradients on for create_graph=True; our backward would then record its own graph
         with torch.no_grad():
             out = gradients(ctx, *grads)
-        sources = (t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad)
+        sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+        # a gradient made in forward depends on nothing that was saved: without a source a second differentiation would
+        # take it for a constant and give zeros without a word
+        sources = sources or [torch.empty(0, requires_grad=True)]
         return _NoDoubleBackward.apply(name, out, *sources)
 
     # the name that grad_fn and profilers show is taken when the class is made

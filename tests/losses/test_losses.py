@@ -211,3 +211,13 @@ def test_errors_name_the_argument() -> None:
         losses.policy_loss(a, a, a, torch.zeros(3, dtype=torch.int64), kl="full")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ref_log_probs must be given with kl_weight"):
         losses.policy_loss(a, a, a, torch.zeros(3, dtype=torch.int64), kl_weight=0.1)
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_what_padding_holds_has_no_gradient(ratio: str) -> None:
+    for padding in (float("nan"), -float("inf"), 1e3):
+        log_probs = torch.tensor([[-1.0, -2.0, 0.0]], requires_grad=True)
+        others, sequence = torch.tensor([[-1.1, -1.9, padding]]), torch.tensor([[0, 0, -1]])
+        options = {"ref_log_probs": others, "kl_weight": 0.1, "ratio": ratio}
+        losses.policy_loss(log_probs, others, torch.tensor([1.0]), sequence, **options).backward()
+        assert log_probs.grad is not None and log_probs.grad.isfinite().all() and log_probs.grad[0, 2] == 0

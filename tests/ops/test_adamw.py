@@ -428,3 +428,28 @@ def test_cuda_graph(device: torch.device) -> None:
         expected.step()
     for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("dtype, value, count", [(torch.float16, 300.0, 100_000), (torch.bfloat16, 1.0, 1000)], ids=str)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_norms_of_16_bit_gradients_are_float32_on_a_cpu(
+    dtype: torch.dtype, value: float, count: int, norm_type: float
+) -> None:
+    """In float16 this norm overflows, and gradients were multiplied by 0."""
+    p = torch.zeros(count, dtype=dtype, requires_grad=True)
+    p.grad = torch.full((count,), value, dtype=dtype)
+    exact = torch.linalg.vector_norm(p.grad.double(), norm_type)
+    norm = clip_grad_norm_(p, 1.0, norm_type)
+    assert norm.dtype is torch.float32
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-3, atol=0)
+    # each rounded to 16 bits
+    torch.testing.assert_close(p.grad.double(), torch.full((count,), value).double() / exact, rtol=1e-2, atol=1e-6)
+
+
+def test_a_state_of_amsgrad_is_refused() -> None:
+    p = torch.nn.Parameter(torch.randn(4))
+    theirs = torch.optim.AdamW([p], amsgrad=True)
+    p.grad = torch.ones(4)
+    theirs.step()
+    with pytest.raises(NotImplementedError, match="without amsgrad"):
+        AdamW([p]).load_state_dict(theirs.state_dict())

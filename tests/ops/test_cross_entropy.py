@@ -249,3 +249,13 @@ def test_a_column_of_targets(reduction: Any, device: torch.device) -> None:
             assert torch.equal(ours, exact)
             grads = [torch.autograd.grad(loss.sum(), leaf)[0] for loss in (ours, exact)]
             assert torch.equal(*grads)
+
+
+@pytest.mark.kernels
+def test_a_gradient_made_in_forward_is_no_constant(device: torch.device) -> None:
+    """A gradient penalty would be 0 without a word."""
+    x = torch.randn(3, 20, device=device, requires_grad=True)
+    loss = cross_entropy(x, torch.tensor([1, 2, 3], device=device), grad_in_forward=True)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not implemented"):
+        grad.square().sum().backward()

@@ -418,3 +418,10 @@ def test_ntk_needs_two_pairs(scheme: Any) -> None:
     """Of one pair there is none to keep while the slowest is interpolated."""
     with pytest.raises(ValueError, match="rotary_dim must be 4 or more with NTK scaling, got 2"):
         rope_table(2, 128, scheme=scheme)
+
+
+def test_tables_under_another_default_device() -> None:
+    with torch.device("meta"):
+        assert rope_table(8, 16).cos.is_meta
+        table = rope_table(8, 16, device="cpu")
+    assert torch.equal(table.cos, rope_table(8, 16).cos)
