@@ -310,7 +310,8 @@ def cross_entropy_torch(
     softcap: float | None,
 ) -> Tensor:
     with without_autocast(logits.device):
-        z = logits.to(acc_dtype(logits.dtype)).flatten(0, -2) if logits.dim() > 1 else logits[None]
+        z = logits.to(acc_dtype(logits.dtype))
+        z = z.flatten(0, -2) if z.dim() > 1 else z[None]
         flat = target.reshape(-1).long()
         if softcap:
             z = softcap * torch.tanh(z / softcap)

@@ -24,9 +24,10 @@ def tensor_at(table_ptr, row, count, first_ptr, ALIGNED: tl.constexpr):
 @functools.lru_cache(maxsize=64)
 def chunk_table(numels: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
     """[chunks, 2] int32: whose chunk, and which of its chunks."""
-    counts = torch.tensor([-(-n // chunk) for n in numels])
-    owner = torch.repeat_interleave(torch.arange(len(numels)), counts)
-    within = torch.arange(owner.numel()) - (counts.cumsum(0) - counts)[owner]
+    # on the host whatever the default device
+    counts = torch.tensor([-(-n // chunk) for n in numels], device="cpu")
+    owner = torch.repeat_interleave(torch.arange(len(numels), device="cpu"), counts)
+    within = torch.arange(owner.numel(), device="cpu") - (counts.cumsum(0) - counts)[owner]
     return torch.stack((owner, within), dim=1).to(torch.int32).to(device)
 
 
@@ -43,7 +44,7 @@ class DeviceTable:
         # another stream has not waited for the last upload
         values = (torch.cuda.current_stream(device) if on_gpu else None, *numbers)
         if self.table is None or values != self.values:
-            host = torch.tensor(numbers, dtype=torch.int64)
+            host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             if on_gpu:
                 host = host.pin_memory()
                 if torch.cuda.is_current_stream_capturing():

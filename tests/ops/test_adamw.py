@@ -453,3 +453,15 @@ def test_a_state_of_amsgrad_is_refused() -> None:
     theirs.step()
     with pytest.raises(NotImplementedError, match="without amsgrad"):
         AdamW([p]).load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.kernels
+def test_another_default_device_does_not_matter(device: torch.device) -> None:
+    p = torch.nn.Parameter(torch.ones(5, device=device))
+    p.grad = torch.full((5,), 3.0, device=device)
+    optimizer = AdamW([p])
+    with torch.device("meta"):
+        norm = clip_grad_norm_([p], 1.0)
+        optimizer.step(max_norm=1.0)
+    assert norm.item() == pytest.approx(3 * 5**0.5)
+    assert p.device == device and p.isfinite().all() and (p < 1).all()

@@ -259,3 +259,9 @@ def test_a_gradient_made_in_forward_is_no_constant(device: torch.device) -> None
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward is not implemented"):
         grad.square().sum().backward()
+
+
+def test_one_token_in_16_bits_has_a_float32_loss() -> None:
+    x, target = torch.randn(1000).bfloat16(), torch.tensor(3)
+    loss = cross_entropy(x, target)
+    assert loss.dtype is torch.float32 and torch.equal(loss, cross_entropy(x[None], target[None]))

@@ -316,6 +316,9 @@ def _by_kernel(
     max_seqlen_q: int | None,
 ) -> tuple[Tensor, Tensor]:
     slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.float().contiguous()
+    if slopes is not None and not slopes.numel():
+        # of no sequences: rows that belong to none read the first one's
+        slopes = slopes.new_zeros(slopes.shape[-1])
     sinks = None if scores.sinks is None else scores.sinks.contiguous()
     out, lse = decode_op(
         query, cache.keys, cache.values, head_dim_v, cache.seqlens, cache.page_table, cache.batch_idx, cache.leftpad,
