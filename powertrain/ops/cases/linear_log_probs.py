@@ -76,7 +76,8 @@ def _case(label: str, inputs: Any, slack: int = 0, T: int = 7, **options: Any) -
 
 
 CASES = [
-    _case("", linear_inputs),
+    # one more: some CPUs sum the products of so few rows in another order than plain PyTorch's
+    _case("", linear_inputs, slack=1),
     _case("invariant", linear_inputs_bias, batch_invariant=True),
     _case("kept", linear_inputs_bias, keep_logits=True),
     # of few tokens one library's rounding of 16-bit logits can be twice as lucky as the other's
