@@ -81,9 +81,9 @@ def test_tables_are_recorded_and_a_failing_part_does_not_lose_them(monkeypatch: 
     assert not outside
 
 
-def test_torch_compile_compiles_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+@torch._functorch.config.patch(donated_buffer=True)
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_torch_compile_compiles_every_size() -> None:
     peers.set_up_torch_compile()
     compiled = []
 
