@@ -107,7 +107,14 @@ class CausalLM(nn.Module):
         """The head's input [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]. Of a
         stage that is not the last the residual stream behind its layers."""
         # (x, residual): the addition of a layer's output is left to the next norm, which fuses it
-        x, residual = self._embedded(tokens, context) if stream is None else stream, None
+        if stream is None:
+            x, residual = self._embedded(tokens, context), None
+        elif self.dropout and self.training:
+            x, residual = stream, None
+        else:
+            # of nothing and the stream, so that its gradient is rounded where one process rounds it: behind the sum with
+            # the norm's
+            x, residual = stream.new_zeros(stream.shape[-1]).expand_as(stream), stream
         for layer in self.layers:
             x, residual = layer(x, residual, context)
         if residual is not None and self.dropout and self.training:

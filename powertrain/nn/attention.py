@@ -1,7 +1,6 @@
 """Self-attention with one packed projection: rotary, ALiBi or neither, grouped queries, windows, blocks, qk-norm, KV
 cache."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
+from powertrain.runtime.kept_tensors import kept
 
 
 class Context(NamedTuple):
@@ -85,14 +85,12 @@ class Rotary(NamedTuple):
         return _table(self, device)
 
 
-@functools.lru_cache(maxsize=64)
+@kept(64)
 def _table(rotary: Rotary, device: torch.device) -> RopeTable:
-    # kept for training too, where a backward saves it, which it may not do with tensors of inference mode
-    with torch.inference_mode(False):
-        return rope_table(rotary.dim, rotary.max_seqlen, base=rotary.base, scheme=rotary.scheme, device=device)
+    return rope_table(rotary.dim, rotary.max_seqlen, base=rotary.base, scheme=rotary.scheme, device=device)
 
 
-@functools.lru_cache(maxsize=64)
+@kept(64)
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """[H] float32: 2^(-8 h / H) for a power of two; else those of the next lower one, then every second of the next.
 
@@ -101,9 +99,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     lower = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (h + 1) / lower) for h in range(lower)]
     slopes += [2.0 ** (-4.0 * (h + 1) / lower) for h in range(0, 2 * (num_heads - lower), 2)]
-    # as above
-    with torch.inference_mode(False):
-        return torch.tensor(slopes, dtype=torch.float32, device=device)
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
 class SelfAttention(nn.Module):

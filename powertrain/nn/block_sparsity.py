@@ -1,12 +1,12 @@
 """Causal attention to some blocks of earlier positions: windows of blocks, and blocks that all later ones see."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from powertrain.ops.shapes import cdiv
+from powertrain.runtime.kept_tensors import kept
 
 
 # hashable: masks are kept by it
@@ -59,7 +59,8 @@ class BlockSparsity:
 
     def sees_blocks(self, count: int) -> Tensor:
         """[count, count] bool on the CPU: whether block r sees block c, no later one."""
-        r, c = torch.arange(count)[:, None], torch.arange(count)[None, :]
+        blocks = torch.arange(count, device="cpu")
+        r, c = blocks[:, None], blocks[None, :]
         if self.before is not None:
             visible = c >= r - self.before
         else:
@@ -81,7 +82,7 @@ class BlockSparsity:
             numbers += [number] * size
             if len(numbers) >= count:
                 break
-        return torch.tensor(numbers[:count], dtype=torch.int64)
+        return torch.tensor(numbers[:count], dtype=torch.int64, device="cpu")
 
     def keys_seen(self, length: int) -> float:
         """Keys that a query of a sequence sees on average, of its own block half."""
@@ -103,14 +104,11 @@ class BlockSparsity:
         return (rows[..., j // self.block] & (j <= positions[..., None]))[:, None]
 
 
-@functools.lru_cache(maxsize=64)
+@kept(64)
 def _table(sparsity: BlockSparsity, count: int, device: torch.device) -> Tensor:
-    # evaluation may be the first to ask, in inference mode, whose tensors no later backward may save
-    with torch.inference_mode(False):
-        return sparsity.sees_blocks(count).to(device)
+    return sparsity.sees_blocks(count).to(device)
 
 
-@functools.lru_cache(maxsize=4)
+@kept(4)
 def _mask(sparsity: BlockSparsity, length: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return sparsity.mask_at(torch.arange(length, device=device)[None], length)
+    return sparsity.mask_at(torch.arange(length, device=device)[None], length)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.moe_kernels import (
+    LOWEST,
     TINY,
     gather,
     gather_outputs,
@@ -60,6 +61,8 @@ def moe_route_ref(
     z = logits.to(acc_dtype(logits.dtype))
     s = torch.softmax(z, -1) if score == "softmax" else torch.sigmoid(z)
     choice = s.detach() if correction_bias is None else s.detach() + correction_bias.detach()
+    # as the kernel does: sort takes NaN for the largest number
+    choice = choice.masked_fill(choice.isnan(), LOWEST.value)
     if num_groups > 1:
         groups = choice.unflatten(-1, (num_groups, -1))
         best = groups.topk(2, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
@@ -197,7 +200,8 @@ def moe_route(
         num_groups, top_groups   choose from the best top_groups of num_groups groups of E / num_groups consecutive
                                  experts, a group's score being the sum of its two best
     Returns weights [T, k] float32 and experts [T, k] int32, best first; of equals the lower index.
-    Numerics: float32 throughout. Deterministic. A NaN is chosen last and makes the token's weights NaN.
+    Numerics: float32 throughout. Deterministic. A NaN is chosen last. With softmax it makes all weights of its token
+        NaN, with sigmoid its own, if it is chosen, and with normalize then all of them.
     Memory: saves logits and experts.
     Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
@@ -323,6 +327,7 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
         return E * (share * s.mean(-2)).sum(-1).mean()
 
 
+@hinted
 @torch.no_grad()
 def moe_update_bias_(correction_bias: Tensor, tokens_per_expert: Tensor, rate: float = 1e-3) -> Tensor:
     """Move the router's correction bias, in place: up by `rate` for experts below the mean load, down for those above.

@@ -13,6 +13,8 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
 TINY = 1e-20  # DeepSeek's, so that sigmoids that are all 0 do not divide by 0
+# chosen in the place of a NaN: below every score, above the -inf of experts that are not there or chosen already
+LOWEST = tl.constexpr(-3.0e38)
 
 
 @kernel(unaligned=("bias_ptr",))
@@ -49,9 +51,8 @@ def _moe_route_kernel(
     if bias_ptr is not None:
         # bias: [BLOCK_P]
         choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)[None, :]
-    # a NaN loses against every number, and a padding column against a NaN: the result always names an expert
-    lowest = -3.0e38
-    choice = tl.where(exists[None, :], tl.where(choice == choice, choice, lowest), float("-inf"))
+    # so the result always names an expert
+    choice = tl.where(exists[None, :], tl.where(choice == choice, choice, LOWEST), float("-inf"))
     if BLOCK_G > 1:
         grouped = tl.reshape(choice, [BLOCK_T, BLOCK_G, BLOCK_S])
         best, where = tl.max(grouped, 2, return_indices=True)

@@ -20,7 +20,7 @@ def _rope_kernel(
     stride_qo, stride_qi, stride_qg, stride_qh, stride_ko, stride_ki, stride_kh,
     stride_q_out_o, stride_q_out_i, stride_q_out_g, stride_q_out_h, stride_k_out_o, stride_k_out_i, stride_k_out_h,
     # of position ids, often 1; as strides they would be among those that must all be multiples of 16
-    step_pa, step_po, step_pi,
+    step_pa, step_po, step_pi, num_axes,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPED: tl.constexpr,
     SEQ_INNER: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -43,7 +43,7 @@ def _rope_kernel(
     pairs = tl.arange(0, BLOCK_C)[None, :]
     if position_ids_ptr is not None:
         of_tokens = position_ids_ptr + outer[:, None] * step_po + inner[:, None] * step_pi
-        position = _given_position(of_tokens, axes_ptr, pairs, live[:, None], step_pa, PAIRS)
+        position = _given_position(of_tokens, axes_ptr, pairs, live[:, None], step_pa, num_axes, PAIRS)
     else:
         position = _counted_position(
             outer, inner, live, offsets_ptr, cu_seqlens_ptr, offset, num_seqs, search_steps, SEQ_INNER, BLOCK_T
@@ -86,11 +86,15 @@ def _rope_kernel(
 
 
 @triton.jit
-def _given_position(ids_ptr, axes_ptr, pairs, live, step_pa, PAIRS: tl.constexpr):
-    """Positions of tokens whose ids are at `ids_ptr` [BLOCK_T, 1]; with axes one for each pair, [BLOCK_T, BLOCK_C]."""
+def _given_position(ids_ptr, axes_ptr, pairs, live, step_pa, num_axes, PAIRS: tl.constexpr):
+    """Positions of tokens whose ids are at `ids_ptr` [BLOCK_T, 1]; with axes one for each pair, [BLOCK_T, BLOCK_C].
+
+    -1 for an axis that the ids do not have.
+    """
     if axes_ptr is not None:
         axes = tl.load(axes_ptr + pairs, mask=pairs < PAIRS, other=0).to(tl.int64)  # [1, BLOCK_C]
-        position = tl.load(ids_ptr + axes * step_pa, mask=live & (pairs < PAIRS), other=0)  # [BLOCK_T, BLOCK_C]
+        given = live & (pairs < PAIRS) & (axes >= 0) & (axes < num_axes)
+        position = tl.load(ids_ptr + axes * step_pa, mask=given, other=-1)  # [BLOCK_T, BLOCK_C]
     else:
         position = tl.load(ids_ptr, mask=live, other=0)  # [BLOCK_T, 1]
     return position
@@ -234,12 +238,13 @@ def launch_rope(
     k_strides = (0, 0, 0) if k is None else k.stride()[:3]
     k_out_strides = (0, 0, 0) if k_out is None else k_out.stride()[:3]
     position_strides = (0, 0, 0) if at.position_ids is None else at.position_ids.stride()
+    num_axes = 0 if at.position_ids is None else at.position_ids.shape[0]
     _rope_kernel[(blocks * cdiv(num_outer * num_inner, plan.block_t),)](
         q, k, v, q_out, k_out, v_out, at.cos, at.sin, None if at.position_ids is None else at.axes, at.position_ids,
         at.offsets, at.cu_seqlens,
         num_outer, num_inner, groups * group_size, num_kv_heads, group_size, at.cos.shape[0], at.offset, num_seqs,
         num_seqs.bit_length(), -1.0 if inverse else 1.0,
-        *q_strides, *k_strides, *q_out_strides, *k_out_strides, *position_strides,
+        *q_strides, *k_strides, *q_out_strides, *k_out_strides, *position_strides, num_axes,
         HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=at.interleaved, GROUPED=groups > 1,
         SEQ_INNER=at.layout != "sbhd", IN_PLACE=in_place,
         BLOCK_T=plan.block_t, BLOCK_H=plan.block_h, BLOCK_C=next_power_of_2(pairs),

@@ -376,6 +376,8 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 return whole(args, kwargs)
             signature = replay.signature_of((*args, *kwargs.values()))
             if signature is None:
+                if any(map(_is_of_numpy, (*args, *kwargs.values()))):
+                    return call(*map(_python_number, args), **{key: _python_number(x) for key, x in kwargs.items()})
                 return whole(args, kwargs)
             key = signature.key, tuple(kwargs), steered_by()
             route = routes.find(key)
@@ -386,6 +388,19 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _is_of_numpy(value: object) -> bool:
+    """A number of NumPy's types, such as the longest of some lengths; kernels and recordings take Python's."""
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+
+
+def _python_number(value: Any) -> Any:
+    if not _is_of_numpy(value):
+        return value
+    number = value.item()
+    # a longdouble's item is itself
+    return float(number) if _is_of_numpy(number) else number
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

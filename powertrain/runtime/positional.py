@@ -16,7 +16,8 @@ _OPTIONAL = (Tensor | None, "Tensor | None")
 
 
 def hinted(function: F) -> F:
-    """A public function whose TypeError for a value too many, or a plain one for a tensor, names the keyword."""
+    """A public function whose TypeError for a value too many, or a plain one for a tensor, names the keyword; what must
+    be a tensor and is none is named by a ValueError."""
     parameters = inspect.signature(function).parameters.values()
     places = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
@@ -26,7 +27,13 @@ def hinted(function: F) -> F:
             meant = hint(function.__name__, function, args)
             if meant is not None:
                 raise TypeError(meant)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, AttributeError):
+            wrong = no_dense_tensor(function.__name__, function, args, kwargs)
+            if wrong is None:
+                raise
+            raise ValueError(wrong) from None
 
     return cast(F, call)
 
@@ -34,13 +41,15 @@ def hinted(function: F) -> F:
 def hint(op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     """What was meant by the first value that no positional parameter takes; None if every value has one.
 
-    A number or text in the place of a tensor counts as such a value: `rms_norm(x, weight, 1e-5)` means eps.
+    A number or text in the place of a tensor behind the first counts as such a value: `rms_norm(x, weight, 1e-5)` means
+    eps.
     """
     parameters = list(inspect.signature(function).parameters.values())
     places = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     for index, value in enumerate(args):
-        taken = index < len(places) and not (isinstance(value, float | int | str) and _only_tensors(places[index]))
+        is_number = isinstance(value, float | int | str) and index > 0
+        taken = index < len(places) and not (is_number and _only_tensors(places[index]))
         if taken or not keywords:
             continue
         meant = next((p.name for p in keywords if _suits(p, value)), keywords[0].name)

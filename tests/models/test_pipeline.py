@@ -17,9 +17,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _built(name: str, layers: int, dtype: torch.dtype = torch.float32) -> Any:
+def _built(name: str, layers: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Any:
     model = build(configure(**MODELS[name], **_SIZES, num_layers=layers))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     model.init_weights(3)
     return model.to(dtype)
 
@@ -51,10 +51,10 @@ def test_more_stages_than_layers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_have_the_models_bits(name: str, count: int, dtype: torch.dtype) -> None:
+def test_stages_have_the_models_bits(name: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
     """The stream that is sent is rounded as the next norm rounds it; gradients too."""
-    model = _built(name, 5, dtype)
-    tokens = torch.randint(61, (2, 11), generator=torch.Generator().manual_seed(0))
+    model = _built(name, 5, dtype, device)
+    tokens = torch.randint(61, (2, 11), generator=torch.Generator().manual_seed(0)).to(device)
     exact = model(tokens, tokens)
     exact.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters()}

@@ -66,6 +66,17 @@ def test_route_of_nan_and_of_sigmoids_that_are_zero(device: torch.device) -> Non
     assert not weights[0].any() and weights[1].isnan().all()
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_route_chooses_nan_last(groups: int, device: torch.device) -> None:
+    nan = float("nan")
+    logits = torch.tensor([[0.0, nan, 1.0, 2.0], [3.0, nan, nan, nan]], device=device)
+    weights, experts = moe_route(logits, top_k=2, score="sigmoid", num_groups=groups, top_groups=groups)
+    assert experts.tolist() == [[3, 2], [0, 1]]
+    torch.testing.assert_close(weights[0], logits[0, [3, 2]].sigmoid())
+    assert weights[1, 0].isfinite() and weights[1, 1].isnan()
+    assert moe_route(logits, top_k=2)[0].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
 # 300 assignments: three programs of 128, the last block ragged; 5 experts: one gets none
 @pytest.mark.parametrize("T, E, k", [(1, 1, 1), (150, 5, 2)])

@@ -181,6 +181,15 @@ def test_unknown_position_is_nan(device: torch.device) -> None:
     assert y[0, 0].isfinite().all() and y[0, 1:].isnan().all()
 
 
+@pytest.mark.kernels
+def test_axis_that_position_ids_do_not_have_is_nan(device: torch.device) -> None:
+    table = rope_table(16, 9, scheme=MRoPE((4, 2, 2)), device=device)
+    # the memory behind the two axes holds positions that the table has
+    ids = torch.zeros(3, 1, 5, dtype=torch.int64, device=device)[:2]
+    y = rope(torch.randn(1, 5, 2, 16, device=device), table=table, position_ids=ids)
+    assert y.unflatten(-1, (2, 8))[..., :6].isfinite().all() and y.unflatten(-1, (2, 8))[..., 6:].isnan().all()
+
+
 def test_errors(device: torch.device) -> None:
     q, table = torch.randn(2, 3, 4, 8, device=device), rope_table(8, 3, device=device)
     with pytest.raises(ValueError, match=r"rope: k must have shape \[2, 3, 1, 8\] \(that of q, but for the heads\)"):

@@ -1,9 +1,10 @@
-"""A value by position for an argument that is keyword-only: the error names the keyword."""
+"""Values where they do not stand, and of other types: the error names the keyword, NumPy's numbers are taken."""
 
 import inspect
 import operator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,3 +120,49 @@ def test_is_causal_of_the_softmax() -> None:
         seen = torch.ones(queries, 7, dtype=torch.bool).tril(7 - queries)
         expected = torch.softmax(x.masked_fill(~seen, float("-inf")), -1)
         torch.testing.assert_close(powertrain.scaled_softmax(x, is_causal=True), expected)
+
+
+@pytest.mark.parametrize(
+    "name, args, words",
+    [
+        ("rope", (3,), "rope: q must be a tensor, got 3"),
+        ("linear_activation", ([1.0], W, None), r"linear_activation: x must be a tensor, got \[1.0\]"),
+        ("moe_load_balancing_loss", (X, [1]), r"moe_load_balancing_loss: experts must be a tensor, got \[1\]"),
+        ("moe_update_bias_", ([1], X), r"moe_update_bias_: correction_bias must be a tensor, got \[1\]"),
+    ],
+)
+def test_what_must_be_a_tensor_is_named(name: str, args: tuple[Any, ...], words: str) -> None:
+    options = {"table": powertrain.rope_table(8, 9)} if name == "rope" else {}
+    with pytest.raises(ValueError, match=words) as caught:
+        getattr(powertrain, name)(*args, **options)
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "name, args, options",
+    [
+        ("rms_norm", (X, W), {"eps": 1e-3}),
+        ("cross_entropy", (X, T), {"ignore_index": 5, "label_smoothing": 0.25}),
+        ("scaled_softmax", (X,), {"scale": 0.5, "is_causal": True}),
+        ("moe_route", (X[0],), {"top_k": 2, "num_groups": 2, "top_groups": 1, "normalize": True}),
+        ("moe_permute", (X[0], T[0, :, None].int(), 3), {}),
+        ("rope", (X[None],), {"table": powertrain.rope_table(8, 9), "offset": 4}),
+        ("attention", (X[None], X[None], X[None]), {"is_causal": True, "softcap": 2.0, "window_size": (1, 0)}),
+        ("varlen_attention", (X, X, X, torch.tensor([0, 2])), {"max_seqlen_q": 2, "max_seqlen_k": 2}),
+    ],
+)
+def test_numbers_of_numpy_are_taken(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    types = {bool: np.bool_, int: np.int64, float: np.float64}
+
+    def of_numpy(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(of_numpy, value))
+        return types[type(value)](value) if type(value) in types else value
+
+    function = getattr(powertrain, name)
+    expected = function(*args, **options)
+    results = [function(*map(of_numpy, args), **{key: of_numpy(value) for key, value in options.items()})]
+    if name == "rms_norm":
+        results.append(function(*args, eps=np.longdouble(options["eps"])))
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)

@@ -16,6 +16,7 @@ from powertrain.ops.attention.arguments import (
     PackedSequences,
     dense_call,
     packed_call,
+    with_positive_scale,
 )
 from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backend_registry import BACKENDS
@@ -295,6 +296,7 @@ def varlen_attention(
 
 def _run(call: AttentionCall, backend: str | Sequence[str] | None) -> Any:
     """Choose a backend by the facts of the call, and run it."""
+    call, _ = with_positive_scale(call)
     # the selector depends on sizes, and batch-invariant bits must not: it is not asked there
     if is_batch_invariant():
         result = run_invariant(call)

@@ -2,7 +2,8 @@
 
 import numbers
 from collections.abc import Sequence
-from math import inf
+from dataclasses import replace
+from math import inf, isfinite
 from operator import index
 from typing import Literal, NamedTuple, SupportsIndex, overload
 
@@ -292,6 +293,18 @@ def _slopes(op: str, sizes: Sizes, slopes: Tensor | None) -> Tensor | None:
     return slopes.float().contiguous()
 
 
+def with_positive_scale(call: AttentionCall) -> tuple[AttentionCall, int]:
+    """The call with a scale above 0, and the factor on its query that keeps the scores.
+
+    With a scale of 0 or less, the kernels of PyTorch and flash-attn give NaN: they scale scores that they have masked
+    with -inf, and take the maximum of unscaled ones.
+    """
+    if call.scale > 0:
+        return call, 1
+    factor, scale = (-1, -call.scale) if call.scale < 0 else (0, 1.0)
+    return replace(call, query=call.query * factor, scale=scale), factor
+
+
 def _checked_call(
     op: str,
     query: Tensor,
@@ -308,8 +321,8 @@ def _checked_call(
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         checks.fail(op, "dropout_p", "be a number in [0, 1)", repr(dropout_p))
     # NumPy's numbers too
-    if scale is not None and not isinstance(scale, (int, float)) and not isinstance(scale, numbers.Real):
-        checks.fail(op, "scale", "be a number, known to the host, or None", repr(scale))
+    if scale is not None and not (isinstance(scale, (int, float, numbers.Real)) and isfinite(scale)):
+        checks.fail(op, "scale", "be a finite number, known to the host, or None", repr(scale))
     if seed is not None:
         checks.shape(op, "dropout_seed", seed, (2,), "seed and operation")
         # the first number is Philox's key, the second enters its counter (docs/attention.md, "Dropout")

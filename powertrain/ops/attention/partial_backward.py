@@ -17,6 +17,7 @@ from powertrain.ops.attention.arguments import (
     PackedSequences,
     dense_call,
     packed_call,
+    with_positive_scale,
 )
 from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backend_registry import backward_op, loaded_backwards
@@ -126,16 +127,17 @@ def attention_backward(
         if not use_kernel("attention", query) or query.dtype is torch.float64:
             with without_autocast(query.device):
                 return chunked.backward(call, grad_out, out, lse, grad_lse)
+        call, factor = with_positive_scale(call)
         part = BackwardCall(
             # the kernels read rows by a unit stride of the head dim; grad_out of `out.sum()` is expanded and has stride
             # 0
-            _unit(grad_out), None if grad_lse is None else grad_lse.contiguous(), query, key, value, _unit(out),
+            _unit(grad_out), None if grad_lse is None else grad_lse.contiguous(), call.query, key, value, _unit(out),
             # the bias's gradient is not wanted: it was refused above
             lse.contiguous(), [True, True, True, False], OpArguments.of(call),
         )  # fmt: skip
         dq, dk, dv, _ = autograd.gradients(part, _differentiation(call, grad_lse is not None))
     assert dq is not None and dk is not None and dv is not None
-    return dq, dk, dv
+    return (dq if factor == 1 else dq * factor), dk, dv
 
 
 def _differentiation(call: AttentionCall, has_lse_grad: bool) -> Op:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention import attention, attention_backward, varlen_attention
 from powertrain.ops.attention.arguments import MaskArguments, lower_mask
 from powertrain.ops.attention.problem import Sizes
 
@@ -60,7 +60,8 @@ DENSE: list[tuple[dict[str, Any], str, str, str]] = [
     ({"chunk_size": -1}, "chunk_size", "be an integer of at least 0", "-1"),
     ({"softcap": -1.0}, "softcap", "be a finite number of at least 0", "-1.0"),
     ({"softcap": float("nan")}, "softcap", "be a finite number of at least 0", "nan"),
-    ({"scale": torch.tensor(0.1)}, "scale", "be a number, known to the host", "tensor(0.1000)"),
+    ({"scale": torch.tensor(0.1)}, "scale", "be a finite number, known to the host", "tensor(0.1000)"),
+    ({"scale": float("nan")}, "scale", "be a finite number, known to the host", "nan"),
     ({"dropout_p": 1.0}, "dropout_p", "be a number in [0, 1)", "1.0"),
     ({"dropout_p": 0.1, "dropout_seed": 3}, "dropout_seed", "be a tensor of shape [2] (seed and operation)", "3"),
     ({"dropout_p": 0.1, "dropout_seed": torch.ones(2, dtype=INT)}, "dropout_seed", "be int64", "int32"),
@@ -157,3 +158,20 @@ def test_small_tensors_may_have_strides(dtype: torch.dtype) -> None:
 def test_scales_may_be_numbers_of_numpy() -> None:
     q = torch.randn(1, 4, 2, 8)
     assert torch.equal(attention(q, q, q, scale=np.float32(0.25)), attention(q, q, q, scale=0.25))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_scales_of_0_or_less(scale: float, is_causal: bool, device: torch.device) -> None:
+    q, k, v = (torch.randn(2, 37, 4, 32, device=device, requires_grad=True) for _ in range(3))
+    grad = torch.randn_like(v)
+    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "return_lse": True}
+    out, lse = attention(q, k, v, **options)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = attention(*exact, **options, backend="reference")
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse, expected_lse.float(), rtol=1e-4, atol=1e-4)
+    expected_grads = torch.autograd.grad(expected, exact, grad.double())
+    of_part = attention_backward(grad, q, k, v, out, lse, scale=scale, is_causal=is_causal)
+    for grads in (torch.autograd.grad(out, (q, k, v), grad), of_part):
+        torch.testing.assert_close([x.double() for x in grads], [*expected_grads], rtol=1e-4, atol=1e-4)

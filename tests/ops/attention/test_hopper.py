@@ -360,7 +360,6 @@ def test_strides_may_need_64_bits(packed: bool) -> None:
 
 @compiled
 def test_what_a_problem_does_not_say_goes_to_triton() -> None:
-    assert _names(_forward(64, 64, 256, scale=-1.0)) == {"_attention_fwd_kernel"}
     q, k, v = (_empty(1, 256, 4, 64).expand(2, -1, -1, -1) for _ in range(3))
     with record("sm_90") as wanted:
         attention(q, k, v, backend="hopper")

@@ -101,9 +101,6 @@ def backward_fails_here(call: Operands, plan: BackwardPlan) -> str | None:
 def _why_not_tensors(operands: Operands) -> str | None:
     """Why TMA cannot read these tensors, or None: an `AttentionProblem` does not say it all."""
     args, heads = operands.args, operands.heads
-    # so written, a NaN is refused too
-    if not args.scale > 0:
-        return f"the scale must be positive, is {args.scale}"
     for index, (x, b, s, h, r) in enumerate((operands.q, operands.k, operands.v)):
         if not x.is_meta and x.data_ptr() % 16:
             return "an address is not a multiple of 16"

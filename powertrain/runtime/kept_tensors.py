@@ -1,0 +1,61 @@
+"""Tensors of constants, such as tables of angles: made by the first call, used by all later ones."""
+
+import functools
+from collections.abc import Callable
+from operator import index
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Compiled:
+    """Results that compiled graphs hold, an attribute each: Dynamo takes a tensor that it finds so for an input."""
+
+
+_compiled = _Compiled()
+
+
+def kept(count: int) -> Callable[[F], F]:
+    """functools.lru_cache of `count` results, for a function of hashable arguments that makes tensors (or a tuple).
+
+    The results are right for every caller, whichever is the first:
+        inference mode    is left while they are made: a later backward may save them
+        torch.compile     takes them as constants of the graph, where it would trace the function and compute them at
+                          each call. Symbolic sizes among the arguments become constants
+        FakeTensorMode    gets fake ones, which are not kept
+    """
+
+    def decorate(make: F) -> F:
+        @functools.lru_cache(maxsize=count)
+        def once(*args: Any) -> Any:
+            with torch.inference_mode(False):
+                return make(*args)
+
+        def name_of(*args: Any) -> str:
+            """Of the attribute that holds the result for these arguments."""
+            result = once(*args)
+            name = f"{make.__module__}.{make.__name__}_{id(result)}".replace(".", "_")
+            tensors: tuple[Any, ...] = (result,) if isinstance(result, Tensor) else result
+            for x in tensors:
+                if x is not None:
+                    # as torch._dynamo.mark_static_address(x, guard=True), which would import all of torch._dynamo
+                    x._dynamo_static_input_type = "guarded"
+            setattr(_compiled, name, result)
+            return name
+
+        # as torch.compiler.assume_constant_result: called when Dynamo traces, for its result
+        name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+        @functools.wraps(make)
+        def get(*args: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return getattr(_compiled, name_of(*(index(x) if isinstance(x, int) else x for x in args)))
+            is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+            return make(*args) if is_fake else once(*args)
+
+        return get  # type: ignore[return-value]
+
+    return decorate

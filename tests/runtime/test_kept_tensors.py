@@ -1,0 +1,75 @@
+"""Tensors that are made once: by whichever call comes first, in whatever mode, and right for all later ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from powertrain.nn.attention import Rotary, SelfAttention
+from powertrain.nn.block_sparsity import BlockSparsity
+from powertrain.runtime.kept_tensors import kept
+
+LAYERS: list[dict[str, Any]] = [
+    {"rotary": Rotary(8, 77)}, {"alibi": True}, {"sparsity": BlockSparsity(block=2, before=1)},
+]  # fmt: skip
+
+
+def test_the_first_call_makes_them() -> None:
+    calls = []
+
+    @kept(2)
+    def ramp(size: int) -> Tensor:
+        calls.append(size)
+        return torch.arange(size)
+
+    assert ramp(3) is ramp(3) and ramp(4) is not ramp(3)
+    assert calls == [3, 4]
+
+
+@pytest.mark.parametrize("options", LAYERS)
+def test_a_layer_that_began_in_inference_mode_trains(options: dict[str, Any]) -> None:
+    layer, x = SelfAttention(32, 4, **options), torch.randn(1, 4, 32)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("options", LAYERS)
+def test_a_layer_that_began_with_fake_tensors_computes(options: dict[str, Any]) -> None:
+    with FakeTensorMode():
+        layer = SelfAttention(24, 3, **options)
+        assert isinstance(layer(torch.randn(1, 5, 24)), FakeTensor)
+    layer, x = SelfAttention(24, 3, **options), torch.randn(1, 5, 24)
+    assert layer(x).isfinite().all()
+    with FakeTensorMode() as mode:
+        fake = SelfAttention(24, 3, **options)
+        assert isinstance(fake(mode.from_tensor(x)), FakeTensor)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("options", LAYERS)
+def test_compiled_layers_do_not_compute_them(options: dict[str, Any], dynamic: bool) -> None:
+    layer, x = SelfAttention(32, 4, **options), torch.randn(2, 6, 32)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=backend)
+    torch.testing.assert_close(compiled(x), layer(x))
+    [graph] = graphs
+    for made in ("cos()", "torch.tensor("):
+        assert made not in graph.code
+    # nor are they inputs, which CUDA graphs would copy
+    assert "self.G_" in graph.code
+
+
+@pytest.mark.parametrize("options", LAYERS)
+def test_an_exported_layer_leaves_none_behind(options: dict[str, Any]) -> None:
+    layer, x = SelfAttention(40, 5, **options), torch.randn(1, 7, 40)
+    exported = torch.export.export(layer, (x,))
+    torch.testing.assert_close(exported.module()(x), layer(x))
