@@ -112,8 +112,7 @@ class CausalLM(nn.Module):
         elif self.dropout and self.training:
             x, residual = stream, None
         else:
-            # of nothing and the stream, so that its gradient is rounded where one process rounds it: behind the sum with
-            # the norm's
+            # as a sum with nothing: its gradient is rounded where one process rounds it, behind the sum with the norm's
             x, residual = stream.new_zeros(stream.shape[-1]).expand_as(stream), stream
         for layer in self.layers:
             x, residual = layer(x, residual, context)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from powertrain.ops.shapes import as_rows
+from powertrain.ops.shapes import as_rows, broadcasts
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import disable
 from powertrain.runtime.sharding import is_dtensor
@@ -109,7 +109,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if weight.dtype is not input.dtype:
         checks.fail("linear", "weight", f"have input's dtype {checks.name(input.dtype)}", checks.name(weight.dtype))
     if bias is not None:
-        fits = bias.dim() < 2 and bias.numel() in (1, N)
+        fits = bias.dim() < 2 and broadcasts((bias.numel(),), (N,))
         checks.require(fits, "linear", "bias", f"have {N} elements", list(bias.shape))
         bias = bias.expand(N)
     y: Tensor = _row_invariant.RowInvariantLinear.apply(as_rows(input), weight, bias)

@@ -440,7 +440,8 @@ def check_arguments(
     checks.require(temperature > 0, op, "temperature", "be above 0", temperature)
     checks.require(softcap is None or softcap >= 0, op, "softcap", "be at least 0 (0: none), or None", softcap)
     V = weight.shape[0] if vocab_size is None else vocab_size
-    checks.require(0 <= top_k <= V, op, "top_k", f"be from 0 to V = {V}", top_k)
+    if not 0 <= top_k <= V:
+        checks.fail(op, "top_k", f"be from 0 to V = {V}", top_k)
     if main_grad is not None:
         good = main_grad.dtype is torch.float32 and main_grad.is_contiguous()
         got = f"{checks.name(main_grad.dtype)}, strides {main_grad.stride()}"

@@ -291,8 +291,8 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
     checks.same_device(op, "rows", rows, positions=positions, weights=weights)
     checks.require(rows.dim() == 2, op, "rows", "be [T*k, H]", list(rows.shape))
     checks.integers(op, "positions", positions)
-    whole = positions.dim() == 2 and positions.numel() == rows.shape[0]
-    checks.require(whole, op, "positions", f"be [T, k] with T*k = {rows.shape[0]} (rows)", list(positions.shape))
+    if positions.dim() != 2 or positions.numel() != rows.shape[0]:
+        checks.fail(op, "positions", f"be [T, k] with T*k = {rows.shape[0]} (rows)", list(positions.shape))
     checks.shape(op, "weights", weights, positions.shape, "shape of positions")
     if use_kernel(op, rows):
         gathered: Tensor = _gather_op(rows, positions.contiguous(), None if weights is None else weights.contiguous())

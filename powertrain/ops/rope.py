@@ -26,7 +26,7 @@ from powertrain.ops.rope_kernels import (
     unit_of,
 )
 from powertrain.ops.rope_table import RopeTable
-from powertrain.ops.shapes import acc_dtype, empty
+from powertrain.ops.shapes import acc_dtype, broadcasts, empty
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.sharding import placements
@@ -338,6 +338,9 @@ def _check_writable(name: str, x: Tensor) -> None:
         root = x if is_traced(x) or x._base is None else x._base
         if root.is_leaf:
             checks.fail("rope", name, "be no leaf that requires a gradient, nor a view of one, for inplace", "one")
+    # symbols have no order that Dynamo could sort by; there the rotation is copied, and PyTorch refuses such a target
+    if is_traced(x):
+        return
     # sizes and strides, smallest stride first: each must step over all that the smaller ones reach
     reach = 0
     for stride, size in sorted((abs(stride), size) for stride, size in zip(x.stride(), x.shape, strict=True)):
@@ -421,7 +424,8 @@ def _place(
     dims = 3 if layout == "thd" else 4
     checks.require(x.dim() == dims, op, "q" if op == "rope" else "qkv", f"have {dims} dims for {layout}", x.dim())
     rotary_dim = 2 * cos.shape[-1]
-    checks.require(rotary_dim <= x.shape[-1], op, "table", f"rotate at most the head dim {x.shape[-1]}", rotary_dim)
+    if rotary_dim > x.shape[-1]:
+        checks.fail(op, "table", f"rotate at most the head dim {x.shape[-1]}", rotary_dim)
     checks.shape(op, "table.sin", sin, cos.shape, "shape of table.cos")
     offsets = offset if isinstance(offset, Tensor) else None
     checks.same_device(
@@ -479,7 +483,7 @@ def _per_token(op: str, position_ids: Tensor, x: Tensor, layout: Layout, axes: T
     ids = position_ids if axes is not None else position_ids[None]
     # the same for every sequence
     ids = ids.unsqueeze(1) if ids.dim() == 2 else ids
-    if ids.dim() != 3 or any(n not in (1, m) for n, m in zip(ids.shape[1:], tokens, strict=True)):
+    if ids.dim() != 3 or not broadcasts(ids.shape[1:], tokens):
         must = [*(["A"] if axes is not None else []), *tokens[batch is None :]]
         checks.fail(op, "position_ids", f"have shape [{', '.join(map(str, must))}]", list(position_ids.shape))
     ids = ids.expand(-1, *tokens)

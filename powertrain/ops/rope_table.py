@@ -244,7 +244,8 @@ def rope_table(
     if not callable(getattr(scheme, "frequencies", None)):
         must = "be Linear, NTK, DynamicNTK, YaRN, Llama3, LongRoPE, MRoPE or None"
         checks.fail("rope_table", "scheme", must, checks.described(scheme))
-    device = torch.get_default_device() if device is None else device
+    # torch.get_default_device cannot be traced
+    device = torch.empty(0).device if device is None else device
     axes = None
     if isinstance(scheme, MRoPE):
         axes = scheme.axes().to(device)

@@ -1,5 +1,7 @@
 """Shapes as kernels want them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,12 @@ def empty(x: Tensor) -> Tensor:
 def wanted(x: Tensor | None, need: bool) -> Tensor | None:
     """None if the gradient was not requested, else the gradient."""
     return x if need else None
+
+
+def broadcasts(sizes: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether dims of these sizes, as many, broadcast to those. `n in (1, m)` is not the same under torch.compile, where
+    no number is found to be in a tuple of symbols."""
+    return all(n == 1 or n == m for n, m in zip(sizes, to, strict=True))
 
 
 def next_power_of_2(n: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from powertrain.ops.shapes import acc_dtype
+from powertrain.ops.shapes import acc_dtype, broadcasts
 from powertrain.ops.softmax_kernels import softmax_bwd, softmax_bwd_outputs, softmax_fwd, softmax_fwd_outputs
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
@@ -144,9 +144,7 @@ def _keywise(mask: Tensor, x: Tensor) -> Tensor:
     """The mask, checked, with a unit stride along the keys."""
     if mask.dtype is not torch.bool:
         checks.fail("scaled_softmax", "mask", "be bool", checks.name(mask.dtype))
-    fits = mask.dim() <= x.dim() and all(
-        n in (1, m) for n, m in zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    )
+    fits = mask.dim() <= x.dim() and broadcasts(mask.shape, x.shape[x.dim() - mask.dim() :])
     checks.require(fits, "scaled_softmax", "mask", f"broadcast to x's shape {list(x.shape)}", list(mask.shape))
     mask = mask.expand(*mask.shape[:-1], x.shape[-1])
     return mask if mask.stride(-1) == 1 else mask.contiguous()

@@ -343,13 +343,10 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
             try:
                 return function(*args, **kwargs)
             except (TypeError, AttributeError):
-                meant = positional.hint(name, function, args)
-                if meant is not None:
-                    raise TypeError(meant) from None
-                wrong = positional.no_dense_tensor(name, function, args, kwargs)
-                if wrong is None:
+                error = positional.better_error(name, function, args, kwargs)
+                if error is None:
                     raise
-                raise ValueError(wrong) from None
+                raise error from None
             except CompileError as error:
                 if settings().on_compile_failure != "reference":
                     raise

@@ -16,26 +16,32 @@ _OPTIONAL = (Tensor | None, "Tensor | None")
 
 
 def hinted(function: F) -> F:
-    """A public function whose TypeError for a value too many, or a plain one for a tensor, names the keyword; what must
-    be a tensor and is none is named by a ValueError."""
-    parameters = inspect.signature(function).parameters.values()
-    places = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    """A public function whose errors for values that do not stand where they should are those of `better_error`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > places or any(isinstance(value, float | int | str) for value in args):
-            meant = hint(function.__name__, function, args)
-            if meant is not None:
-                raise TypeError(meant)
         try:
             return function(*args, **kwargs)
-        except (TypeError, AttributeError):
-            wrong = no_dense_tensor(function.__name__, function, args, kwargs)
-            if wrong is None:
+        # ValueError too: it would name the argument of a function that this one calls
+        except (TypeError, AttributeError, ValueError):
+            error = better_error(function.__name__, function, args, kwargs)
+            if error is None:
                 raise
-            raise ValueError(wrong) from None
+            raise error from None
 
     return cast(F, call)
+
+
+def better_error(
+    op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Exception | None:
+    """For an error of this call: one that names the keyword which was meant, or the argument that
+    must be a tensor; None if it is neither."""
+    meant = hint(op, function, args)
+    if meant is not None:
+        return TypeError(meant)
+    wrong = no_dense_tensor(op, function, args, kwargs)
+    return None if wrong is None else ValueError(wrong)
 
 
 def hint(op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:

@@ -3,7 +3,7 @@
 import numbers
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf
 from operator import index
 from typing import Literal, NamedTuple, SupportsIndex, overload
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.mask import BiasKind, MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout, Sizes, Varlen
+from powertrain.ops.shapes import broadcasts
 from powertrain.runtime import checks
 
 # 512 is the widest head dim whose tiles have plans; MLA decodes 576 by a kernel of its own
@@ -94,7 +95,8 @@ def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout
     else:
         b, sequence, head = _DIMS[layout]
         batch = query.shape[b]
-        checks.require(key.shape[b] == batch, op, "key", f"have query's batch of {batch}", key.shape[b])
+        if key.shape[b] != batch:
+            checks.fail(op, "key", f"have query's batch of {batch}", key.shape[b])
     heads, kv_heads = query.shape[head], key.shape[head]
     # first key heads of 0, which the remainder would divide by
     if kv_heads == 0 or heads % kv_heads:
@@ -253,8 +255,7 @@ def _bias(op: str, sizes: Sizes, bias: Tensor | None) -> tuple[BiasKind, Tensor 
     checks.require(2 <= bias.dim() <= 4, op, "attn_bias", "have 2 to 4 dims", list(bias.shape))
     # missing dims are leading ones, as in PyTorch's broadcasting
     bias = bias[(None,) * (4 - bias.dim())]
-    fits = all(n in (1, full) for n, full in zip(bias.shape[:3], (batch, heads, queries), strict=True))
-    if not fits or bias.shape[3] not in (1, keys):
+    if not broadcasts(bias.shape, (batch, heads, queries, keys)):
         checks.fail(op, "attn_bias", f"broadcast to [{batch}, {heads}, {queries}, {keys}]", list(bias.shape))
     if bias.shape[3] != keys:
         # a view: kernels read a stride of 0
@@ -321,7 +322,7 @@ def _checked_call(
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         checks.fail(op, "dropout_p", "be a number in [0, 1)", repr(dropout_p))
     # NumPy's numbers too
-    if scale is not None and not (isinstance(scale, (int, float, numbers.Real)) and isfinite(scale)):
+    if scale is not None and not (isinstance(scale, (int, float, numbers.Real)) and -inf < scale < inf):
         checks.fail(op, "scale", "be a finite number, known to the host, or None", repr(scale))
     if seed is not None:
         checks.shape(op, "dropout_seed", seed, (2,), "seed and operation")

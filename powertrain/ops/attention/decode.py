@@ -23,7 +23,7 @@ Sources: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); page
 arXiv:2309.06180; semantics of appending, rotary positions and leftpad: flash_attn_with_kvcache of flash-attn 2.8.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.target import Target
 
 MAX_HEAD_DIM_QK, MAX_HEAD_DIM_V = 576, 512
@@ -331,14 +331,56 @@ def _by_kernel(
 def _by_reference(
     query: Tensor, cache: _Cache, scores: _Scores, head_dim_v: int, num_new: int, cu_seqlens_q: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    # no graph holds loops over lengths: it has them as one op
+    function = _reference_op if is_traced(query) else _reference
+    result: tuple[Tensor, Tensor] = function(
+        query if cu_seqlens_q is None else query[0], cache.keys, cache.values, head_dim_v,
+        (cache.seqlens + num_new).clamp(max=cache.capacity), cache.page_table, cache.batch_idx, cache.leftpad,
+        scores.alibi_slopes, scores.sinks, scores.left, scores.right, scores.softcap, scores.scale, cu_seqlens_q,
+    )  # fmt: skip
+    return result
+
+
+def _reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    head_dim_v: int,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    batch_idx: Tensor | None,
+    leftpad: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    cu_seqlens_q: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     with without_autocast(query.device):
         return decode_attention_ref(
-            query if cu_seqlens_q is None else query[0], cache.keys, cache.values,
-            (cache.seqlens + num_new).clamp(max=cache.capacity), page_table=cache.page_table,
-            cache_batch_idx=cache.batch_idx, cache_leftpad=cache.leftpad, is_causal=False,
-            window_size=(scores.left, scores.right), softcap=scores.softcap, alibi_slopes=scores.alibi_slopes,
-            sinks=scores.sinks, scale=scores.scale, head_dim_v=head_dim_v, cu_seqlens_q=cu_seqlens_q,
+            query, keys, values, lengths, page_table=page_table, cache_batch_idx=batch_idx, cache_leftpad=leftpad,
+            is_causal=False, window_size=(left, right), softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            scale=scale, head_dim_v=head_dim_v, cu_seqlens_q=cu_seqlens_q,
         )  # fmt: skip
+
+
+def _reference_outputs(query: Tensor, keys: Tensor, values: Tensor | None, head_dim_v: int, *_: object) -> Any:
+    *batch, tokens, heads, _ = query.shape
+    return query.new_empty(*batch, tokens, heads, head_dim_v), query.new_empty(
+        *batch, heads, tokens, dtype=acc_dtype(query.dtype)
+    )
+
+
+_reference_op = Op(
+    "decode_attention_ref(Tensor query, Tensor key_cache, Tensor? value_cache, int head_dim_v, Tensor lengths, "
+    "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, Tensor? sinks, "
+    "SymInt left, SymInt right, float softcap, float scale, Tensor? query_starts) -> (Tensor, Tensor)",
+    _reference,
+    _reference_outputs,
+    replays=False,
+)
 
 
 def _in_bshd(
@@ -478,13 +520,14 @@ def _check_vectors(
         if name != "page_table":
             checks.shape(_OP, name, x, (batch,), "batch")
     if page_table is not None:
-        fits = page_table.dim() == 2 and page_table.shape[0] == batch
-        checks.require(fits, _OP, "page_table", f"have shape [{batch}, max pages]", list(page_table.shape))
+        if page_table.dim() != 2 or page_table.shape[0] != batch:
+            checks.fail(_OP, "page_table", f"have shape [{batch}, max pages]", list(page_table.shape))
         checks.require(cache.batch_idx is None, _OP, "cache_batch_idx", "be None with a page_table", "a tensor")
         checks.require(cache.keys.shape[1] >= 1, _OP, "key_cache", "have pages of at least 1 row", 0)
     elif cache.batch_idx is None:
         entries = cache.keys.shape[0]
-        checks.require(entries >= batch, _OP, "key_cache", f"have {batch} entries (batch)", entries)
+        if entries < batch:
+            checks.fail(_OP, "key_cache", f"have {batch} entries (batch)", entries)
     if alibi_slopes is not None:
         expected = (heads,) if alibi_slopes.dim() == 1 else (batch, heads)
         checks.shape(_OP, "alibi_slopes", alibi_slopes, expected, "heads, or batch and heads")

@@ -134,7 +134,8 @@ def fp8_dequantize(q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
     checks.require(data.dtype in DTYPES.values(), op, "q.data", "be FP8", checks.name(data.dtype))
     checks.require(data.dim() == 2, op, "q.data", "be [R, C]", list(data.shape))
     checks.require(data.stride(1) == 1 or data.shape[1] < 2, op, "q.data", "have contiguous rows", data.stride())
-    checks.require(0 <= columns <= data.shape[1], op, "columns", f"be at most {data.shape[1]} (of q.data)", columns)
+    if not 0 <= columns <= data.shape[1]:
+        checks.fail(op, "columns", f"be at most {data.shape[1]} (of q.data)", columns)
     checks.one_of(op, "dtype", dtype, (*checks.FLOATS, torch.float64))
     good = scale_inv.dtype is torch.float32
     checks.require(good, op, "q.scale_inv", "be float32", checks.name(scale_inv.dtype))

@@ -419,7 +419,8 @@ def _check(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor | None, 
         checks.require(shape in known, op, f"{name}'s scale_inv", f"have a shape among {known}", shape)
     both = a.data.dtype is b.data.dtype is torch.float8_e5m2
     checks.require(not both, op, "b", "be float8_e4m3fn beside a in float8_e5m2", checks.name(b.data.dtype))
-    checks.require(a.data.shape[1] == b.data.shape[1], op, "b", f"have {a.data.shape[1]} columns", b.data.shape[1])
+    if a.data.shape[1] != b.data.shape[1]:
+        checks.fail(op, "b", f"have {a.data.shape[1]} columns", b.data.shape[1])
     M, N = a.data.shape[0], b.data.shape[0]
     checks.shape(op, "bias", bias, (N,), "rows of b")
     checks.shape(op, "out", out, (M, N), "rows of a and of b")

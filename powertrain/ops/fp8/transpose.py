@@ -109,6 +109,7 @@ def fp8_transpose(data: Tensor, columns: int) -> Tensor:
     checks.require(data.dtype in DTYPES.values(), op, "data", "be FP8", checks.name(data.dtype))
     checks.require(data.dim() == 2, op, "data", "be [R, C]", list(data.shape))
     checks.require(data.stride(1) == 1 or data.shape[1] < 2, op, "data", "have contiguous rows", data.stride())
-    checks.require(0 <= columns <= data.shape[1], op, "columns", f"be at most {data.shape[1]} (of data)", columns)
+    if not 0 <= columns <= data.shape[1]:
+        checks.fail(op, "columns", f"be at most {data.shape[1]} (of data)", columns)
     out: Tensor = transpose_op(data.detach(), columns, use_kernel("fp8_linear", data))
     return out

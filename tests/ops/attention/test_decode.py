@@ -312,9 +312,9 @@ def test_shared_prefix(device: torch.device) -> None:
     torch.testing.assert_close(merged, expected)
 
 
-@pytest.mark.kernels  # plain PyTorch reads the lengths, which no graph can hold
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("page_size", [0, 4])
-def test_compiles(page_size: int, device: torch.device) -> None:
+def test_compiles(page_size: int, dynamic: bool, device: torch.device) -> None:
     problem, _, _ = _appended(device, page_size, 1)
     apart = {n: t.clone() for n, t in problem.items()}
 
@@ -323,7 +323,7 @@ def test_compiles(page_size: int, device: torch.device) -> None:
 
     table = rope_table(24, 64, device=device)
     expected = run(**apart)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     torch.testing.assert_close(compiled(**problem), expected)
     for name in ("key_cache", "value_cache"):  # the append is seen through the compiler
         torch.testing.assert_close(problem[name], apart[name], equal_nan=True)

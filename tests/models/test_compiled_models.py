@@ -1,0 +1,49 @@
+"""torch.compile of whole models: one graph, whatever the sizes, with the eager loss and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.models import build
+from powertrain.models.registry import configure
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_heads": 4, "max_position_embeddings": 32, "num_layers": 2}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "llama", "intermediate_size": 48, "num_kv_heads": 2, "qk_norm": True},
+    "rotary": {"architecture": "gpt_neox", "parallel_residual": True},
+    "alibi": {"architecture": "gpt_neox", "position_embedding": "alibi", "sliding_window": 8},
+    "sparse": {
+        "architecture": "gpt_neox", "layer_types": ["sparse", "attention"], "sparsity": {"block": 4, "before": 1},
+    },
+    "experts": {"architecture": "gpt_neox", **EXPERTS},
+    "deepseek": {
+        "architecture": "deepseek", "intermediate_size": 48, "moe_intermediate_size": 16, "num_shared_experts": 1,
+        "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, **EXPERTS,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_graph_for_symbolic_sizes(name: str) -> None:
+    model: Any = build(configure(**SIZES, **MODELS[name]))
+    model.to_empty(device="cpu")
+    model.init_weights(1)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    # sizes and the model's numbers, such as scales, are symbols
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for length in (18, 26):
+        tokens = torch.randint(SIZES["vocab_size"], (2, length))
+        losses = [function(tokens, tokens) for function in (compiled, model)]
+        gradients = [torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in losses]
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*gradients)
+    # a length is a constant of sparse masks alone
+    assert len(graphs) == (2 if name == "sparse" else 1)
