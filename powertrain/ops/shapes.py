@@ -34,8 +34,8 @@ def wanted(x: Tensor | None, need: bool) -> Tensor | None:
 
 
 def broadcasts(sizes: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether dims of these sizes, as many, broadcast to those. `n in (1, m)` is not the same under torch.compile, where
-    no number is found to be in a tuple of symbols."""
+    """Whether dims of these sizes, as many, broadcast to those. (Not `n in (1, m)`: under torch.compile no number is
+    found in a tuple of symbols.)"""
     return all(n == 1 or n == m for n, m in zip(sizes, to, strict=True))
 
 
