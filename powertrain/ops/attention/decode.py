@@ -367,7 +367,7 @@ def _reference(
 
 
 def _reference_outputs(query: Tensor, keys: Tensor, values: Tensor | None, head_dim_v: int, *_: object) -> Any:
-    *batch, tokens, heads, _ = query.shape
+    *batch, tokens, heads, _qk = query.shape
     return query.new_empty(*batch, tokens, heads, head_dim_v), query.new_empty(
         *batch, heads, tokens, dtype=acc_dtype(query.dtype)
     )
