@@ -1,5 +1,7 @@
 """The `powertrain` command."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +92,51 @@ def test_env_with_a_bad_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 2 and "POWERTRAIN_JOBS" in output
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "must"),
+    [
+        ("JOBS", "abc", "an integer of at least 1"),
+        ("JOBS", "0", "an integer of at least 1"),
+        ("COMPILE_TIMEOUT", "abc", "a number of seconds above 0 and at most 1000000"),
+        ("LOCK_TIMEOUT", "inf", "a number of seconds above 0 and at most 1000000"),
+        ("LOG", "loud", "one of info, debug"),
+        ("INTERPRET", "maybe", "0 or 1"),
+        ("ON_COMPILE_FAILURE", "foo", "one of raise, reference"),
+    ],
+)
+def test_a_bad_value_ends_any_command_with_one_line(
+    variable: str, value: str, must: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"POWERTRAIN_{variable}", value)
+    monkeypatch.setattr(settings_module, "_current", None)
+    result = CliRunner().invoke(app, ["check", "rms_norm", "--device", "cpu"])
+    expected = f"environment variable POWERTRAIN_{variable} must be {must}, got {value!r}\n"
+    assert (result.exit_code, result.stderr) == (2, expected)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["env", "--markdown"], ["target"], ["env"]], ids=" ".join)
+def test_a_full_disk_below_stdout_is_one_line(words: list[str]) -> None:
+    """`env --markdown` leaves its text to the flush at the end."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "powertrain", *words], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert (done.returncode, done.stderr) == (2, "output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("words", [["verify", "nothing-here"], ["--help"], ["env", "--markdown"]], ids=" ".join)
+def test_a_reader_that_went_away_is_no_verdict(words: list[str], flags: list[str]) -> None:
+    """1 would be verify's word for damage."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, *flags, "-m", "powertrain", *words]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_environment_page_is_in_step() -> None:
     page = (ROOT / "docs" / "environment.md").read_text()
     assert page == facts.environment_page(), "run: powertrain env --markdown > docs/environment.md"
@@ -127,3 +174,20 @@ def test_check_shapes_suit_every_op(case: Case) -> None:
     shape = check.shape_for(case, torch.device("cpu"))
     assert len(shape) == len(case.full) and all(shape)
     case.run(**case.inputs(shape, torch.bfloat16, torch.device("cpu")))
+
+
+def test_ctrl_c_during_an_import_ends_the_process(tmp_path: Path) -> None:
+    """Modules that are imported catch KeyboardInterrupt, and the command would go on."""
+    (tmp_path / "catches.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    code = "import signal, powertrain.__main__ as m; signal.signal(signal.SIGINT, m.interrupt)\n"
+    for rest, expected in (
+        ("import catches; print('went on')", -signal.SIGINT),
+        ("try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    raise SystemExit(7)", 7),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code + rest], capture_output=True, text=True, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (expected, "", "")

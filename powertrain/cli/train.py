@@ -90,7 +90,12 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
     except ModuleNotFoundError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        trainer = start(run, launch_env, sinks, fresh=fresh)
+        with _naming_memory():
+            trainer = start(run, launch_env, sinks, fresh=fresh)
+    except OutOfMemory as error:
+        # of this rank alone, maybe
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
     except (RendezvousError, ValueError, OSError) as error:
         if launch_env.rank == 0 or not is_on_all(error):
             console.print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -99,11 +104,11 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
     is_reporter = launch_env.rank == 0
     with stop_on_signals(trainer, is_last=not quiet, quiet=quiet):
         try:
-            with naming_lost_ranks(trainer.ranks):
+            with naming_lost_ranks(trainer.ranks), _naming_memory():
                 trainer.fit()
         except (TrainingStopped, LateCompile, NotWritten) as error:
             stopped = error
-        except (UnreadableSample, OSError, PeerTimeout) as error:
+        except (UnreadableSample, OSError, PeerTimeout, OutOfMemory) as error:
             # the other ranks know nothing of it
             stopped, is_reporter = error, True
         finally:
@@ -118,6 +123,28 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
     return trainer
 
 
+class OutOfMemory(Exception):
+    """An allocation that failed, and what makes a run smaller."""
+
+
+@contextmanager
+def _naming_memory() -> Iterator[None]:
+    """Raises OutOfMemory for a failed allocation on a GPU or a CPU."""
+    import torch
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        of_torch = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+        if not of_torch and not isinstance(error, MemoryError):
+            raise
+        words = " ".join(str(error).split())[:300] or "no memory is left"
+        raise OutOfMemory(
+            f"out of memory: {words}\n`powertrain lint` on the same config estimates what a run needs; a smaller "
+            "train.micro_batch_size, train.activation_checkpointing and parallel.shard need less"
+        ) from None
+
+
 def _smoke(run: "Run", launch_env: Any, console: "Console") -> None:
     """One step, a checkpoint, another process's view of it: a trainer that resumes and takes the second step."""
     with _smoke_folder(run, launch_env) as folder:
@@ -125,7 +152,10 @@ def _smoke(run: "Run", launch_env: Any, console: "Console") -> None:
         for steps in (1, 2):
             short = _shortened(run, folder, steps)
             trainer = _fit(short, launch_env, console, quiet=True)
-            assert trainer.progress.step == steps
+            if trainer.should_stop or trainer.progress.step < steps:
+                reason = trainer.stop_reason or "a signal to another rank"
+                console.print(f"[red]the smoke test did not finish[/]: {reason} ended it")
+                raise typer.Exit(1)
             if launch_env.rank == 0:
                 outcome = "trained, checkpoint written" if steps == 1 else "resumed and trained"
                 console.print(f"step {steps}: {outcome}, {time.monotonic() - started:.1f} s since the start")

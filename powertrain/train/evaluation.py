@@ -9,7 +9,7 @@ is tokenized whole and cut where its context's tokens end, an empty context is t
 long loses its beginning.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,18 +25,29 @@ _GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 0.0}
 _MOST_GENERATED = 256  # lm_eval's default
 
 
+class ScoringStopped(Exception):
+    """The caller asked a Scorer to stop."""
+
+
 class Scorer:
     """Scores texts with a model and its tokenizer.
 
     batch_size   texts in one forward;  max_length: tokens of a text, default the model's positions
+    should_stop  asked ahead of each forward; once it is true ScoringStopped is raised
     Numerics: softmax in float32 of the model's logits, sums in float64.
     Memory: logits of batch_size texts. With a sharded model every rank must make the same calls.
     """
 
     def __init__(
-        self, model: CausalLM, tokenizer: Tokenizer, *, batch_size: int = 8, max_length: int | None = None
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.model, self.tokenizer, self.batch_size, self.should_stop = model, tokenizer, batch_size, should_stop
         self.max_length = max_length or model.config.max_position_embeddings
 
     @property
@@ -73,9 +84,14 @@ class Scorer:
             room = self.max_length - completer.count_after(0)
             prompts = {i: completer.tokens_of(requests[i][0])[-room:] for i in indices}
             for batch in _batches(sorted(indices, key=lambda i: len(prompts[i])), self.batch_size):
+                self._look()
                 for i, row in zip(batch, completer.rows([prompts[i] for i in batch]), strict=True):
                     answers[i] = completer.text_of(row)
         return answers
+
+    def _look(self) -> None:
+        if self.should_stop():
+            raise ScoringStopped
 
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
@@ -84,6 +100,7 @@ class Scorer:
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]))
         for batch in _batches(order, self.batch_size):
+            self._look()
             longest = max(len(pairs[i][0]) for i in batch)
             padded = [[*pairs[i][0], *[0] * (longest - len(pairs[i][0]))] for i in batch]
             logits = self.model(torch.tensor(padded, device=self.device))  # [B, S, V]

@@ -146,11 +146,15 @@ def _refuse_checkpoint(config: RunConfig) -> None:
 
 def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
     """The config files, unchanged and resolved, in the run's folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in run.texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    write_json(folder / "run.json", config.model_dump(mode="json"))
-    write_json(folder / "overrides.json", list(run.overrides))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in run.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        write_json(folder / "run.json", config.model_dump(mode="json"))
+        write_json(folder / "overrides.json", list(run.overrides))
+    except OSError as error:
+        reason = f"{folder} ({error.strerror})"
+        raise ValueError(f"logging.folder must name a folder that can be written, got {reason}") from None
 
 
 # seconds within which a second SIGINT is the same Ctrl-C, from the terminal and from torchrun

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from torch import Tensor
 
@@ -68,9 +69,11 @@ class Saver:
 
     def _note_not_written(self, error: checkpoint_store.NotWritten) -> None:
         # kept, not raised: a full disk may have room again when the next checkpoint is due
-        self._saving, self._not_written = None, error
+        step, self._saving, self._not_written = self._saving, None, error
         newest = checkpoint_store.find(self.checkpoints.folder)
-        self.note(f"{error}. The training goes on; {f'the newest is {newest}' if newest else 'there is none yet'}")
+        # the last one's error ends the run and is its message
+        if step != self.config.train.steps:
+            self.note(f"{error}; {f'the newest checkpoint is {newest}' if newest else 'there is no checkpoint yet'}")
 
 
 def save_step(step: int, every: int, scale: str) -> bool:
@@ -88,5 +91,15 @@ def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoint
     folder, saves, group = config.checkpoint_folder(), config.checkpoint.save, ranks.checkpoint_group
     # a folder that cannot be made fails now, not at the first checkpoint
     if saves:
-        decided_by_first(lambda: folder.mkdir(parents=True, exist_ok=True), group)
+        decided_by_first(lambda: _make(folder), group)
     return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.kept, group=group, writes=saves)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            "checkpoint.folder (checkpoints in logging.folder, if not set) must name a folder that can be written, got "
+            f"{folder} ({error.strerror})"
+        ) from None

@@ -23,8 +23,8 @@ from powertrain.train.agreement import decided_by_first
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.config.schema import RunConfig
-from powertrain.train.data.loader import Batch, batches
-from powertrain.train.evaluation import Scorer
+from powertrain.train.data.loader import Batch, UnreadableSample, batches
+from powertrain.train.evaluation import Scorer, ScoringStopped
 from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.model_setup import (
     balance_experts,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 # halving takes fp16's scale from float32's largest to its smallest value in fewer steps
 MOST_SKIPPED = 300
+_BATCHES_BETWEEN_LOOKS = 16  # of an evaluation, at whether a rank was asked to end the run
 
 
 class TrainingStopped(RuntimeError):
@@ -131,7 +132,7 @@ class Trainer:
             with self._trace.step(step + 1), self._watch.step(step + 1):
                 # dropout depends on the step alone: a resumed run draws the same numbers, and no generator is saved
                 seed_step(train.seed, step, self.ranks.rank)
-                with self._timed("data"):
+                with self._timed("data"), self._kept_if_unreadable():
                     micro_batches = [
                         next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
                     ]
@@ -148,16 +149,12 @@ class Trainer:
                 if self.config.fp8.recipe == "tensor-delayed":
                     update_scales(self.model, self.ranks.world_group)
                 self._advance(loss, stepped, lr, micro_batches)
-            for name in self._evaluations_due():
-                self._finish_previous_step()
-                self.evaluate(name)
-            if self.config.evaluation.tasks and self._evaluation_is_due():
-                self._finish_previous_step()
-                self.evaluate_tasks()
+            # ahead of the evaluations: one that fails, or is killed, costs no steps
             if self._saver.is_due(self.progress.step):
                 # a bad step raises here, before its state becomes the newest checkpoint
                 self._finish_previous_step()
                 self.save()
+            self._evaluate_what_is_due()
             self._saver.poll()
         self._finish_previous_step()
         # a run that was asked to end keeps its progress
@@ -167,6 +164,24 @@ class Trainer:
         if self._ends() and self.progress.step < train.steps:
             self._note(self._ending())
         return self.progress
+
+    @contextlib.contextmanager
+    def _kept_if_unreadable(self) -> Iterator[None]:
+        """A sample that cannot be read ends the run, with a checkpoint: the state is sound. Of several ranks the others
+        wait for this one's gradients by then, and cannot take part in a checkpoint."""
+        try:
+            yield
+        except UnreadableSample:
+            self._finish_previous_step()
+            step = self.progress.step
+            if self.ranks.world_size > 1:
+                raise
+            if step > self._started_at and self.config.checkpoint.save and not self._saver.is_due(step):
+                self.save()
+            # a checkpoint that could not be written was reported; the sample is why the run ends
+            with contextlib.suppress(checkpoint_store.NotWritten):
+                self._saver.finish()
+            raise
 
     def _ending(self) -> str:
         reason = self.stop_reason or ("another rank was asked to" if self._stopping else "train.exit_interval")
@@ -266,14 +281,20 @@ class Trainer:
         sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)
         limit = self._evaluated_at_once(source)
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
-        for batch in self._batches(source, first, first + limit):
+        unfinished = False
+        for batch in self._of_set(name, self._batches(source, first, first + limit)):
+            unfinished = self._is_left(count)
+            if unfinished:
+                break
             batch = batch.to(ranks.device)
             with self._order():
                 loss, metrics = self._share(batch, torch.ones((), device=ranks.device))
             sums += torch.cat([torch.stack([loss, self.objective.count(batch)]), metrics])
             count += 1
         self._set_training(True)
-        if not count:
+        if unfinished:
+            self._note(f"the evaluation of {name} after step {self.progress.step} was left, as the run is to end")
+        if unfinished or not count:
             return None
         ranks.sum_over_data(sums)
         # one transfer for all sums; the host waits once an evaluation
@@ -284,12 +305,42 @@ class Trainer:
         self._clock = Moment(self.ranks.device)
         return float(mean)
 
+    def _evaluate_what_is_due(self) -> None:
+        for name in self._evaluations_due():
+            self._finish_previous_step()
+            self.evaluate(name)
+        if self.config.evaluation.tasks and self._evaluation_is_due():
+            self._finish_previous_step()
+            with contextlib.suppress(ScoringStopped):
+                self.evaluate_tasks()
+
+    def _is_left(self, batch: int) -> bool:
+        """Whether an evaluation ends ahead of this batch, as the run was asked to end; the same on all ranks."""
+        if self.ranks.world_size == 1:
+            return self.should_stop
+        # the host waits for the device, so not at each batch
+        if batch % _BATCHES_BETWEEN_LOOKS == 0:
+            asked = self.ranks.mean(torch.full((), float(self.should_stop), device=self.ranks.device))
+            self._stopping = self._stopping or bool(asked > 0)
+        return self._stopping
+
+    @staticmethod
+    def _of_set(name: str, read: Iterator[Batch]) -> Iterator[Batch]:
+        try:
+            yield from read
+        except UnreadableSample as error:
+            raise UnreadableSample(f"{name}: {error}") from None
+
     def evaluate_tasks(self) -> dict[str, dict[str, float]]:
-        """The metrics of evaluation.tasks; every rank computes all of them, since parameters may be sharded."""
+        """The metrics of evaluation.tasks; every rank computes all of them, since parameters may be sharded.
+
+        Raises ScoringStopped when a run of one process is asked to end.
+        """
         config, train = self.config.evaluation, self.config.train
         model: Any = self.model
         scorer = Scorer(
-            model, self.data.tokenizer, batch_size=train.micro_batch_size, max_length=train.seq_length
+            model, self.data.tokenizer, batch_size=train.micro_batch_size, max_length=train.seq_length,
+            should_stop=lambda: self.should_stop and self.ranks.world_size == 1,
         )  # fmt: skip
         folder = None if config.tasks_folder is None else Path(config.tasks_folder)
         results = run_tasks(scorer, config.tasks, folder=folder, limit=config.task_limit)

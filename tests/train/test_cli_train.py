@@ -1,6 +1,9 @@
 """`powertrain train` and what it cannot begin with: one line that names it, and no traceback."""
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from typer.testing import CliRunner
 from powertrain.cli import app
 from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.reporting.metrics import read_metrics
+from powertrain.train.trainer import Trainer
 from tests.train.tiny_run import MICRO, open_trainer, write_config
 
 
@@ -33,8 +37,14 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
         ("optimizer.lr=inf", "optimizer.lr must be a finite number"),
         ("train.loss_scale.static=0", "train.loss_scale.static must be greater than 0"),
         ("model.vocab_size=100", "model.vocab_size must be at least the tokenizer's 256, got 100"),
-        ("logging.folder={0}/text.jsonl/run", "{0}/text.jsonl"),
-        ("checkpoint.load={0}/empty checkpoint.folder={0}/text.jsonl", "{0}/text.jsonl"),
+        (
+            "logging.folder={0}/text.jsonl/run checkpoint.save=false",
+            "logging.folder must name a folder that can be written, got {0}/text.jsonl/run/config (Not a directory)",
+        ),
+        (
+            "checkpoint.load={0}/empty checkpoint.folder={0}/text.jsonl",
+            "must name a folder that can be written, got {0}/text.jsonl (File exists)",
+        ),
     ],
 )
 def test_what_cannot_begin_ends_with_2(word: str, said: str, tmp_path: Path) -> None:
@@ -157,7 +167,7 @@ def test_a_sample_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "data", np.uint16) as writer:
         writer.add(np.arange(100, 400, dtype=np.uint16))
     code, output = _train(tmp_path, f"data.train={tmp_path}/data", "data.split=1,0,0")
-    assert code == 1 and "of the run cannot be read" in output and "256" in output
+    assert code == 1 and "cannot be read" in output and "256" in output
 
 
 def test_any_seed_of_32_bits(tmp_path: Path) -> None:
@@ -186,3 +196,26 @@ def test_skipped_steps_do_not_count_for_spikes(tmp_path: Path) -> None:
     trainer.fit()
     assert not trainer._spikes._losses  # all were skipped
     trainer.close()
+
+
+def test_a_signal_ends_the_smoke_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Trainer.fit
+
+    def asked(self: Trainer) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return fit(self)
+
+    monkeypatch.setattr(Trainer, "fit", asked)
+    code, output = _train(tmp_path, "--smoke")
+    assert code == 1 and "the smoke test did not finish: SIGTERM ended it" in output and "passed" not in output
+
+
+@pytest.mark.parametrize("at", ["start", "step"])
+def test_out_of_memory_is_no_traceback(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(Trainer, "_forward_backward" if at == "step" else "__init__", full)
+    code, output = _train(tmp_path)
+    assert code == (1 if at == "step" else 2)
+    assert "out of memory: " in output and "a smaller train.micro_batch_size" in " ".join(output.split())

@@ -4,6 +4,8 @@ import math
 import os
 import shutil
 import signal
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from benchmarks.train.curves import distance, losses_of_ours, losses_of_twin, ru
 from powertrain.models import build, configure
 from powertrain.train.checkpoint.store import checkpoints_in
 from powertrain.train.config.schema import LossScale, OptimizerConfig, ScheduleConfig, TrainConfig
+from powertrain.train.data.loader import UnreadableSample
 from powertrain.train.optim import Optimizer, Scaler, global_norm
 from powertrain.train.run import stop_on_signals
 from powertrain.train.saving import save_step
 from powertrain.train.schedule import learning_rate
 from powertrain.train.trainer import Trainer
-from tests.train.tiny_run import At, open_trainer, read
+from tests.train.tiny_run import MICRO, At, open_trainer, read
 
 
 class _Losses(At):
@@ -271,3 +274,86 @@ def test_each_start_ends_at_the_next_interval(tmp_path: Path) -> None:
         assert trainer.progress.step == end
         seen += losses
     assert seen == whole
+
+
+class _Unreadable:
+    """A set whose sample number `bad` cannot be read."""
+
+    def __init__(self, source: Any, bad: int) -> None:
+        self.source, self.bad = source, bad
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sample(self, index: int) -> Any:
+        if index == self.bad:
+            raise OSError("the disk is gone")
+        return self.source.sample(index)
+
+
+_HELD_OUT = ("evaluation.at_end=true", "evaluation.steps=2", "evaluation.every=0", "checkpoint.every=0")
+
+
+def test_an_evaluation_that_fails_costs_no_steps(tmp_path: Path) -> None:
+    trainer = open_trainer(tmp_path, *_HELD_OUT, sinks=lambda t: [])
+    trainer.data = replace(trainer.data, validation=_Unreadable(trainer.data.validation, 1))
+    with pytest.raises(UnreadableSample, match="validation: sample 1 cannot be read: the disk is gone"):
+        trainer.fit()
+    trainer.close()
+    assert [path.name for path in checkpoints_in(tmp_path / "run/checkpoints")] == ["step_00000012"]
+
+
+def test_a_sample_that_cannot_be_read_costs_no_steps(tmp_path: Path) -> None:
+    trainer = open_trainer(tmp_path, "checkpoint.every=0", sinks=lambda t: [])
+    trainer.data = replace(trainer.data, train=_Unreadable(trainer.data.train, 5 * MICRO))
+    with pytest.raises(UnreadableSample, match="the disk is gone"):
+        trainer.fit()
+    trainer.close()
+    assert [path.name for path in checkpoints_in(tmp_path / "run/checkpoints")] == ["step_00000005"]
+
+
+def test_sigterm_ends_an_evaluation(tmp_path: Path) -> None:
+    sink = At(0, lambda: None)
+    trainer = open_trainer(tmp_path, *_HELD_OUT, sinks=lambda t: [sink])
+    objective, seen = trainer.objective, []
+
+    def asked(*arguments: Any) -> Any:
+        if not trainer.model.training:
+            seen.append(trainer.progress.step)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return objective(*arguments)
+
+    with stop_on_signals(trainer):
+        trainer._share = asked  # type: ignore[method-assign]
+        trainer.fit()
+    trainer.close()
+    # one batch of two, behind the checkpoint
+    assert seen == [12] and trainer.progress.step == 12
+    assert sink.notes[-2:] == [
+        f"checkpoint of step 12 in {tmp_path}/run/checkpoints",
+        "the evaluation of validation after step 12 was left, as the run is to end",
+    ]
+
+
+def test_an_interrupted_wait_announces_no_checkpoint(tmp_path: Path) -> None:
+    """A second Ctrl-C while the last checkpoint is written: closing waits for it, and says so only then."""
+    sink = At(0, lambda: None)
+    trainer = open_trainer(tmp_path, "checkpoint.every=0", sinks=lambda t: [sink])
+    trainer.fit()
+
+    class Interrupted(Future[None]):
+        asked = 0
+
+        def result(self, timeout: float | None = None) -> None:
+            self.asked += 1
+            if self.asked == 1:
+                raise KeyboardInterrupt
+            assert not any("step 12" in note for note in sink.notes[said:])
+
+    said, pending = len(sink.notes), Interrupted()
+    trainer._saver._saving, trainer.checkpoints._pending = 12, pending
+    with pytest.raises(KeyboardInterrupt):
+        trainer._saver.finish()
+    assert len(sink.notes) == said
+    trainer.close()
+    assert pending.asked == 2 and len(sink.notes) == said + 1

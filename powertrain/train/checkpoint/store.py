@@ -130,9 +130,15 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the save that is under way is on disk under its final name. Raises NotWritten, on every rank."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if self._pending is None:
+            return
+        try:
+            self._pending.result()
+        except Exception:
+            self._pending = None
+            raise
+        # not after a KeyboardInterrupt: the save is still under way, and nobody knows whether it will end well
+        self._pending = None
 
     def _begin(self) -> None:
         """Keep other runs out of a folder that is there, and complete or remove folders of a killed process."""

@@ -144,7 +144,7 @@ class _Reader:
                 samples.append(self.source.sample(number))
             except Exception as error:
                 # as text, since not every exception can be sent from a worker
-                return f"sample {number} of the run cannot be read: {error or type(error).__name__}"
+                return f"sample {number} cannot be read: {error or type(error).__name__}"
         return samples
 
 
@@ -202,6 +202,6 @@ def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator
             yield _stacked(read, wanted)
     except WorkerLost as lost:
         raise UnreadableSample(
-            f"samples {lost.key[0]} to {lost.key[-1]} of the run did not arrive: {lost}; "
+            f"samples {lost.key[0]} to {lost.key[-1]} did not arrive: {lost}; "
             "with num_workers = 0 the samples are read in this process"
         ) from None

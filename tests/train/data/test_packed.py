@@ -188,7 +188,7 @@ def test_no_random_state_is_touched() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
-    with pytest.raises(RuntimeError, match="sample 5 of the run cannot be read: the disk is gone"):
+    with pytest.raises(RuntimeError, match="sample 5 cannot be read: the disk is gone"):
         list(batches(Numbers(9, broken=5), micro_batch_size=2, num_workers=workers))
 
 
