@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -373,7 +374,7 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 return whole(args, kwargs)
             signature = replay.signature_of((*args, *kwargs.values()))
             if signature is None:
-                if any(map(_is_of_numpy, (*args, *kwargs.values()))):
+                if not _NUMBERS_OF_NUMPY.isdisjoint(map(type, (*args, *kwargs.values()))):
                     return call(*map(_python_number, args), **{key: _python_number(x) for key, x in kwargs.items()})
                 return whole(args, kwargs)
             key = signature.key, tuple(kwargs), steered_by()
@@ -387,17 +388,15 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
     return decorate
 
 
-def _is_of_numpy(value: object) -> bool:
-    """A number of NumPy's types, such as the longest of some lengths; kernels and recordings take Python's."""
-    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+# such as the longest of some lengths; kernels and recordings take Python's numbers
+_NUMBERS_OF_NUMPY = frozenset(kind for kind in np.sctypeDict.values() if issubclass(kind, np.integer | np.floating | np.bool_))
 
 
 def _python_number(value: Any) -> Any:
-    if not _is_of_numpy(value):
+    if type(value) not in _NUMBERS_OF_NUMPY:
         return value
-    number = value.item()
     # a longdouble's item is itself
-    return float(number) if _is_of_numpy(number) else number
+    return float(value) if isinstance(value, np.longdouble) else value.item()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -296,7 +296,8 @@ def varlen_attention(
 
 def _run(call: AttentionCall, backend: str | Sequence[str] | None) -> Any:
     """Choose a backend by the facts of the call, and run it."""
-    call, _ = with_positive_scale(call)
+    if not call.scale > 0:
+        call, _ = with_positive_scale(call)
     # the selector depends on sizes, and batch-invariant bits must not: it is not asked there
     if is_batch_invariant():
         result = run_invariant(call)

@@ -23,6 +23,7 @@ Sources: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); page
 arXiv:2309.06180; semantics of appending, rotary positions and leftpad: flash_attn_with_kvcache of flash-attn 2.8.
 """
 
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -259,6 +260,7 @@ def decode_attention(
         append(key_new, value_new, keys, values, cache.seqlens, cache.page_table, cache.batch_idx)
     num_new = 0 if key_new is None else key_new.shape[1]
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    checks.require(-inf < scale < inf, _OP, "scale", "be a finite number or None", scale)
     scores = _Scores(left, right, float(softcap), scale, alibi_slopes, sinks)
     if runs_kernel:
         out, lse = _by_kernel(query, cache, scores, head_dim_v, num_new, num_splits, cu_seqlens_q, max_seqlen_q)
