@@ -9,14 +9,14 @@ from torch import Tensor
 from powertrain.models import build
 from powertrain.models.registry import configure
 
-SIZES = {"vocab_size": 96, "hidden_size": 32, "num_heads": 4, "max_position_embeddings": 32, "num_layers": 2}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_heads": 4, "max_position_embeddings": 32, "num_layers": 1}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama", "intermediate_size": 48, "num_kv_heads": 2, "qk_norm": True},
     "rotary": {"architecture": "gpt_neox", "parallel_residual": True},
     "alibi": {"architecture": "gpt_neox", "position_embedding": "alibi", "sliding_window": 8},
     "sparse": {
-        "architecture": "gpt_neox", "layer_types": ["sparse", "attention"], "sparsity": {"block": 4, "before": 1},
+        "architecture": "gpt_neox", "layer_types": ["sparse"], "sparsity": {"block": 4, "before": 1},
     },
     "experts": {"architecture": "gpt_neox", **EXPERTS},
     "deepseek": {

@@ -1,9 +1,13 @@
 """Conversion: runs, Hugging Face and GPT-NeoX into each other, checked by logits; training that starts from them."""
 
+import errno
 import json
+import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -204,6 +208,28 @@ def test_commands(run: Path, tmp_path: Path) -> None:
     assert wrong.exit_code == 2 and "config.json" in wrong.output
     bare = cli.invoke(app, ["generate", str(_small(tmp_path / "bare")), "--prompt", "x"])
     assert bare.exit_code == 2 and "must hold a tokenizer.json" in bare.output
+
+
+@pytest.mark.parametrize("kind", ["hf", "powertrain", "neox"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    """safetensors, our checkpoints and torch.save each have an error of their own for it."""
+    source = _small(tmp_path / "source")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # no file longer than this may be written: the weights of one layer are
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, unlimited[1]))
+    try:
+        done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--to", kind])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.exception
+    assert done.stderr.count("\n") == 1 and re.search("out.* (cannot be|was not) written: ", done.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_full_disk_below_stdout_is_not_the_result_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console.Console.print", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    done = CliRunner().invoke(app, ["convert", str(_small(tmp_path / "in")), str(tmp_path / "out"), "--to", "neox"])
+    assert (done.exit_code, done.stderr) == (2, "output cannot be written: No space left\n")
 
 
 LLAMA = {"architecture": "llama", "intermediate_size": 64, "num_heads": 2, "vocab_size": 250}
