@@ -388,8 +388,9 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
     return decorate
 
 
-# such as the longest of some lengths; kernels and recordings take Python's numbers
-_NUMBERS_OF_NUMPY = frozenset(kind for kind in np.sctypeDict.values() if issubclass(kind, np.integer | np.floating | np.bool_))
+# types of the longest of some lengths, for one; kernels and recordings take Python's numbers
+_REAL = np.integer | np.floating | np.bool_
+_NUMBERS_OF_NUMPY = frozenset(kind for kind in np.sctypeDict.values() if issubclass(kind, _REAL))
 
 
 def _python_number(value: Any) -> Any:

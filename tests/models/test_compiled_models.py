@@ -21,7 +21,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"architecture": "gpt_neox", **EXPERTS},
     "deepseek": {
         "architecture": "deepseek", "intermediate_size": 48, "moe_intermediate_size": 16, "num_shared_experts": 1,
-        "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, **EXPERTS,
+        "first_dense_layers": 0, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        **EXPERTS,
     },
 }  # fmt: skip
 
@@ -31,6 +32,7 @@ def test_one_graph_for_symbolic_sizes(name: str) -> None:
     model: Any = build(configure(**SIZES, **MODELS[name]))
     model.to_empty(device="cpu")
     model.init_weights(1)
+    assert "num_experts" not in MODELS[name] or model.moe_layers
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
