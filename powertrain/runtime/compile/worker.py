@@ -10,6 +10,7 @@ after idling sends {"resting": true}, which may cross a request: the request the
 
 import ctypes
 import fcntl
+import importlib
 import json
 import os
 import select
@@ -24,7 +25,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,9 @@ def main() -> None:
     # ptxas and Triton leave their files in a folder that the parent removes
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     signal.signal(signal.SIGTERM, _at_rest)
+    # now, while the parent lowers the kernel; an error is met again by the first request, which reports it
+    with suppress(Exception):
+        importlib.import_module("powertrain.runtime.compile.triton_compat")
     try:
         while _has_work(requests, parent, rest):
             request = parse_frame(partial(_read, requests))
