@@ -153,6 +153,31 @@ def test_check_of_an_unknown_op() -> None:
     assert code == 2 and "no op rms_form" in output and "rms_norm" in output
 
 
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", "cpu:1", "cpu:x"])
+def test_check_of_an_unknown_device(device: str) -> None:
+    code, output = _run("check", "rms_norm", "--device", device)
+    assert code == 2 and "--device must be cpu or one of the" in output and f"got {device}" in output
+
+
+@pytest.mark.parametrize("words, said", [
+    (("--shape", "axb"), "--shape must be sizes such as 16384x4096, got 'axb'"),
+    (("--shape", "8x8x8"), "--shape must have 2 sizes for rms_norm, got 8x8x8"),
+    (("--seconds", "nan"), "--seconds must be a number above 0"),
+])  # fmt: skip
+def test_tune_refuses_options_that_cannot_be(words: tuple[str, ...], said: str) -> None:
+    code, output = _run("tune", "rms_norm", *words)
+    assert code == 2 and said in output, output
+
+
+@pytest.mark.parametrize("option, value", [
+    ("stall", "nan"), ("stall", "-5"), ("stall", "0"), ("stall", "inf"),
+    ("memory", "0"), ("memory", "0.1K"), ("memory", "nan"), ("memory", "9" * 400 + "T"),
+])  # fmt: skip
+def test_build_refuses_limits_that_cannot_be(option: str, value: str) -> None:
+    code, output = _run("build", "--plan", f"--{option}", value, "--", "make")
+    assert code == 2 and f"--{option} must be a " in output, output
+
+
 @pytest.mark.parametrize("how", ["wrong", "nan", "raises"])
 def test_check_fails_when_an_op_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = cases("layer_norm")[0]

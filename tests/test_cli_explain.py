@@ -45,6 +45,22 @@ def test_explain_has_a_column_per_gpu_and_needs_none() -> None:
     assert "heads 64" in output and "thd" in output
 
 
+@pytest.mark.parametrize(
+    "name", ["seqlen", "seqlen-k", "batch", "heads", "kv-heads", "head-dim", "head-dim-qk", "head-dim-v"]
+)
+def test_sizes_beyond_any_tensor_are_refused_by_name(name: str) -> None:
+    for size in ("9999999999999999", "9" * 40):
+        code, output = _run("explain", "attention", "--arch", "H100", f"--{name}", size)
+        assert code == 2 and f"'--{name}'" in output and "less than or equal to" in output
+
+
+def test_sizes_that_only_together_are_too_large() -> None:
+    code, output = _run("explain", "attention", "--arch", "H100", "--seqlen", str(1 << 30), "--batch", str(1 << 20))
+    assert code == 2 and "must give tensors of at most" in output
+    sizes = ("--seqlen", str(1 << 30), "--dtype", "fp32", "--bias", "float")
+    assert _run("explain", "attention", "--arch", "H100", *sizes)[0] in (0, 1)
+
+
 def test_explain_on_the_cpu() -> None:
     code, output = _run("explain", "attention", "--arch", "cpu", "--dtype", "fp32", "--mask", "no_mask")
     assert code == 0 and "cpu: cpu, float32" in output

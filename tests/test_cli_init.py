@@ -1,6 +1,7 @@
 """`powertrain init`: its file is read as it is, for any answers; and commands that start without torch."""
 
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,21 @@ def test_every_file_it_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
         assert str(config.folder()) == "runs/my run"
 
 
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
+    (file := tmp_path / "old.yml").write_text("old")
+    (link := tmp_path / "link.yml").symlink_to(file)
+    words = ["--data", "quickstart", "--steps", "5", "--force"]
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, unlimited[1]))
+    try:
+        ends = [_init(str(path), *words) for path in (file, link, tmp_path / "new.yml")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert all(code == 2 and "cannot be written: File too large" in said for code, said in ends)
+    assert file.read_text() == "old" and sorted(tmp_path.glob("[!.]*")) == [link, file]
+    assert _init(str(link), *words)[0] == 0 and link.is_symlink() and "quickstart" in file.read_text()
+
+
 def test_asks_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(init_module, "_asked", lambda given, question, default: given or answers.pop(0))
@@ -62,9 +78,10 @@ def test_steps_that_cannot_be_are_said(answer: str, tmp_path: Path, monkeypatch:
     [
         (["--data", "nothing.txt"], "nothing.txt: no such file or folder"),
         (["--model", "gpt-9"], "must be tiny"),
+        (["--tokenizer", "train:10"], "must be train:SIZE with a number of ids, at least 257, got 'train:10'"),
         (["--tokenizer", "nope.json"], "nope.json: no such file or folder"),
         (["--tokenizer", "gpt2:there.yml:merges.txt"], "merges.txt: no such file or folder"),
-        (["--tokenizer", "train:many"], "must be train:SIZE with a number of ids, got 'train:many'"),
+        (["--tokenizer", "train:many"], "must be train:SIZE with a number of ids, at least 257, got 'train:many'"),
         (["--precision", "int4"], "must be fp32, bf16 or fp16, got 'int4'"),
         (["--steps", "0"], "--steps"),
         (["--data", ""], "must be a file, a folder, hf:ORG/NAME or quickstart, got ''"),

@@ -1,7 +1,9 @@
 """`powertrain prebuild`, `kernels` and `tour`: from a script to a pack that another process reads."""
 
+import errno
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +12,7 @@ from powertrain.cli import app
 from powertrain.runtime import settings
 from powertrain.runtime.compile import kernel_store
 from powertrain.runtime.compile import service as compile_service
+from powertrain.runtime.compile.prebuild import Report
 
 SCRIPT = """
 import torch, powertrain
@@ -65,6 +68,27 @@ def test_kernels_lists_verifies_and_clears(own_store: Path) -> None:
 )
 def test_bad_arguments_are_named(own_store: Path, args: tuple[str, ...], words: str) -> None:
     assert words in " ".join(_run(*args, code=2).replace("│", " ").split())
+
+
+@pytest.mark.parametrize("out", [".", "nowhere/kernels.ptp", "file/kernels.ptp"])
+def test_prebuild_refuses_an_out_that_takes_no_file_before_it_compiles(
+    own_store: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own_store / "file").touch()
+    monkeypatch.setattr("powertrain.cli.prebuild.build_with_progress", Mock(side_effect=AssertionError))
+    said = CliRunner().invoke(app, ["prebuild", "rms_norm", "--arch", "sm_90", "--out", str(own_store / out)])
+    assert said.exit_code == 2 and said.stderr.startswith(f"--out {own_store / out} cannot be written: "), said.stderr
+
+
+def test_a_full_disk_below_a_pack(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("powertrain.runtime.compile.kernel_store.zipfile.ZipFile.writestr", full)
+    monkeypatch.setattr("powertrain.cli.prebuild.recorded", lambda *_: ["spec"])
+    monkeypatch.setattr("powertrain.cli.prebuild.build_with_progress", lambda *_: Report())
+    said = CliRunner().invoke(app, ["prebuild", "--out", str(own_store / "p.ptp")])
+    words = f"--out {own_store / 'p.ptp'} cannot be written: No space left on device\n"
+    assert (said.exit_code, said.stderr) == (2, words)
+    assert not list(own_store.glob("*p.ptp*"))
 
 
 def test_a_missing_pack_is_said(own_store: Path) -> None:

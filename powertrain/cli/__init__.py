@@ -3,9 +3,12 @@
 Importing this package must stay cheap (no torch, no triton): commands import their modules when they run.
 """
 
+import errno
 import io
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +39,7 @@ from powertrain.cli import (
     verify,
 )
 from powertrain.runtime.extras import MissingExtra
-from powertrain.runtime.settings import forget_no_columns
+from powertrain.runtime.settings import SettingsError, forget_no_columns
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (init.init, demo.demo, tour.tour, check.check),
@@ -56,8 +59,31 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 
 
+# of a write: the disk is full, the quota or the largest file reached, the terminal gone
+_NO_MORE_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_NO_READER = 141  # as shells tell SIGPIPE; 1 would be a command's verdict, such as "damaged"
+
+
 class _Commands(TyperGroup):
-    """The commands; one whose packages are not installed ends with a line that names the extra."""
+    """The commands; what is wrong around all of them ends each with one line: a package that is not installed, an
+    environment variable, output that cannot be written."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            try:
+                return super().main(*arguments, **options)
+            finally:
+                # Python's own flush at the end of the process would print a traceback
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except OSError as error:
+            _end_without_output(error)
+            raise
+        except SystemExit as error:
+            # typer's and rich's, both with 1
+            if isinstance(error.__context__, BrokenPipeError):
+                _end_without_output(error.__context__)
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         forget_no_columns()
@@ -66,11 +92,24 @@ class _Commands(TyperGroup):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
-            # in one place for all commands: a missing extra is one line, not a traceback
             return super().invoke(ctx)
-        except MissingExtra as error:
+        except (MissingExtra, SettingsError) as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(2) from None
+
+
+def _end_without_output(error: OSError) -> None:
+    """Exit with 2 and a line on stderr where output cannot be written, with 141 where nobody reads it any more."""
+    if error.errno not in (*_NO_MORE_OUTPUT, errno.EPIPE):
+        return
+    if sys.stdout is sys.__stdout__:
+        # what was not written would be tried again, and fail again, when Python ends
+        sys.stdout = open(os.devnull, "w")
+    if error.errno == errno.EPIPE:
+        raise SystemExit(_NO_READER) from None
+    with suppress(OSError):
+        typer.echo(f"{error.filename or 'output'} cannot be written: {error.strerror}", err=True)
+    raise SystemExit(2) from None
 
 
 app = typer.Typer(

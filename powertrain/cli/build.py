@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 REFUSED = 2  # exit code of a build that was not begun
 SLOWEST = 5  # units named at the end
+_LONGEST_STALL = 1e6  # seconds: eleven days
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -54,6 +55,11 @@ def build(
     from powertrain.builder.plan import make_plan
     from powertrain.builder.recipes import recipe_of
 
+    # also nan, which no comparison finds too small
+    if not 0 < stall <= _LONGEST_STALL:
+        raise typer.BadParameter(
+            f"--stall must be a number of seconds above 0 and at most {_LONGEST_STALL:.0f}, got {stall:g}"
+        )
     console, environment = Console(), dict(os.environ)
     folder = platformdirs.user_data_path("powertrain") / "builds"
     history = History(folder / "history.sqlite")
@@ -192,9 +198,11 @@ def _bytes(text: str | None) -> int | None:
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise typer.BadParameter(f"--memory must be a size such as 24G or 900M, got {text!r}")
-    return int(float(match[1]) * _SIZES[match[2].upper()])
+    size = float(match[1]) * _SIZES[match[2].upper()] if match else 0.0
+    # no compiler runs in less than a megabyte, and 64 bits count no more
+    if not 2**20 <= size < 2.0**63:
+        raise typer.BadParameter(f"--memory must be a size such as 24G or 900M and at least 1M, got {text!r}")
+    return int(size)
 
 
 def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from powertrain.cli.generate import device_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,14 +50,15 @@ def check(
     powertrain check
     powertrain check rms_norm rope --dtype fp32
     """
-    import torch
-
     from powertrain.ops.cases import cases
 
+    try:
+        where = device_of(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     console = Console()
     console = console if console.is_terminal else Console(width=130)
     console.print(machine())
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = [case for case in cases() if not ops or case.op in ops]
     unknown = set(ops or ()) - {case.op for case in chosen}
     if unknown:

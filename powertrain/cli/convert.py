@@ -1,13 +1,15 @@
 """`powertrain convert`: checkpoints of Powertrain, Hugging Face and GPT-NeoX into each other."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from powertrain.cli.paths import must_exist
+from powertrain.cli.paths import must_exist, unwritten
 
 
 class Kind(str, Enum):
@@ -36,7 +38,9 @@ def convert(
         list[Path] | None, typer.Option(help="YAML of a GPT-NeoX checkpoint whose folder has none; repeatable")
     ] = None,
     dtype: Annotated[DType | None, typer.Option(help="of the weights; default: as they are")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="rows of embedding and head; default: as they are")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="rows of embedding and head; default: as they are", min=1, max=1 << 28)
+    ] = None,
     check: Annotated[bool, typer.Option(help="run both on the CPU in float32 and compare their logits")] = True,
     pipe_parallel_size: Annotated[int, typer.Option(help="GPT-NeoX: 0, a file per rank; 1, a file per layer")] = 1,
     model_parallel_size: Annotated[int, typer.Option(help="GPT-NeoX: tensor-parallel ranks to write for")] = 1,
@@ -51,24 +55,20 @@ def convert(
     powertrain convert adapter merged-hf --to hf
     """
     must_exist([source, *(config or ())])
-    from powertrain.train.checkpoint.convert import LogitsDiffer
     from powertrain.train.checkpoint.convert import convert as write
     from powertrain.train.checkpoint.load import NAMES, open_weights
     from powertrain.train.optim import DTYPES
 
     console = Console(soft_wrap=True, highlight=False)
-    try:
+    with _one_line(source):
         weights = open_weights(source, from_.value if from_ else None, config or ())
-        model = weights.config
-        console.print(f"{weights.path}: {NAMES[weights.kind]}, {model.architecture}, {model.num_layers} layers")
+    model = weights.config
+    console.print(f"{weights.path}: {NAMES[weights.kind]}, {model.architecture}, {model.num_layers} layers")
+    with _one_line(destination):
         done = write(
             weights, destination, to.value, dtype=DTYPES[dtype.value] if dtype else None, vocab_size=vocab_size,
             check=check, pipe_parallel_size=pipe_parallel_size, model_parallel_size=model_parallel_size,
         )  # fmt: skip
-    except (ValueError, OSError, LogitsDiffer, NotImplementedError) as error:
-        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
-        # 1: the conversion was done and its check failed; 2: it could not be done
-        raise typer.Exit(1 if isinstance(error, LogitsDiffer) else 2) from None
     console.print(f"{destination}: {NAMES[to.value]}")
     for note in done.notes:
         console.print(note, markup=False)
@@ -77,3 +77,32 @@ def convert(
         console.print(
             f"largest difference of logits {c.difference:.3g}, of {c.largest:.4g} ({c.source} and {c.result}, float32)"
         )
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """End the command with one line where `path` cannot be read or written: 1 where the result is wrong, else 2."""
+    from powertrain.train.checkpoint.convert import LogitsDiffer
+    from powertrain.train.checkpoint.store import NotWritten
+
+    try:
+        yield
+    except OSError as error:
+        # of a full disk the error names no file, and before the end the result has another name
+        is_result = error.errno and ".partial" in str(error.filename or ".partial")
+        _end(unwritten(path, error) if is_result else str(error), 2)
+    except (ValueError, LogitsDiffer, NotWritten, NotImplementedError) as error:
+        _end(str(error), 1 if isinstance(error, LogitsDiffer) else 2)
+    except RuntimeError as error:
+        # torch has no classes for these two, and any other is a defect. Of a full disk torch.save says that its file
+        # has another length than it should
+        if "inline_container" in str(error):
+            _end(f"{path} cannot be written: the disk is full, or failed", 2)
+        if "can't allocate memory" in str(error):
+            _end(f"{path}: not enough memory for its tensors", 2)
+        raise
+
+
+def _end(words: str, code: int) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(words, markup=False, highlight=False)
+    raise typer.Exit(code) from None

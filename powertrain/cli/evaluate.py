@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from powertrain.cli.generate import device_of
-from powertrain.cli.paths import must_exist
+from powertrain.cli.paths import end_unwritten, must_exist, must_take_a_file, one_line
 
 
 def evaluate(
@@ -33,6 +33,8 @@ def evaluate(
     powertrain evaluate pythia-160m --tasks mine --tasks-folder tasks --limit 100
     """
     must_exist([checkpoint, *([tasks_folder] if tasks_folder else [])])
+    if output is not None:
+        must_take_a_file(output, "--output")
     from powertrain.runtime.extras import require
 
     require("evaluate", "powertrain evaluate")
@@ -41,16 +43,11 @@ def evaluate(
     from powertrain.train.tasks import run_tasks
 
     console = Console(soft_wrap=True)
-    try:
+    with one_line(ValueError, OSError):
         model, weights = load_model(checkpoint, device=device_of(device))
         scorer = Scorer(model, weights.open_tokenizer(), batch_size=batch_size)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         results = run_tasks(scorer, names, folder=tasks_folder, num_fewshot=num_fewshot, limit=limit)
-        if output is not None:
-            output.write_text(json.dumps(results, indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
-        raise typer.Exit(2) from None
     table = Table("task", "metric", "value", "±", box=None)
     for task, metrics in results.items():
         for name, value in metrics.items():
@@ -59,3 +56,9 @@ def evaluate(
                 spread = metrics.get(f"{kind}_stderr{comma}{filtered}")
                 table.add_row(task, name, f"{value:.4f}", "" if spread is None else f"{spread:.4f}")
     console.print(table)
+    # after the table: what took hours is on the screen even where the file cannot be written
+    if output is not None:
+        try:
+            output.write_text(json.dumps(results, indent=1) + "\n")
+        except OSError as error:
+            end_unwritten(f"--output {output}", error)

@@ -20,6 +20,9 @@ _MASKS = {  # TransformerEngine's names: causal, aligned bottom right, padded
     "padding_causal_bottom_right": (True, True, True),
     "arbitrary": (False, False, False),
 }
+# a slip of the keyboard must not reach PyTorch, whose counting of bytes overflows in 64 bits
+_LONGEST, _MOST = 1 << 30, 1 << 20
+_MOST_ELEMENTS = 1 << 48
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -27,14 +30,18 @@ def explain(
     topic: Annotated[str, typer.Argument(help="topic to explain: attention, fp8")],
     files: Annotated[list[str] | None, typer.Argument(help="for fp8: config files and key=value overrides")] = None,
     arch: Annotated[list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: the devices here")] = None,
-    head_dim: Annotated[int, typer.Option(help="of query, key and value", min=1)] = 128,
-    head_dim_qk: Annotated[int | None, typer.Option(help="of query and key", min=1)] = None,
-    head_dim_v: Annotated[int | None, typer.Option(help="of value", min=1)] = None,
-    heads: Annotated[int, typer.Option(help="query heads", min=1)] = 16,
-    kv_heads: Annotated[int | None, typer.Option(help="key heads (bmghk: groups); default: as many", min=1)] = None,
-    batch: Annotated[int, typer.Option(help="sequences", min=0)] = 2,
-    seqlen: Annotated[int, typer.Option(help="queries of one sequence", min=0)] = 4096,
-    seqlen_k: Annotated[int | None, typer.Option(help="keys of one sequence; default: as many", min=0)] = None,
+    head_dim: Annotated[int, typer.Option(help="of query, key and value", min=1, max=_MOST)] = 128,
+    head_dim_qk: Annotated[int | None, typer.Option(help="of query and key", min=1, max=_MOST)] = None,
+    head_dim_v: Annotated[int | None, typer.Option(help="of value", min=1, max=_MOST)] = None,
+    heads: Annotated[int, typer.Option(help="query heads", min=1, max=_MOST)] = 16,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="key heads (bmghk: groups); default: as many", min=1, max=_MOST)
+    ] = None,
+    batch: Annotated[int, typer.Option(help="sequences", min=0, max=_MOST)] = 2,
+    seqlen: Annotated[int, typer.Option(help="queries of one sequence", min=0, max=_LONGEST)] = 4096,
+    seqlen_k: Annotated[
+        int | None, typer.Option(help="keys of one sequence; default: as many", min=0, max=_LONGEST)
+    ] = None,
     layout: Annotated[str, typer.Option(help="bshd, bhsd, sbhd, thd or bmghk")] = "bshd",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     mask: Annotated[str, typer.Option(help=f"{', '.join(_MASKS)}")] = "causal",
@@ -80,6 +87,8 @@ def explain(
     if files:
         raise typer.BadParameter(f"attention takes options only, got {files[0]!r}")
     _check_mask(mask, dtype, bias, layout)
+    dims = (head_dim_qk or head_dim, head_dim_v or head_dim)
+    _check_elements(max(batch, 1) * max(seqlen, seqlen_k or 1) * max(heads, kv_heads or 1) * max(dims))
     if like is None and (version or switch):
         raise typer.BadParameter("--version and --set are of the library that --as names")
     # imported after the checks: a wrong option is said without waiting for torch
@@ -106,7 +115,7 @@ def explain(
     try:
         explanation = explain_attention(
             arch=arch or _here(), dtype=getattr(torch, _DTYPES[dtype]), layout=layout,  # type: ignore[arg-type]
-            head_dim_qk=head_dim_qk or head_dim, head_dim_v=head_dim_v or head_dim, num_heads=heads,
+            head_dim_qk=dims[0], head_dim_v=dims[1], num_heads=heads,
             num_kv_heads=kv_heads, batch=batch, queries=seqlen, keys=seqlen_k, needs_grad=not inference,
             software=_software(torch_version, cudnn, flash_attn), **arguments,
         )  # fmt: skip
@@ -128,6 +137,14 @@ def _check_mask(mask: str, dtype: str, bias: str | None, layout: str) -> None:
         raise typer.BadParameter(f"bias must be bool or float, got {bias!r}")
     if layout == "thd" and (bias or mask == "arbitrary"):
         raise typer.BadParameter("packed sequences (thd) take no dense mask: leave out --bias and --mask arbitrary")
+
+
+def _check_elements(elements: int) -> None:
+    if elements > _MOST_ELEMENTS:
+        raise typer.BadParameter(
+            f"--batch, --seqlen, --heads and --head-dim must give tensors of at most {_MOST_ELEMENTS} elements, "
+            f"got {elements}"
+        )
 
 
 def _show(explanation: "Explanation") -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from powertrain.cli.paths import must_exist
+from powertrain.cli.paths import end_unwritten, must_exist, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
     from torch import Tensor
@@ -70,19 +70,19 @@ def generate(
     for text in prompt or []:
         _check_text(text)
     console = Console(soft_wrap=True)
-    try:
+    with one_line(ValueError, OSError):
+        prompts = _prompts_in(input, _escaped([prompt_end])[0]) if input else prompt or [""]
         model, weights = load_model(checkpoint, device=device_of(device))
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         stops = _escaped(stop or []), stop_token or []
         completer = Completer(model, weights.open_tokenizer(), sampler, max_new_tokens, *stops, batch_size)
-        writer = _Writer(console, completer, output or (input and Path(f"{input}.output.jsonl")), logprobs, num_samples)
+    writer = _Writer(console, completer, output or (input and Path(f"{input}.output.jsonl")), logprobs, num_samples)
+    # not OSError: one of the screen is no prompt's
+    with one_line(ValueError):
         if interactive:
             _converse(writer)
         else:
-            writer.write(_prompts_in(input, _escaped([prompt_end])[0]) if input else prompt or [""])
-    except (ValueError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
-        raise typer.Exit(2) from None
+            writer.write(prompts)
 
 
 def _escaped(texts: list[str]) -> list[str]:
@@ -103,6 +103,8 @@ def _prompts_in(file: Path, end: str) -> list[str]:
     try:
         # editors on Windows begin text files with a byte order mark, which is no part of the first prompt
         text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"--input {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         got = f"byte 0x{error.object[error.start]:02x} at {error.start}"
         raise ValueError(f"{file}: must be UTF-8 text, got {got}") from None
@@ -134,9 +136,7 @@ class _Writer:
             _write(self.console, asked[0], ids, tokens, completer.tokenizer)
             return
         if self.output is not None:
-            with self.output.open("w") as file:
-                for completion in completer(asked):
-                    file.write(json.dumps(self._entry(completion)) + "\n")
+            self._save(self.output, completer(asked))
             self.console.print(f"{len(asked)} answers in {self.output}", markup=False, highlight=False)
             return
         for completion in completer(asked):
@@ -147,6 +147,19 @@ class _Writer:
                 pieces = [completer.tokenizer.decode([token]) for token in row.tokens]
                 words = "  ".join(f"{piece!r} {p:.3f}" for piece, p in zip(pieces, row.logprobs, strict=True))
                 self.console.print(words, style="dim", markup=False, highlight=False)
+
+    def _save(self, output: Path, completions: "Iterable[Completion]") -> None:
+        """Each answer as a line, as soon as it is there; a file without any is removed."""
+        try:
+            with output.open("w") as file:
+                for completion in completions:
+                    file.write(json.dumps(self._entry(completion)) + "\n")
+        except OSError as error:
+            end_unwritten(f"--output {output}", error)
+        finally:
+            # not a link or a device
+            if output.is_file() and not output.is_symlink() and not output.stat().st_size:
+                output.unlink()
 
     def _entry(self, completion: "Completion") -> dict[str, object]:
         """context, text, length and finished are those of GPT-NeoX's files."""

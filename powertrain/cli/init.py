@@ -1,6 +1,7 @@
 """`powertrain init`: a commented run.yml to begin with."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from powertrain.cli.paths import must_exist
+from powertrain.cli.paths import end_unwritten, must_exist
+from powertrain.runtime.atomic_file import write_whole
 
 TINY = """\
   architecture: llama
@@ -88,9 +90,10 @@ def init(
     text = _text(file, data, model, tokenizer, count, precision)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        # whole or not at all: --force on a full disk must not cost the old file. Through a link, as open() writes
+        write_whole(Path(os.path.realpath(file)), text.encode(errors="backslashreplace"))
     except OSError as error:
-        raise typer.BadParameter(f"{file} cannot be written: {error.strerror}", param_hint="FILE") from None
+        end_unwritten(file, error)
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{file} written. Next: powertrain train {shlex.quote(str(file))}", markup=False)
 
@@ -121,8 +124,10 @@ def _check_tokenizer(name: str) -> None:
         return
     kind, _, size = name.partition(":")
     if kind == "train":
-        if not size.isdecimal() or not int(size):
-            raise typer.BadParameter(f"must be train:SIZE with a number of ids, got {name!r}", param_hint="--tokenizer")
+        # as the run would refuse it
+        if not size.isdecimal() or len(size) > 9 or int(size) < 257:
+            raise typer.BadParameter(f"must be train:SIZE with a number of ids, at least 257, got {name!r}",
+                                     param_hint="--tokenizer")  # fmt: skip
         return
     must_exist(size.split(":") if kind == "gpt2" else [size if kind == "spm" else name])
 

@@ -1,8 +1,13 @@
-"""Names on a command line that must be there, looked at before anything slow is imported."""
+"""Names on a command line: files that must be there or can be written, and the words for those that are not."""
 
 import difflib
-from collections.abc import Sequence
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -26,3 +31,39 @@ def _names_beside(path: Path) -> list[str]:
         return [other.name for other in path.parent.iterdir()]
     except OSError:
         return []
+
+
+def must_take_a_file(path: Path, name: str) -> None:
+    """End the command with 2 where no new file can appear at `path`: before the work whose result would be lost."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():
+            # /dev/stdout and the like, which are written as they are
+            return
+        # not os.access: it knows nothing of a file system that is read-only to root or has no room for a name
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        end_unwritten(f"{name} {path}", error)
+
+
+@contextmanager
+def one_line(*kinds: type[Exception]) -> Iterator[None]:
+    """End the command with 2 and the words of an error of these kinds."""
+    try:
+        yield
+    except kinds as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def unwritten(name: object, error: OSError) -> str:
+    """One line that names what could not be written; the error of a full disk names no file."""
+    return f"{name} cannot be written: {error.strerror or error}"
+
+
+def end_unwritten(name: object, error: OSError) -> NoReturn:
+    """End the command with 2 and that line."""
+    Console(stderr=True, soft_wrap=True).print(unwritten(name, error), markup=False, highlight=False)
+    raise typer.Exit(2) from None

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from powertrain.cli.check import Dtype
+from powertrain.cli.paths import end_unwritten, must_take_a_file
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def prebuild(
     powertrain prebuild step.py --arch H100 --out h100.ptp
     powertrain prebuild run.yml train.seq_length=4096 --arch A100
     """
+    must_take_a_file(out, "--out")
     console = Console()
     try:
         targets = [Target.parse(name) for name in arch or ["sm_80", "sm_90"]]
@@ -54,7 +56,10 @@ def prebuild(
     for name, failure in report.failures.items():
         console.print(f"[red]failed[/] {name}: {failure}")
     # also where some kernels failed: the others are of use, and the exit code tells
-    report.write_pack(out)
+    try:
+        report.write_pack(out)
+    except OSError as error:
+        end_unwritten(f"--out {out}", error)
     sources = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))
     size = out.stat().st_size / 2**20
     console.print(

@@ -1,11 +1,15 @@
 """`powertrain preprocess`: text to .bin/.idx, in parallel."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+from powertrain.cli.paths import unwritten
 
 if TYPE_CHECKING:
     from powertrain.train.data.encode import Counts, Encoding
@@ -30,7 +34,9 @@ def preprocess(
     ],
     train_tokenizer: Annotated[
         int | None,
-        typer.Option(help="first train one with so many ids on the input, into the file --tokenizer", min=257),
+        typer.Option(
+            help="first train one with so many ids on the input, into the file --tokenizer", min=257, max=999_999_999
+        ),
     ] = None,
     workers: Annotated[int, typer.Option(help="processes that tokenize; with 1 threads do", min=1)] = 1,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="end each document with its token")] = False,
@@ -66,10 +72,12 @@ def preprocess(
         files = find_files(inputs)
         chosen = _tokenizer(files, tokenizer, train_tokenizer, jsonl_key, skip_bad, overwrite, console)
         if completions is not None:
-            _write_completions(files, output, chosen, completions, skip_bad, overwrite, console)
+            with _naming(f"--output {output}", files):
+                _write_completions(files, output, chosen, completions, skip_bad, overwrite, console)
             return
         encoding = Encoding(chosen, token_dtype(chosen.vocab_size), jsonl_key, append_eod)
-        counts = _encoded(files, output, encoding, workers, skip_bad, overwrite, console)
+        with _naming(f"--output {output}", files):
+            counts = _encoded(files, output, encoding, workers, skip_bad, overwrite, console)
     except (OSError, ValueError, RuntimeError) as error:
         console.print(f"[red]{_plain(str(error))}[/]", soft_wrap=True)
         raise typer.Exit(1) from None
@@ -121,8 +129,9 @@ def _tokenizer(
         raise FileExistsError(f"{path}: exists already; leave --train-tokenizer out to use it, or --overwrite it")
     with console.status(f"training a tokenizer of {size} ids"):
         trained = train_tokenizer(texts(files, key, skip_bad=skip_bad), size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    trained.save(path)
+    with _naming(f"--tokenizer {path}", files):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trained.save(path)
     console.print(f"{path}: {trained.vocab_size} ids")
     return trained
 
@@ -166,6 +175,18 @@ def _encoded(
             skip_bad=skip_bad,
             progress=lambda counts: bar.update(task, completed=counts.bytes, documents=counts.documents),
         )
+
+
+@contextmanager
+def _naming(name: str, files: list[Path]) -> Iterator[None]:
+    """Name what cannot be written: the system's errors name a folder, a temporary file, or on a full disk nothing."""
+    try:
+        yield
+    except OSError as error:
+        # errors of our own have no number, and those of the input name its file
+        if error.errno is None or error.filename in map(str, files):
+            raise
+        raise OSError(unwritten(name, error)) from None
 
 
 def _plain(text: str) -> str:

@@ -37,6 +37,9 @@ def tune(
     from powertrain.ops.cases import cases
     from powertrain.runtime import tuning
 
+    # also nan, with which no time would ever be up
+    if not 0 < seconds <= 1e6:
+        raise typer.BadParameter(f"--seconds must be a number above 0 and at most 1000000, got {seconds:g}")
     console = Console()
     chosen = cases(op)
     if op is None:
@@ -46,10 +49,16 @@ def tune(
         raise typer.BadParameter(
             f"unknown op {op!r}; known: {', '.join(sorted({c.op for c in cases()} | {'attention'}))}"
         )
+    sizes = _sizes(shape) if shape else None
+    if sizes:
+        counts = sorted({len(case.full) for case in chosen})
+        # an op's cases may have shapes of several kinds
+        chosen = [case for case in chosen if len(case.full) == len(sizes)]
+        if not chosen:
+            raise typer.BadParameter(f"--shape must have {' or '.join(map(str, counts))} sizes for {op}, got {shape}")
     if not torch.cuda.is_available():
         console.print("[red]tune needs a CUDA GPU; none is visible here[/]")
         raise typer.Exit(1)
-    sizes = tuple(int(part) for part in shape.split("x")) if shape else None
     device = torch.cuda.get_device_name()
     deadline = time.monotonic() + (seconds / 2 if op == "attention" and chosen else seconds)
     faster: dict[str, dict[str, tuning.Changes]] = {}
@@ -68,6 +77,13 @@ def tune(
         from powertrain.cli.tune_attention import tune_attention
 
         tune_attention(console, dtype.torch, seconds / 2 if chosen else seconds)
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    parts = shape.split("x")
+    if not all(part.isdecimal() and 0 < len(part) < 10 and int(part) for part in parts):
+        raise typer.BadParameter(f"--shape must be sizes such as 16384x4096, got {shape!r}")
+    return tuple(map(int, parts))
 
 
 def _tune_case(case: "Case", shape: tuple[int, ...], dtype: Dtype, deadline: float) -> list[tuple[Any, ...]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from powertrain.models.config import ModelConfig
 from powertrain.models.fp8_stored import FP8Tensors, stored_as
 from powertrain.models.pickles import load_pickle
 from powertrain.models.registry import ARCHITECTURES, architecture
-from powertrain.runtime.reading import read_json, reading
+from powertrain.runtime.reading import one_line, read_json, reading
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -218,7 +218,7 @@ def write(
         open_shards[number][name] = tensor.contiguous()
         lacking[number] -= 1
         if not lacking[number]:
-            save_file(open_shards.pop(number), folder / names[name], metadata={"format": "pt"})
+            save(open_shards.pop(number), folder / names[name])
     # every planned tensor came, and no other
     assert not open_shards and names.keys() == plan.keys()
     if len(lacking) > 1:
@@ -231,6 +231,14 @@ def write(
         "pad_token_id": None,
     }
     (folder / "config.json").write_text(json.dumps(values, indent=1))
+
+
+def save(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file. Raises OSError naming it where it cannot be written: the library's own error is none."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {one_line(error)}") from None
 
 
 def _cast(tensors: Named, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

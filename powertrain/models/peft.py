@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from powertrain.models.config import ModelConfig
-from powertrain.models.huggingface import hf_equivalent, shapes
+from powertrain.models.huggingface import hf_equivalent, save, shapes
 from powertrain.models.registry import architecture
 from powertrain.nn.lora import LoRALinear, lora_layers
 from powertrain.runtime.reading import read_json, reading
@@ -117,7 +116,7 @@ def write_adapter(
             rank = ranks[theirs] = len(adapter.A)
             # PEFT stores alpha and derives the scale from it
             alphas[theirs] = adapter.scale * (math.sqrt(rank) if rslora else rank)
-            # save_file refuses tensors that share memory
+            # safetensors refuses tensors that share memory
             tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = adapter.A.cpu().contiguous().clone()
             tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = B.cpu().contiguous().clone()
             if magnitudes:
@@ -135,7 +134,7 @@ def write_adapter(
         "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    save(tensors, folder / TENSORS)
     (folder / CONFIG).write_text(json.dumps(values, indent=2))
 
 

@@ -9,7 +9,8 @@ from typing import IO
 
 # seconds without a write after which a temporary file has no writer left
 _STALE = 3600.0
-_HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # no other way of writing would help
+# no other way of writing would help
+_HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 class AtomicFile:
@@ -63,9 +64,12 @@ class AtomicFile:
 
     def discard(self) -> None:
         """Forget the bytes; nothing happens after `publish`."""
-        self.file.close()
-        if self._temporary is not None:
-            self._temporary.unlink(missing_ok=True)
+        try:
+            self.file.close()
+        # closing writes what is left, and fails where the disk is full
+        finally:
+            if self._temporary is not None:
+                self._temporary.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:

@@ -11,6 +11,13 @@ from typing import Any, Literal
 from powertrain.runtime import steering
 from powertrain.runtime.op_names import op_names
 
+# eleven days: no wait is meant to be longer, and the waits of threads and pipes take no infinite one
+_MOST_SECONDS = 1e6
+
+
+class SettingsError(ValueError):
+    """An environment variable has a wrong value; the message is one line that names it."""
+
 
 def _flag(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
@@ -21,14 +28,20 @@ def _flag(text: str) -> bool:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError(f"must be a number of seconds above 0, got {text!r}")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MOST_SECONDS:
+        raise ValueError(f"must be a number of seconds above 0 and at most {_MOST_SECONDS:.0f}, got {text!r}")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
         raise ValueError(f"must be an integer of at least 1, got {text!r}")
     return value
@@ -119,7 +132,7 @@ def _read() -> Settings:
         try:
             values[field.name] = variable.default if not text else variable.parse(text)
         except ValueError as error:
-            raise ValueError(f"environment variable {variable.name} {error}") from None
+            raise SettingsError(f"environment variable {variable.name} {error}") from None
     return Settings(**values)
 
 
@@ -127,7 +140,7 @@ _current: Settings | None = None
 
 
 def settings() -> Settings:
-    """The settings now in force."""
+    """The settings now in force. Raises SettingsError for a variable whose value is wrong."""
     global _current
     if _current is None:
         _current = _read()

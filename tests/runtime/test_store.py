@@ -1,6 +1,8 @@
 """Entries, packs and keys."""
 
 import os
+import subprocess
+import sys
 import zipfile
 from collections import namedtuple
 from pathlib import Path
@@ -173,3 +175,21 @@ def test_an_entry_appears_whole_without_a_second_name(tmp_path: Path, monkeypatc
     atomic_file.write_whole(tmp_path / "entry", b"all of it")
     assert (tmp_path / "entry").read_bytes() == b"all of it"
     assert [path.name for path in tmp_path.iterdir()] == ["entry"]
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_full_disk_leaves_no_temporary_file(nameless: bool, tmp_path: Path) -> None:
+    """Closing writes what is left in the buffer, and fails as well."""
+    code = (
+        "import resource, pathlib, sys\n"
+        "from powertrain.runtime.atomic_file import write_whole\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "if sys.argv[2] == 'False':\n    import os\n    del os.O_TMPFILE\n"
+        "write_whole(pathlib.Path(sys.argv[1]), b'x' * 10000)\n"
+    )
+    (tmp_path / "entry").write_bytes(b"the old one")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "entry"), str(nameless)], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "File too large" in done.stderr
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("entry", b"the old one")]

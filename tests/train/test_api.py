@@ -2,17 +2,19 @@
 
 import gzip
 import json
+import os
 import random
 import socket
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from powertrain.runtime import tracing
 from powertrain.train import slow_precision, train
-from powertrain.train.config.reader import read_config
+from powertrain.train.config.reader import read_config, run_of
 from powertrain.train.config.schema import DataConfig, DataSource, ProfileConfig
 from powertrain.train.config.yaml_source import ConfigError
 from powertrain.train.data.indexed import DocumentSlice, IndexedData, IndexedWriter
@@ -93,6 +95,28 @@ def test_what_train_refuses(tmp_path: Path) -> None:
         train({"model": "pythia-70m", "data": {"train": "quickstart"}, "train": {"stepz": 1, "seq_length": 8}})
     with pytest.raises(ConfigError, match="overrides must be empty"):
         train(read_config([write_config(tmp_path)]).config, ["train.steps=1"])
+    file = write_config(tmp_path)
+    for config in (file, {"model": "pythia-70m"}, read_config([file]).config):
+        with pytest.raises(ConfigError, match=r"overrides must be a list of key=value words, got 'train\.steps=3'"):
+            train(config, "train.steps=3")
+    with pytest.raises(ConfigError, match="overrides must be key=value words, got 3"):
+        train(file, ["train.steps=3", 3])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"paths must be a list of config files, got 'run\.yml'"):
+        read_config("run.yml")
+
+
+def test_a_dictionary_s_errors_say_config_and_its_paths_may_be_of_any_kind(tmp_path: Path) -> None:
+    config = yaml.safe_load(write_config(tmp_path).read_text())
+    with pytest.raises(ConfigError, match=r"^config: logging\.folder must be text .*, got '3'$"):
+        run_of({**config, "logging": {"folder": 3}})
+    with pytest.raises(ConfigError, match=r"^command line: train\.steps must be greater than 0, got '0'$"):
+        run_of(config, ["train.steps=0"])
+    folder = PurePosixPath("~/runs")
+    read = run_of({**config, "logging": {"folder": folder}, "data": {"train": [tmp_path / "a", {"path": folder}]}})
+    home = os.path.expanduser("~/runs")
+    assert read.config.logging.folder == home
+    assert [source.path for source in read.config.data.train] == [str(tmp_path / "a"), home]
+    assert run_of({**config, "data": {"train": tmp_path}}).config.data.train[0].path == str(tmp_path)
 
 
 def test_one_text_is_split_by_tokens(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Text out of a model: what ends it, files of prompts and answers, the keyboard, beginnings of documents."""
 
+import errno
 import json
+import resource
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,6 +64,26 @@ def test_prompts_end_where_one_says(run: Path, tmp_path: Path) -> None:
     assert [json.loads(line)["context"] for line in output.read_text().splitlines()] == ["two\nlines", "three"]
     file.write_text("\n\n")
     assert "must hold prompts, got none" in _said(run, "--input", str(file)).output
+
+
+def test_files_that_cannot_be_read_or_written_are_named_by_option(run: Path, tmp_path: Path) -> None:
+    """A file without an answer does not stay; stdout is not taken for --output."""
+    said = _said(run, "--input", str(tmp_path))
+    assert (said.exit_code, said.stderr) == (2, f"--input {tmp_path} cannot be read: Is a directory\n")
+    said = _said(run, "--prompt", "line", "--output", str(tmp_path))
+    assert (said.exit_code, said.stderr) == (2, f"--output {tmp_path} cannot be written: Is a directory\n")
+    output = tmp_path / "answers.jsonl"
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, unlimited[1]))
+    try:
+        said = _said(run, "--prompt", "line", "--output", str(output))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert (said.exit_code, said.stderr) == (2, f"--output {output} cannot be written: File too large\n")
+    assert not output.exists()
+    with mock.patch("rich.console.Console.print", side_effect=OSError(errno.ENOSPC, "No space left")):
+        said = _said(run, "--prompt", "line", "--output", str(output))
+    assert (said.exit_code, said.stderr) == (2, "output cannot be written: No space left\n")
 
 
 def test_prompts_of_a_file_are_utf_8(run: Path, tmp_path: Path) -> None:

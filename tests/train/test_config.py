@@ -111,6 +111,11 @@ def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) ->
         ("checkpoint.keep_last=false", "checkpoint.keep_last must be a number"),
         ("data.train=null", "data.train must hold at least one entry, got '[]'"),
         ("data.train=", "data.train must hold at least one entry"),
+        ("data.train=hf:", "data.train.0.path must name a data set of the Hub, as in hf:ORG/NAME, got 'hf:'"),
+        ("data.tokenizer=hf:", "command line: data.tokenizer must be hf:ORG/NAME with a name of the Hub, got 'hf:'"),
+        ("data.tokenizer=train:10", "command line: data.tokenizer must be train:SIZE with 257 to 999999999 ids, got"),
+        ("data.split='1e308,1e308,1'", "data.split must have shares whose sum is finite, got '1e308,1e308,1'"),
+        ("data.num_workers=10000000", "data.num_workers must be less than or equal to 1024, got '10000000'"),
         ("data.train=' '", "data.train.0.path must be a path, got ' '"),
         ("data.split=nan", "command line: data.split must be one to three shares such as"),
         ("data.split=9,-1", "data.split must be one to three shares such as '969, 30, 1', not all 0, got '9,-1'"),
@@ -124,6 +129,31 @@ def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) ->
 )
 def test_overrides_say_what_is_wrong(override: str, words: str) -> None:
     assert words in _message(OURS, overrides=(override,))
+
+
+@pytest.mark.parametrize("entry", ["{path: book.txt, wieght: 1}", "{path: book.txt, weight: -1}", "{weight: 1}"])
+def test_a_wrong_entry_of_a_list_is_one_line(entry: str) -> None:
+    message = _message(OURS, overrides=(f"data.train=[{entry}]",))
+    assert message.startswith("command line: data.train.0.") and len(message.splitlines()) == 1, message
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("model.preset=foo", "model.preset must be one of"),
+        ("model.hidden_size=65", "model.hidden_size must be a multiple of num_heads (4)"),
+        # the key that the message begins with stands in the file
+        ("model.num_heads=5", "model.hidden_size must be a multiple of num_heads (5)"),
+        ("model.vocab_size=1000000000000", "model.vocab_size must be at most"),
+        ("model=foo", "model.preset must be one of"),
+        ("train.loss_scale.minimum=1e9", "train.loss_scale.minimum must be at most"),
+        ("data.packing=unpacked", None),
+    ],
+)
+def test_a_check_of_a_section_is_placed_at_the_key_that_was_changed(override: str, words: str | None) -> None:
+    overrides = (override, "data.order=sequential") if words is None else (override,)
+    words = words or "data.order must be neox where data.packing is unpacked"
+    assert _message(OURS, overrides=overrides).startswith(f"command line: {words}")
 
 
 def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,15 @@ def test_commands(run: Path, tmp_path: Path) -> None:
     assert bare.exit_code == 2 and "must hold a tokenizer.json" in bare.output
 
 
+@pytest.mark.parametrize("rows, words", [("9" * 30, "--vocab-size"), (str(1 << 28), "not enough memory")])
+def test_a_vocabulary_that_no_machine_holds(rows: str, words: str, tmp_path: Path, monkeypatch: Any) -> None:
+    no_memory = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+    monkeypatch.setattr(convert_module, "_WRITERS", {"hf": Mock(side_effect=no_memory)})
+    source, out = _small(tmp_path / "source"), str(tmp_path / "out")
+    done = CliRunner().invoke(app, ["convert", str(source), out, "--to", "hf", "--vocab-size", rows])
+    assert done.exit_code == 2 and words in done.stderr, done.output
+
+
 @pytest.mark.parametrize("kind", ["hf", "powertrain", "neox"])
 def test_a_full_disk_is_one_line_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
     """safetensors, our checkpoints and torch.save each have an error of their own for it."""

@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -164,6 +165,24 @@ def test_without_lm_eval_a_line_names_the_extra(tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 2 and "needs lm_eval: pip install 'powertrain[evaluate]'" in result.output
     with pytest.raises(extras.MissingExtra, match=r"evaluation.tasks needs lm_eval"):
         start(read(tmp_path, "evaluation.tasks=[piqa]"), ranks.read_launch_env(), lambda t: [])
+
+
+def test_results_stay_on_the_screen_where_their_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder is refused before anything is computed, a full disk is met after it."""
+    monkeypatch.setattr(extras, "require", lambda *_: None)
+    monkeypatch.setattr("powertrain.train.checkpoint.load.load_model", lambda *_, **__: (Mock(), Mock()))
+    monkeypatch.setattr("powertrain.train.evaluation.Scorer", Mock())
+    tasks = Mock(return_value={"piqa": {"acc,none": 0.5}})
+    monkeypatch.setattr("powertrain.train.tasks.run_tasks", tasks)
+    words = ["evaluate", str(tmp_path), "--tasks", "piqa", "--device", "cpu", "--output"]
+    refused = CliRunner().invoke(app, [*words, str(tmp_path)])
+    assert (refused.exit_code, refused.stderr) == (2, f"--output {tmp_path} cannot be written: Is a directory\n")
+    assert not tasks.called
+    full = CliRunner().invoke(app, [*words, "/dev/full"])
+    assert (full.exit_code, full.stderr) == (2, "--output /dev/full cannot be written: No space left on device\n")
+    assert "0.5000" in full.stdout
 
 
 TASK = {

@@ -1,6 +1,7 @@
 """Config files to a typed run: ours, or GPT-NeoX's as they are, with a table of every key's disposition."""
 
 import copy
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,16 @@ from powertrain.models.config import ModelConfig
 from powertrain.models.registry import configure
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.config.table import Row
-from powertrain.train.config.yaml_source import ConfigError, KeyPath, Source, merge, nearest, parse_files
+from powertrain.train.config.yaml_source import (
+    COMMAND_LINE,
+    ConfigError,
+    KeyPath,
+    Location,
+    Source,
+    merge,
+    nearest,
+    parse_files,
+)
 
 Format = Literal["powertrain", "gpt_neox"]
 
@@ -53,8 +63,11 @@ def read_config(
     Raises ConfigError naming file:line or the command line, key, expected and given value; UnsupportedConfig,
     a NotImplementedError too, where a config asks for something that is not there and would change the result.
     """
+    if isinstance(paths, (str, Path)):
+        raise ConfigError(f"paths must be a list of config files, got {str(paths)!r}")
     if not paths:
         raise ConfigError("config: at least one file must be given, got none")
+    _check_overrides(overrides)
     if world_size < 1:
         raise ConfigError(f"world_size must be at least 1, got {world_size}")
     if format not in (None, *get_args(Format)):
@@ -86,6 +99,7 @@ def run_of(config: RunConfig | Mapping[str, Any], overrides: Sequence[str] = ())
 
     Raises ConfigError naming the key, the expected and the given value.
     """
+    _check_overrides(overrides)
     if isinstance(config, RunConfig):
         if overrides:
             raise ConfigError(f"overrides must be empty for a RunConfig (model_copy makes another), got {overrides!r}")
@@ -100,6 +114,15 @@ def run_of(config: RunConfig | Mapping[str, Any], overrides: Sequence[str] = ())
         source.override(override)
     validated, table = _ours(source)
     return Run(validated, table, "powertrain", "a dictionary", {}, tuple(overrides))
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    # one text would be taken letter by letter
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+        raise ConfigError(f"overrides must be a list of key=value words, got {overrides!r}")
+    for word in overrides:
+        if not isinstance(word, str):
+            raise ConfigError(f"overrides must be key=value words, got {word!r}")
 
 
 _NAMES = {"powertrain": "Powertrain", "gpt_neox": "GPT-NeoX"}
@@ -160,7 +183,7 @@ def _validated(values: dict[str, Any], source: Source) -> RunConfig:
         lines += _lines(error, source, ("model",), values)
         values["model"] = _STAND_IN
     except ValueError as error:
-        lines.append(f"{source.location(('model',))}: {error}")
+        lines.append(f"{_place(str(error), ('model',), source)}: {error}")
         values["model"] = _STAND_IN
     try:
         config = _retyped(values, source)
@@ -207,8 +230,26 @@ def _replaced(values: dict[str, Any], path: KeyPath, value: Any) -> dict[str, An
 
 def _lines(error: ValidationError, source: Source, above: KeyPath, values: dict[str, Any]) -> list[str]:
     """Each of pydantic's errors as `place: key must ..., got ...`."""
-    return [f"{source.location(path)}: {_wording(problem, path, source, values)}"
-            for problem in error.errors() for path in [(*above, *problem["loc"])]]  # fmt: skip
+    lines = []
+    for problem in error.errors():
+        # a list whose entries are wrong has none left in pydantic's eyes; the entries' own errors say it
+        if problem["type"] == "too_short" and problem["input"]:
+            continue
+        path = (*above, *problem["loc"])
+        words = _wording(problem, path, source, values)
+        ours = problem["type"] == "value_error"
+        lines.append(f"{_place(words, path, source) if ours else source.location(path)}: {words}")
+    return lines
+
+
+def _place(words: str, path: KeyPath, source: Source) -> Location:
+    """Where the key stands that our own words about `path` name: a section's check is of several keys, of which some
+    may be defaults. The command line's comes first: it was the last to be changed."""
+    names = re.findall(r"[A-Za-z_]+(?:\.\w+)*", words)
+    keys = [tuple(name.split(".")) if "." in name else (*path, name) for name in names]
+    known = source.locations.keys() | source.origins.keys()
+    found = [source.location(key) for key in keys if len(key) > 1 and key in known]
+    return COMMAND_LINE if COMMAND_LINE in found else [*found, source.location(path)][0]
 
 
 # pydantic names Python's types here, and its reader writes YAML

@@ -1,5 +1,6 @@
 """The typed configuration of a run, section by section."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,7 +52,20 @@ class DataSource(Section):
         # the empty path would be this folder to some readers and nothing to others
         if not path.strip():
             raise PydanticCustomError("no_path", "Input should be a path")
+        if path.strip() == "hf:":
+            raise PydanticCustomError("no_name", "Input should name a data set of the Hub, as in hf:ORG/NAME")
         return path
+
+
+def size_to_train(tokenizer: str) -> int | None:
+    """SIZE of "train:SIZE"; None for a tokenizer that is there. Raises ValueError."""
+    if not tokenizer.startswith("train:"):
+        return None
+    size = tokenizer.removeprefix("train:")
+    # 257: the bytes and the end of a document. Nine digits at most: Python refuses to read thousands of them
+    if not size.isdecimal() or len(size) > 9 or int(size) < 257:
+        raise ValueError(f"data.tokenizer must be train:SIZE with 257 to 999999999 ids, got {tokenizer!r}")
+    return int(size)
 
 
 class DataConfig(Section):
@@ -81,7 +95,8 @@ class DataConfig(Section):
     weight_by_num_documents: bool = False
     weighted_sampler_alpha: float = 1.0
     order: Literal["neox", "sequential"] = "neox"
-    num_workers: Natural = 2
+    # each is a process; with millions the run would never start
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 2
     cache_folder: FilePath | None = None
 
     @field_validator("split")
@@ -90,6 +105,14 @@ class DataConfig(Section):
         # here and not where documents are split: that comes after all text has been tokenized
         shares_of(split)
         return split
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _has_size_and_name(cls, tokenizer: str) -> str:
+        size_to_train(tokenizer)
+        if tokenizer.strip() == "hf:":
+            raise ValueError(f"data.tokenizer must be hf:ORG/NAME with a name of the Hub, got {tokenizer!r}")
+        return tokenizer
 
     @model_validator(mode="after")
     def _whole_documents_are_shuffled(self) -> "DataConfig":
@@ -102,10 +125,12 @@ class DataConfig(Section):
     @classmethod
     def _sources(cls, value: Any) -> Any:
         # one source may be written without a list
-        values = [value] if isinstance(value, (str, dict)) else value or []
+        values = [value] if isinstance(value, (str, os.PathLike, dict)) else value or []
         if not isinstance(values, (list, tuple)):
             raise PydanticCustomError("no_sources", "Input should be a source or a list of them")
-        return [{"path": v} if isinstance(v, str) else v for v in values]
+        # "hf:" without a name is a mapping to YAML
+        values = ["hf:" if v == {"hf": None} else v for v in values]
+        return [{"path": v} if isinstance(v, (str, os.PathLike)) else v for v in values]
 
 
 # the largest power of two in float32: the next doubling is inf, which no halving brings back

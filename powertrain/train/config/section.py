@@ -3,7 +3,7 @@
 import os
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(gt=0)]
@@ -17,7 +17,12 @@ def _expanded(path: str) -> str:
     return os.path.expanduser(path)
 
 
-FilePath = Annotated[str, AfterValidator(_expanded)]
+def _as_text(path: Any) -> Any:
+    # of a config made in Python
+    return os.fsdecode(path) if isinstance(path, os.PathLike) else path
+
+
+FilePath = Annotated[str, BeforeValidator(_as_text), AfterValidator(_expanded)]
 
 
 class Section(BaseModel):

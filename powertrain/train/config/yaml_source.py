@@ -68,6 +68,7 @@ class Repeated(NamedTuple):
 
 COMMAND_LINE = Location("command line")
 DEFAULT = Location("default")
+DICTIONARY = "config"  # in place of a file's name: the argument of `train(config)`
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Source:
         while path and path not in self.locations and path not in self.origins:
             path = path[:-1]
         path = (self.origins[path],) if path in self.origins else path
-        return self.locations.get(path) or Location(", ".join(self.texts) or COMMAND_LINE.file)
+        return self.locations.get(path) or Location(", ".join(self.texts) or DICTIONARY)
 
     def override(self, text: str) -> None:
         """Lay one `key=value` over the values; `a.b=1` reaches into a section. Raises ConfigError."""
@@ -115,6 +116,9 @@ class Source:
             section = section[key]
             if not isinstance(section, dict):
                 raise ConfigError(f"{COMMAND_LINE}: {'.'.join(keys[:depth])} must be a section, got {section!r}")
+        # of a section that is replaced as a whole
+        for inner in [place for place in self.locations if place[: len(path)] == path]:
+            del self.locations[inner]
         reader = _Reader(COMMAND_LINE.file, self.locations)
         section[keys[-1]] = reader.read(value, path)
         # one override, one value: `a={b: 1, b: 2}` is a slip

@@ -153,7 +153,13 @@ class IndexedData:
         self._each(self._pointers % item == 0, "pointer", f"be a multiple of {item}, a value's bytes", self._pointers)
         # without additions of file contents: a damaged pointer could overflow int64 and pass
         fits = (self._pointers <= available) & (self.sizes.astype(np.int64) * item <= available - self._pointers)
-        self._each(fits, "end", f"be within the {available} bytes of {self._values_path}", self._pointers)
+        if not fits.all():
+            at = int(np.argmin(fits))
+            end = int(self._pointers[at]) + int(self.sizes[at]) * item
+            raise ValueError(
+                f"{self._index_path}: end {at} must be within the {available} bytes of {self._values_path}, got {end}; "
+                "one of the two files is damaged, or cut short"
+            )
         last = len(self.sizes)
         ordered = (self.bounds >= 0) & (self.bounds <= last)
         ordered[1:] &= self.bounds[1:] >= self.bounds[:-1]

@@ -15,7 +15,7 @@ import numpy as np
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
 from powertrain.train.checksums import compare, crc_of, read_sums, write_sums
-from powertrain.train.config.schema import DataConfig, DataSource
+from powertrain.train.config.schema import DataConfig, DataSource, size_to_train
 from powertrain.train.data import datasets_library
 from powertrain.train.data.blend import (
     BlendedSamples,
@@ -121,7 +121,7 @@ def _identity(parts: list[_Part]) -> str:
 
 def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
     """The tokenizer that `config` names; "train:SIZE" trains one on the text of config.train, once for each text."""
-    size = _size_to_train(config)
+    size = size_to_train(config.tokenizer)
     if size is None:
         return load_tokenizer(config.tokenizer)
     folder = cache_folder(config, cache)
@@ -155,17 +155,7 @@ def _is_whole_tokenizer(path: Path, sums: Path) -> bool:
 
 def vocabulary_size(config: DataConfig) -> int:
     """Ids of the tokenizer that `config` names; for "train:SIZE" the SIZE, and nothing is trained."""
-    return _size_to_train(config) or load_tokenizer(config.tokenizer).vocab_size
-
-
-def _size_to_train(config: DataConfig) -> int | None:
-    """SIZE of "train:SIZE"; None for a tokenizer that is there."""
-    if not config.tokenizer.startswith("train:"):
-        return None
-    size = config.tokenizer.removeprefix("train:")
-    if not size.isdecimal() or not int(size):
-        raise ValueError(f"data.tokenizer must be train:SIZE with a number of ids, got {config.tokenizer!r}")
-    return int(size)
+    return size_to_train(config.tokenizer) or load_tokenizer(config.tokenizer).vocab_size
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`powertrain preprocess`."""
 
 import json
+import resource
 import signal
 import struct
 import subprocess
@@ -82,6 +83,25 @@ def test_wrong_arguments(tmp_path: Path, jsonl: Path) -> None:
     ):
         code, said = run(*arguments)
         assert code == 1 and words in said, said
+
+
+def test_output_that_cannot_be_written_is_named(tmp_path: Path, jsonl: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", Path("/proc")):
+        code, said = run(jsonl, "--output", folder / "o", "--tokenizer", "bytes")
+        assert code == 1 and f"--output {folder / 'o'} cannot be written: " in said, said
+    files = sorted(tmp_path.iterdir())
+    words = ("--output", tmp_path / "o", "--tokenizer", "bytes")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, unlimited[1]))
+    try:
+        ends = [run(jsonl, *words), run(jsonl, "--output", tmp_path / "o", "--tokenizer", tmp_path / "t.json",
+                                        "--train-tokenizer", 300)]  # fmt: skip
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert [code for code, _ in ends] == [1, 1] and sorted(tmp_path.iterdir()) == files
+    assert f"--output {tmp_path / 'o'} cannot be written: File too large" in ends[0][1]
+    assert f"--tokenizer {tmp_path / 't.json'} cannot be written: File too large" in ends[1][1]
 
 
 def test_kill_leaves_no_file(tmp_path: Path) -> None:

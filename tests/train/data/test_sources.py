@@ -142,7 +142,7 @@ def test_a_part_without_documents_is_said(tmp_path: Path, capsys: pytest.Capture
         ({"train": "nowhere"}, "nowhere: no such file or folder"),
         ({"train": "nowhere.bin"}, r"nowhere\.bin\.idx: no such file"),
         ({"train": "half"}, r"half\.idx: no such file"),
-        ({"train": "d", "tokenizer": "train:x"}, r"data\.tokenizer must be train:SIZE with a number of ids"),
+        ({"train": "d", "tokenizer": "train:x"}, r"data\.tokenizer must be train:SIZE with 257 to 999999999 ids"),
         ({"train": "d", "tokenizer": "train:300"}, "needs text to train on, got tokens in d"),
         ({"train": {"path": "t.txt", "labels": "d"}}, r"data labels d: need tokens in \.bin/\.idx beside them, got t"),
         ({"train": [{"path": "d", "weight": 0}], "validation": "d"}, r"data\.train: weights must not all be 0"),
