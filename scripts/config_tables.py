@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from powertrain.train.config.neox_keys import KEYS
@@ -75,17 +75,18 @@ def _kind(field: FieldInfo) -> str:
         return ", ".join(f"`{choice}`" for choice in choices) + " or None"
     within = [choice for choice in get_args(kind) if get_origin(choice) is Annotated]
     if within and type(None) in get_args(kind):  # an int with limits, or None
-        base, about = get_args(within[0])
-        # a validator, of paths, changes a value and limits nothing
-        kind, limits = base | None, [*limits, *getattr(about, "metadata", ())]
+        base, *about = get_args(within[0])
+        # validators, of paths, change a value and limit nothing
+        kind, limits = base | None, [*limits, *(limit for part in about for limit in getattr(part, "metadata", ()))]
     text = str(getattr(kind, "__name__", kind) if get_origin(kind) is None else kind)
     text = re.sub(r"typing\.(Annotated\[(\w+), .*?\)\])?|powertrain\.[\w.]+\.", r"\2", text)
     text = re.sub(r"tuple\[(.*?)(, \.\.\.)?\]", r"list of \1", text).replace("|", "or")
     bounds = {"Gt(gt=0)": "above 0", "Ge(ge=0)": "at least 0", "MinLen(min_length=1)": "at least one",
               "Lt(lt=4294967296)": "below 2^32", "Lt(lt=1)": "below 1", "Lt(lt=0.5)": "below 0.5",
-              "Le(le=1)": "at most 1", "Le(le=127)": "at most 127",
+              "Le(le=1)": "at most 1", "Le(le=127)": "at most 127", "Le(le=1024)": "at most 1024",
               f"Le(le={MAX_SCALE})": "at most 2^127"}  # fmt: skip
-    return ", ".join([text, *(bounds[str(bound)] for bound in limits if not isinstance(bound, AfterValidator))])
+    changes = BeforeValidator, AfterValidator
+    return ", ".join([text, *(bounds[str(bound)] for bound in limits if not isinstance(bound, changes))])
 
 
 def keys() -> str:

@@ -96,7 +96,7 @@ def test_a_sample_that_one_rank_cannot_read_is_named_by_all(size: int, bad: int,
         status = process.wait(timeout=120)
         said = (tmp_path / f"said{rank}").read_text()
         assert status == 1 and "Traceback" not in said and said.count("\n") < 30, said[-3000:]
-        why = rf"sample {sample} of the run cannot be read: {tmp_path}/data: tokens must be .* got 9999 in document 1 "
+        why = rf"sample {sample} cannot be read: {tmp_path}/data: tokens must be .* got 9999 in document 1 "
         who = "" if rank == bad else rf"rank {rank}: training cannot go on: rank {bad} \(host .*\) gave up: "
         assert re.search(rf"^{who}{why}", said, re.MULTILINE), said[-3000:]
 

@@ -193,7 +193,7 @@ def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
 
 
 def test_a_worker_that_dies_is_reported() -> None:
-    with pytest.raises(RuntimeError, match=r"samples \d to \d of the run did not arrive: .*killed.*num_workers = 0"):
+    with pytest.raises(RuntimeError, match=r"samples \d to \d did not arrive: .*killed.*num_workers = 0"):
         list(batches(Numbers(9, broken=5, fatal=True), micro_batch_size=2, num_workers=1))
 
 
