@@ -27,11 +27,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from powertrain.train.data.corpus import BadDocument, Raw
+from powertrain.train.data.corpus import BadDocument, Raw, check_surrogates
 from powertrain.train.data.indexed import IndexedData, IndexedWriter
 from powertrain.train.data.packed import IGNORED
-from powertrain.train.data.tokenizer import Tokenizer
+from powertrain.train.data.tokenizer import ChatRefused, Tokenizer
 
+_LARGEST = float(np.finfo(np.float32).max)
 Format = Literal["messages", "pairs", "labels", "advantages"]
 
 
@@ -60,10 +61,12 @@ class CompletionEncoding:
             return (Completion(ids, labels),)
         one = self._completion(raw.where, record, "completion")
         if self.format == "labels":
-            label = _value(raw.where, record, "label", bool)
+            label = record.get("label")
+            if not isinstance(label, bool):
+                _bad(raw.where, "label", "true or false", label)
             return (one._replace(value=1.0 if label else -1.0),)
         if self.format == "advantages":
-            value = float(_value(raw.where, record, "advantage", (int, float)))
+            value = _number(raw.where, "advantage", "a number that float32 has", record.get("advantage"))
             return (one._replace(value=value, log_probs=self._log_probs(raw.where, record, one)),)
         return (one,)
 
@@ -91,9 +94,16 @@ class CompletionEncoding:
         """ids of prompt and messages; labels on the assistant's messages that are not the prompt's."""
         _check_messages(where, key, messages)
         chat = [*prompt, *messages]
+        try:
+            return self._labelled(where, key, chat, len(prompt))
+        except ChatRefused as error:
+            raise BadDocument(f"{where}: {key}: {error}") from None
+
+    def _labelled(self, where: str, key: str, chat: list[Any], first: int) -> tuple[list[int], list[int]]:
+        """Of a chat whose messages from the `first` on are to be learnt."""
         ids = self.tokenizer.encode_chat(chat)
         labels = [IGNORED] * len(ids)
-        for turn in range(len(prompt), len(chat)):
+        for turn in range(first, len(chat)):
             if chat[turn]["role"] != "assistant":
                 continue
             # the text that the sampler would be given: the role's header is prompt, not answer
@@ -108,7 +118,7 @@ class CompletionEncoding:
                 )
             labels[len(before) : len(after)] = after[len(before) :]
         if all(label == IGNORED for label in labels):
-            _bad(where, key, "a message of the assistant", f"roles {[m['role'] for m in messages]}")
+            _bad(where, key, "a message of the assistant", f"roles {[m['role'] for m in chat[first:]]}")
         return ids, labels
 
     def _log_probs(self, where: str, record: Mapping[str, Any], completion: Completion) -> list[float] | None:
@@ -120,8 +130,8 @@ class CompletionEncoding:
         if not isinstance(given, list) or len(given) != count:
             got = len(given) if isinstance(given, list) else given
             _bad(where, "log_probs", f"one number for each of the completion's {count} tokens", got)
-        numbers = iter(given)
-        return [0.0 if label == IGNORED else float(next(numbers)) for label in completion.labels]
+        numbers = iter([_number(where, "log_probs", "numbers that float32 has", number) for number in given])
+        return [0.0 if label == IGNORED else next(numbers) for label in completion.labels]
 
 
 def _record(raw: Raw) -> dict[str, Any]:
@@ -135,6 +145,7 @@ def _record(raw: Raw) -> dict[str, Any]:
         raise BadDocument(f"{raw.where}: must be a line of JSON, got {str(error)[:120]}") from None
     if not isinstance(record, dict):
         raise BadDocument(f"{raw.where}: must be an object, got {type(record).__name__}")
+    check_surrogates(raw.where, record)
     return record
 
 
@@ -143,12 +154,11 @@ def _check_messages(where: str, key: str, messages: Any) -> None:
         _bad(where, key, "a list of messages with a role", messages)
 
 
-def _value(where: str, record: Mapping[str, Any], key: str, kind: Any) -> Any:
-    value = record.get(key)
-    # to Python true is an integer, which would be an advantage of 1
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        _bad(where, key, "true or false" if kind is bool else "a number", value)
-    return value
+def _number(where: str, key: str, must: str, value: Any) -> float:
+    # to Python true is an integer, which would be an advantage of 1; numbers are stored and computed in float32
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+        _bad(where, key, must, value)
+    return float(value)
 
 
 def _bad(where: str, key: str, must: str, got: Any) -> Any:

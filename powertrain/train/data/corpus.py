@@ -198,14 +198,18 @@ def document_of(raw: Raw, key: str = "text") -> str | Messages:
     if not raw.is_json:
         return text
     document = _from_json(raw.where, text, key)
-    # JSON may escape half of a surrogate pair, which Python reads and no UTF-8 file can hold
-    text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
+    check_surrogates(raw.where, document)
+    return document
+
+
+def check_surrogates(where: str, value: Any) -> None:
+    """JSON may escape half of a surrogate pair, which Python reads and no UTF-8 file can hold."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         at = f"the lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
-        raise BadDocument(f"{raw.where}: must be text that UTF-8 can represent, got {at}") from None
-    return document
+        raise BadDocument(f"{where}: must be text that UTF-8 can represent, got {at}") from None
 
 
 def _from_json(where: str, line: str, key: str) -> str | Messages:

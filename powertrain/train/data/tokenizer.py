@@ -46,6 +46,10 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+class ChatRefused(ValueError):
+    """The chat template raised an error for these messages."""
+
+
 class ByteTokenizer:
     """One id for each byte of UTF-8; 0 ends a document."""
 
@@ -119,7 +123,7 @@ class FileTokenizer:
                 messages, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # a template raises what it likes
-            raise ValueError(f"{self._where}: the chat template takes no such messages: {one_line(error)}") from None
+            raise ChatRefused(f"{self._where}: the chat template takes no such messages: {one_line(error)}") from None
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

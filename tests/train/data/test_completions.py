@@ -26,7 +26,7 @@ from powertrain.train.data.completions import (
 )
 from powertrain.train.data.corpus import BadDocument, Raw
 from powertrain.train.data.loader import _stacked
-from powertrain.train.data.tokenizer import ByteTokenizer
+from powertrain.train.data.tokenizer import ByteTokenizer, ChatRefused
 
 TOKENIZER = ByteTokenizer()
 
@@ -35,6 +35,8 @@ class _Chat(ByteTokenizer):
     """<role>content; with a generation prompt <assistant>."""
 
     def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+        if not messages:
+            raise ChatRefused("the chat template takes no such messages: no message")
         text = "".join(f"<{m['role']}>{m['content']};" for m in messages)
         return self.encode(text + "<assistant>" * add_generation_prompt)
 
@@ -80,7 +82,22 @@ def test_only_the_assistants_turns_count() -> None:
         ("messages", {"prompt": "a"}, r"file\.jsonl:1: completion must be a string or a list of messages, got nothing"),
         ("pairs", {"chosen": "a", "rejected": 3}, "rejected must be a string or a list of messages, got 3"),
         ("labels", {"completion": "a", "label": 1}, "label must be true or false, got 1"),
-        ("advantages", {"completion": "a", "advantage": True}, "advantage must be a number, got True"),
+        ("advantages", {"completion": "a", "advantage": True}, "advantage must be a number that float32 has, got True"),
+        ("advantages", {"completion": "a", "advantage": float("nan")}, "advantage must be a number .* got nan"),
+        ("advantages", {"completion": "a", "advantage": 10**400}, "advantage must be a number .* got 1000"),
+        ("advantages", {"completion": "a", "advantage": -1e39}, "advantage must be a number .* got -1e.39"),
+        (
+            "advantages",
+            {"completion": "a", "advantage": 1, "log_probs": [-1.0, None]},
+            "file.jsonl:1: log_probs must be numbers that float32 has, got nothing",
+        ),
+        (
+            "advantages",
+            {"completion": "a", "advantage": 1, "log_probs": [-1.0, "b"]},
+            "log_probs must be numbers that float32 has, got 'b'",
+        ),
+        ("messages", {"prompt": "a", "completion": "\ud800"}, r"file.jsonl:1: must be text .* lone surrogate U\+D800"),
+        ("messages", {"messages": []}, r"file.jsonl:1: messages: the chat template takes no such messages: no message"),
         (
             "advantages",
             {"completion": "ab", "advantage": 1, "log_probs": [0.0]},
