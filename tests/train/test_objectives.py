@@ -204,8 +204,10 @@ def test_lora_trains_adapters_alone_and_resumes(kind: str, precision: str, tmp_p
     assert all(torch.equal(t, whole[name]) for name, t in _weights(again).items())
 
 
-def test_a_run_with_lora_is_read_merged(tmp_path: Path) -> None:
-    trainer, _ = _open(tmp_path, "sft", "train.lora.rank=4", "train.lora.dora=true")
+@pytest.mark.parametrize("objective", ["sft", "reward"])
+def test_a_run_with_lora_is_read_merged(objective: str, tmp_path: Path) -> None:
+    """Of a reward model without its value head, which has adapters too."""
+    trainer, _ = _open(tmp_path, objective, "train.lora.rank=4", "train.lora.dora=true")
     trainer.fit()
     trainer.close()
     tokens = torch.randint(0, 256, (2, 16))

@@ -170,6 +170,9 @@ def _stored_adapters(checkpoint: Path, config: ModelConfig, settings: LoRAConfig
         name.removeprefix("model.") for name in stored if name.startswith("model.") and name.endswith(".lora_A")
     ):
         layer = name.removesuffix(".lora_A")
+        # a reward's value head has adapters too, and is no layer of the model that is read here
+        if f"{layer}.weight" not in expected:
+            continue
         N, K = expected[f"{layer}.weight"].shape
         batch = {f"model.{layer}.lora_A": torch.empty(rank, K), f"model.{layer}.lora_B": torch.empty(N, rank)}
         if settings.dora:
