@@ -194,10 +194,17 @@ class Restorer:
         refuse_another(model_of(facts, checkpoint), self.config.model, checkpoint)
         theirs, ours = ((facts.get("config") or {}).get("train") or {}).get("lora"), self.config.train.lora
         if (theirs is None) != (ours is None):
-            held, given = ("adapters", "null") if ours is None else ("no adapters", f"rank {ours.rank}")
+            holds, got = ("adapters", "null") if ours is None else ("no adapters", f"rank {ours.rank}")
             raise ValueError(
-                f"train.lora must be as in {checkpoint}, which holds {held}, got {given}; another logging.folder with "
+                f"train.lora must be as in {checkpoint}, which holds {holds}, got {got}; another logging.folder with "
                 "checkpoint.load and checkpoint.finetune: true begins from its weights"
+            )
+        held, given = [*((theirs or {}).get("targets") or ())], [*((ours and ours.targets) or ())]
+        # adapters of other layers would be left out without a word
+        if held != given:
+            raise ValueError(
+                f"train.lora.targets must be {held or 'null'} as in {checkpoint}, got {given or 'null'}; another "
+                "logging.folder with checkpoint.load and checkpoint.finetune: true begins from its weights"
             )
         return facts
 

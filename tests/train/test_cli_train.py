@@ -119,6 +119,14 @@ def test_adapters_are_not_resumed_without_them(before: list[str], after: list[st
     assert code == 2 and said in output and f", got {got}; another logging.folder" in output
 
 
+def test_adapters_of_other_layers_are_not_left_out(tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=1", "train.lora.rank=2")[0] == 0
+    code, output = _train(tmp_path, "train.steps=2", "train.lora={rank: 2, targets: [attention.qkv]}")
+    found = f"{tmp_path}/run/checkpoints/step_00000001"
+    assert code == 2 and f"train.lora.targets must be null as in {found}, got ['attention.qkv']; another" in output
+    assert _train(tmp_path, "train.steps=2", "train.lora.rank=2")[0] == 0
+
+
 @pytest.mark.parametrize("steps", [2, 3])
 def test_no_more_steps_than_the_checkpoint_has(steps: int, tmp_path: Path) -> None:
     assert _train(tmp_path, "train.steps=3")[0] == 0

@@ -13,6 +13,7 @@ with GPT-2's files no text stands for a special token.
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -87,13 +88,18 @@ class FileTokenizer:
             self.backend = tokenizers.Tokenizer.from_str(definition)
         self.vocab_size: int = self.backend.get_vocab_size()
         # files of the library do not say which token ends a document; these are the names in use
-        known = (self.backend.token_to_id(end) for end in ([eod] if eod else _ENDS))
-        self.eod: int | None = next((i for i in known if i is not None), None)
+        self.eod: int | None = self._first_known([eod] if eod else _ENDS)
         # of the content: a file that moves keeps its cache, one that changes does not
         self.identity = hashlib.blake2b(definition.encode(), digest_size=16).hexdigest()
+        # not in the definition
+        if self.eod is not None and self._first_known(_ENDS) is None:
+            self.identity += f"-end{self.eod}"
         if chat is not None:
             self.identity += _chat_identity(chat)
         self._definition, self._where, self._eod, self._chat = definition, where, eod, chat
+
+    def _first_known(self, names: Iterable[str]) -> int | None:
+        return next((i for i in map(self.backend.token_to_id, names) if i is not None), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # the JSON text travels, not the library's object: workers on any start method rebuild the same one
@@ -180,7 +186,22 @@ def load_tokenizer(name: str) -> Tokenizer:
         return SentencePieceTokenizer(path)
     # tokenizer.json has no chat template: it is in files beside it
     chat = str(path.parent) if _has_chat_template(path.parent) else None
-    return FileTokenizer(_text(path), str(path), chat=chat)
+    found = FileTokenizer(_text(path), str(path), chat=chat)
+    # none of the usual names: without an end token documents would run into each other, and no model learn to stop
+    end = _end_beside(path) if found.eod is None else None
+    return found if end is None else FileTokenizer(_text(path), str(path), end, chat)
+
+
+def _end_beside(path: Path) -> str | None:
+    """eos_token of the tokenizer_config.json beside a tokenizer.json; None: there is none."""
+    config = path.with_name(_TOKENIZER_CONFIG)
+    if not config.is_file():
+        return None
+    with reading(f"{config}:", "be a tokenizer_config.json of transformers"):
+        end = json.loads(_text(config)).get("eos_token")
+    # an AddedToken is an object
+    end = end.get("content") if isinstance(end, dict) else end
+    return end if isinstance(end, str) else None
 
 
 def _from_transformers(source: str, name: str) -> FileTokenizer:

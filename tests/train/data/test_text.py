@@ -251,3 +251,24 @@ def test_quickstart_is_the_standard_library(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(FileNotFoundError, match=r"must hold the standard library's \.py files, got 0"):
         quickstart_files(tmp_path / "none")
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_an_unusual_end_token_is_read_beside_the_tokenizer(as_object: bool, tmp_path: Path) -> None:
+    """DeepSeek's, for one: without it documents run into each other and no model learns to stop."""
+    vocab = {"a": 0, "<stop>": 1, "</s>": 2}
+    for names, expected in ((("a", "<stop>"), 1), (("a", "<stop>", "</s>"), 2)):
+        model = tokenizers.models.WordLevel({name: vocab[name] for name in names}, unk_token="a")
+        tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+        alone = load_tokenizer(str(tmp_path))
+        end = {"content": "<stop>"} if as_object else "<stop>"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        for path in (tmp_path, tmp_path / "tokenizer.json"):
+            found = load_tokenizer(str(path))
+            # of the usual names the first is taken, as GPT-NeoX does, and the name of a cached file stays
+            assert found.eod == expected and (found.identity == alone.identity) == (expected == 2)
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text().replace("</s>", "end"))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: must be a tokenizer_config\.json of transformers"):
+        load_tokenizer(str(tmp_path))
