@@ -53,7 +53,7 @@ def train(
         launch_env = ranks.read_launch_env()
         run = read_run(files, world_size=launch_env.world_size, strict=strict, format=format)
         mesh_shape.check_parallel(run.config, launch_env.world_size)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     if launch_env.rank == 0:
         _show(run, console)

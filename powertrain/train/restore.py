@@ -199,14 +199,19 @@ class Restorer:
                 f"train.lora must be as in {checkpoint}, which holds {holds}, got {got}; another logging.folder with "
                 "checkpoint.load and checkpoint.finetune: true begins from its weights"
             )
-        held, given = [*((theirs or {}).get("targets") or ())], [*((ours and ours.targets) or ())]
-        # adapters of other layers would be left out without a word
-        if held != given:
-            raise ValueError(
-                f"train.lora.targets must be {held or 'null'} as in {checkpoint}, got {given or 'null'}; another "
-                "logging.folder with checkpoint.load and checkpoint.finetune: true begins from its weights"
-            )
+        # adapters of other layers would be left out, and trained ones scaled, without a word
+        for name in ("targets", "alpha", "rslora") if ours is not None else ():
+            held, given = (theirs or {}).get(name), getattr(ours, name)
+            if (list(given) if isinstance(given, tuple) else given) != held:
+                raise ValueError(
+                    f"train.lora.{name} must be {_yaml(held)} as in {checkpoint}, got {_yaml(given)}; another "
+                    "logging.folder with checkpoint.load and checkpoint.finetune: true begins from its weights"
+                )
         return facts
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 
 def _at(progress: Progress, path: Path, changed: list[str], config: RunConfig) -> Restored:

@@ -124,7 +124,14 @@ def test_adapters_of_other_layers_are_not_left_out(tmp_path: Path) -> None:
     code, output = _train(tmp_path, "train.steps=2", "train.lora={rank: 2, targets: [attention.qkv]}")
     found = f"{tmp_path}/run/checkpoints/step_00000001"
     assert code == 2 and f"train.lora.targets must be null as in {found}, got ['attention.qkv']; another" in output
+    code, output = _train(tmp_path, "train.steps=2", "train.lora={rank: 2, alpha: 80}")
+    assert code == 2 and "train.lora.alpha must be" in output and "got 80.0; another" in output
     assert _train(tmp_path, "train.steps=2", "train.lora.rank=2")[0] == 0
+
+
+def test_what_does_not_go_together_ends_with_2(tmp_path: Path) -> None:
+    code, output = _train(tmp_path, "train.batch_invariant=true", "train.precision=bf16", "fp8.recipe=row")
+    assert code == 2 and "train.batch_invariant must be false with fp8.recipe row" in " ".join(output.split())
 
 
 @pytest.mark.parametrize("steps", [2, 3])
