@@ -65,8 +65,8 @@ _NO_READER = 141  # as shells tell SIGPIPE; 1 would be a command's verdict, such
 
 
 class _Commands(TyperGroup):
-    """The commands; what is wrong around all of them ends each with one line: a package that is not installed, an
-    environment variable, output that cannot be written."""
+    """The commands. A package that is not installed, an environment variable with a wrong value, or output that cannot
+    be written ends any of them with one line."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -103,7 +103,7 @@ def _end_without_output(error: OSError) -> None:
     if error.errno not in (*_NO_MORE_OUTPUT, errno.EPIPE):
         return
     if sys.stdout is sys.__stdout__:
-        # what was not written would be tried again, and fail again, when Python ends
+        # Python flushes the buffer once more at exit, which would fail again
         sys.stdout = open(os.devnull, "w")
     if error.errno == errno.EPIPE:
         raise SystemExit(_NO_READER) from None

@@ -140,8 +140,8 @@ def _naming_memory() -> Iterator[None]:
             raise
         words = " ".join(str(error).split())[:300] or "no memory is left"
         raise OutOfMemory(
-            f"out of memory: {words}\n`powertrain lint` on the same config estimates what a run needs; a smaller "
-            "train.micro_batch_size, train.activation_checkpointing and parallel.shard need less"
+            f"out of memory: {words}\n`powertrain lint` estimates the memory of a config. To use less: a smaller "
+            "train.micro_batch_size, train.activation_checkpointing or parallel.shard"
         ) from None
 
 

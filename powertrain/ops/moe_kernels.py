@@ -51,7 +51,7 @@ def _moe_route_kernel(
     if bias_ptr is not None:
         # bias: [BLOCK_P]
         choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)[None, :]
-    # so the result always names an expert
+    # with a number in place of NaN the result always names an expert
     choice = tl.where(exists[None, :], tl.where(choice == choice, choice, LOWEST), float("-inf"))
     if BLOCK_G > 1:
         grouped = tl.reshape(choice, [BLOCK_T, BLOCK_G, BLOCK_S])

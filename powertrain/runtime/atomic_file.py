@@ -66,7 +66,7 @@ class AtomicFile:
         """Forget the bytes; nothing happens after `publish`."""
         try:
             self.file.close()
-        # closing writes what is left, and fails where the disk is full
+        # `close` flushes the buffer, which fails on a full disk
         finally:
             if self._temporary is not None:
                 self._temporary.unlink(missing_ok=True)

@@ -388,7 +388,7 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
     return decorate
 
 
-# types of the longest of some lengths, for one; kernels and recordings take Python's numbers
+# NumPy's scalar types, such as that of lengths.max(); kernels and recordings take Python's numbers
 _REAL = np.integer | np.floating | np.bool_
 _NUMBERS_OF_NUMPY = frozenset(kind for kind in np.sctypeDict.values() if issubclass(kind, _REAL))
 

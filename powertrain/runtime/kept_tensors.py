@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Compiled:
-    """Results that compiled graphs hold, an attribute each: Dynamo takes a tensor that it finds so for an input."""
+    """An attribute for each result that a compiled graph uses: Dynamo reads its tensors from there."""
 
 
 _compiled = _Compiled()

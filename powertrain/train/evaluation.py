@@ -84,12 +84,12 @@ class Scorer:
             room = self.max_length - completer.count_after(0)
             prompts = {i: completer.tokens_of(requests[i][0])[-room:] for i in indices}
             for batch in _batches(sorted(indices, key=lambda i: len(prompts[i])), self.batch_size):
-                self._look()
+                self._stop_if_asked()
                 for i, row in zip(batch, completer.rows([prompts[i] for i in batch]), strict=True):
                     answers[i] = completer.text_of(row)
         return answers
 
-    def _look(self) -> None:
+    def _stop_if_asked(self) -> None:
         if self.should_stop():
             raise ScoringStopped
 
@@ -100,7 +100,7 @@ class Scorer:
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]))
         for batch in _batches(order, self.batch_size):
-            self._look()
+            self._stop_if_asked()
             longest = max(len(pairs[i][0]) for i in batch)
             padded = [[*pairs[i][0], *[0] * (longest - len(pairs[i][0]))] for i in batch]
             logits = self.model(torch.tensor(padded, device=self.device))  # [B, S, V]

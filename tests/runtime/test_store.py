@@ -179,7 +179,7 @@ def test_an_entry_appears_whole_without_a_second_name(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("nameless", [True, False])
 def test_a_full_disk_leaves_no_temporary_file(nameless: bool, tmp_path: Path) -> None:
-    """Closing writes what is left in the buffer, and fails as well."""
+    """`close` flushes the buffer, which fails as the write did."""
     code = (
         "import resource, pathlib, sys\n"
         "from powertrain.runtime.atomic_file import write_whole\n"
