@@ -49,6 +49,9 @@ _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILERS = 6  # processes that compile at once, each with the tensors of a size
 
 
+Sizes = Callable[[random.Random, int], tuple[int, int]]  # of a source and the widest row: rows and columns
+
+
 class Draw(NamedTuple):
     op: str
     size: str
@@ -92,8 +95,8 @@ def _rows(source: random.Random, widest: int, narrowest: int = 64) -> tuple[int,
     return max(1, min(_log(source, 1 << 23, MOST_BYTES // 2) // width, 1 << 20)), width
 
 
-def _norm(source: random.Random) -> Draw:
-    rows, width = _rows(source, 32768)
+def _norm(source: random.Random, sizes: Sizes = _rows) -> Draw:
+    rows, width = sizes(source, 32768)
     op, biased, residual = source.choice((rms_norm, layer_norm)), source.random() < 0.5, source.random() < 0.4
     dtype = source.choice((torch.bfloat16, torch.bfloat16, torch.float32))
 
@@ -121,8 +124,8 @@ def _norm(source: random.Random) -> Draw:
     return Draw(op.__name__, name, build, _copy(forward * each), _copy((forward + backward) * each), plain)
 
 
-def _activation(source: random.Random) -> Draw:
-    rows, width = _rows(source, 65536)
+def _activation(source: random.Random, sizes: Sizes = _rows) -> Draw:
+    rows, width = sizes(source, 65536)
     gated = source.random() < 0.6
     kind = source.choice(("swiglu", "geglu", "geglu_tanh") if gated else ("gelu", "gelu_tanh", "silu", "relu_squared"))
 
@@ -212,8 +215,8 @@ def _loss(source: random.Random) -> Draw:
     return Draw("cross_entropy", f"{rows}x{words}", build, _copy(each), _copy(3 * each), plain)
 
 
-def _dropout(source: random.Random) -> Draw:
-    rows, width = _rows(source, 16384)
+def _dropout(source: random.Random, sizes: Sizes = _rows) -> Draw:
+    rows, width = sizes(source, 16384)
     p = source.choice((0.0, 0.1))
 
     def build(device: str) -> tuple[Callable[[], Any], list[Tensor]]:

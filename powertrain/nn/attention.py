@@ -3,6 +3,7 @@ cache."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
-from powertrain.runtime.kept_tensors import kept
+from powertrain.runtime.kept_tensors import Description, kept
 
 
 class Context(NamedTuple):
@@ -73,7 +74,8 @@ def _ids(context: Context, q: Tensor) -> Tensor | None:
     return torch.searchsorted(context.document_starts, tokens, right=True, out_int32=True).view(q.shape[:2])
 
 
-class Rotary(NamedTuple):
+@dataclass(frozen=True)
+class Rotary(Description):
     """A rotary embedding as a model states it; `table` makes it, once per device."""
 
     dim: int

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.shapes import cdiv
-from powertrain.runtime.kept_tensors import kept
+from powertrain.runtime.kept_tensors import Description, kept
 
 
 # hashable: masks are kept by it
 @dataclass(frozen=True)
-class BlockSparsity:
+class BlockSparsity(Description):
     """Query i sees key j <= i if i's block r = i // block sees j's block c = j // block by one of these rules.
 
         block            positions of a block
@@ -48,6 +48,7 @@ class BlockSparsity:
             wrong = f"global_blocks must be ranges (first, end) with first < end, got {self.global_blocks}"
         if wrong:
             raise ValueError(f"model.sparsity.{wrong}")
+        super().__post_init__()
 
     @property
     def left(self) -> int:

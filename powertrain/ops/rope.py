@@ -280,6 +280,7 @@ def rope(
     checks.floating("rope", q=q, k=k)
     checks.same_device("rope", "q", q, k=k)
     at = _place("rope", q, table, layout, interleaved, offset, position_ids, cu_seqlens)
+    checks.floating("rope", **{"table.cos": table.cos, "table.sin": table.sin})
     if k is not None:
         expected = (*q.shape[:-2], k.shape[-2] if k.dim() > 1 else 0, q.shape[-1])
         checks.shape("rope", "k", k, expected, "that of q, but for the heads")
@@ -390,6 +391,7 @@ def rope_qkv(
     if qkv.dim() == (2 if layout == "thd" else 3) and qkv.shape[-1] % all_heads == 0:
         qkv = qkv.unflatten(-1, (all_heads, -1))
     at = _place("rope_qkv", qkv, table, layout, interleaved, offset, position_ids, cu_seqlens)
+    checks.floating("rope_qkv", **{"table.cos": table.cos, "table.sin": table.sin})
     checks.require(
         qkv.shape[-2] == all_heads, "rope_qkv", "qkv", f"have {all_heads} heads (num_heads + 2 * num_kv_heads)",
         f"shape {list(qkv.shape)}",
@@ -418,7 +420,6 @@ def _place(
     cos, sin, axes = table
     for part, values in (("table.cos", cos), ("table.sin", sin)):
         checks.tensor(op, part, values)
-        checks.floating(op, **{part: values})
     checks.require(cos.dim() == 2, op, "table.cos", "have shape [positions, rotary_dim / 2]", list(cos.shape))
     checks.one_of(op, "layout", layout, ("bshd", "sbhd", "thd"))
     dims = 3 if layout == "thd" else 4

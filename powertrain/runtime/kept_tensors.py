@@ -16,6 +16,27 @@ class _Compiled:
 
 
 _compiled = _Compiled()
+# of each kept function, by its full name: arguments -> the name of the attribute
+_names: dict[str, Callable[..., str]] = {}
+
+
+class Description:
+    """Base of frozen dataclasses that describe tensors, and so are the first argument of a kept function.
+
+    Dynamo of torch 2.11 passes neither dataclasses nor symbolic fields to a constant function, but calls a constant
+    method of an object, whatever the object is. Such a call guards nothing of the object, so the graph is guarded by
+    the description as text.
+    """
+
+    described: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "described", repr(self))
+
+    def _name_of(self, kept_function: str, described: str, *args: Any) -> str:
+        return _names[kept_function](self, *args)
+
+    _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kept(count: int) -> Callable[[F], F]:
@@ -29,6 +50,8 @@ def kept(count: int) -> Callable[[F], F]:
     """
 
     def decorate(make: F) -> F:
+        full_name = f"{make.__module__}.{make.__name__}"
+
         @functools.lru_cache(maxsize=count)
         def once(*args: Any) -> Any:
             with torch.inference_mode(False):
@@ -37,7 +60,7 @@ def kept(count: int) -> Callable[[F], F]:
         def name_of(*args: Any) -> str:
             """Of the attribute that holds the result for these arguments."""
             result = once(*args)
-            name = f"{make.__module__}.{make.__name__}_{id(result)}".replace(".", "_")
+            name = f"{full_name}_{id(result)}".replace(".", "_")
             tensors: tuple[Any, ...] = (result,) if isinstance(result, Tensor) else result
             for x in tensors:
                 if x is not None:
@@ -48,11 +71,17 @@ def kept(count: int) -> Callable[[F], F]:
 
         # as torch.compiler.assume_constant_result: called when Dynamo traces, for its result
         name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        _names[full_name] = name_of
 
         @functools.wraps(make)
         def get(*args: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
-                return getattr(_compiled, name_of(*(index(x) if isinstance(x, int) else x for x in args)))
+                constants = [index(x) if isinstance(x, int) else x for x in args]
+                if isinstance(args[0], Description):
+                    name = args[0]._name_of(full_name, args[0].described, *constants[1:])
+                else:
+                    name = name_of(*constants)
+                return getattr(_compiled, name)
             is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
             return make(*args) if is_fake else once(*args)
 

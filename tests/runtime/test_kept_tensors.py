@@ -68,6 +68,23 @@ def test_compiled_layers_do_not_compute_them(options: dict[str, Any], dynamic: b
     assert "self.G_" in graph.code
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_layers_with_other_tables_have_graphs_of_their_own(dynamic: bool) -> None:
+    options: list[dict[str, Any]] = [
+        {"rotary": Rotary(8, 77)}, {"rotary": Rotary(8, 77, 50.0)}, {"sparsity": BlockSparsity(block=2, before=1)},
+        {"sparsity": BlockSparsity(block=2, before=0)},
+    ]  # fmt: skip
+    x = torch.randn(2, 6, 32)
+
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend="eager")
+    def run(layer: SelfAttention, x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    for some in options:
+        layer = SelfAttention(32, 4, **some)
+        torch.testing.assert_close(run(layer, x), layer(x))
+
+
 @pytest.mark.parametrize("options", LAYERS)
 def test_an_exported_layer_leaves_none_behind(options: dict[str, Any]) -> None:
     layer, x = SelfAttention(40, 5, **options), torch.randn(1, 7, 40)
