@@ -75,7 +75,7 @@ def convert(
     if done.compared:
         c = done.compared
         console.print(
-            f"largest difference of logits {c.difference:.3g}, of {c.largest:.4g} ({c.source} and {c.result}, float32)"
+            f"largest difference of {c.of} {c.difference:.3g}, of {c.largest:.4g} ({c.source} and {c.result}, float32)"
         )
 
 

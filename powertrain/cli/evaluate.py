@@ -45,6 +45,7 @@ def evaluate(
     console = Console(soft_wrap=True)
     with one_line(ValueError, OSError):
         model, weights = load_model(checkpoint, device=device_of(device))
+        weights.need_head("the checkpoint")
         scorer = Scorer(model, weights.open_tokenizer(), batch_size=batch_size)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         results = run_tasks(scorer, names, folder=tasks_folder, num_fewshot=num_fewshot, limit=limit)

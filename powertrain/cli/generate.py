@@ -73,6 +73,7 @@ def generate(
     with one_line(ValueError, OSError):
         prompts = _prompts_in(input, _escaped([prompt_end])[0]) if input else prompt or [""]
         model, weights = load_model(checkpoint, device=device_of(device))
+        weights.need_head("the checkpoint")
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         stops = _escaped(stop or []), stop_token or []
         completer = Completer(model, weights.open_tokenizer(), sampler, max_new_tokens, *stops, batch_size)

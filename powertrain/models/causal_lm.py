@@ -56,7 +56,7 @@ class CausalLM(nn.Module):
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
         self.layers: Any = nn.ModuleList(layers)
         self.norm = norm
-        self.head = None
+        self.head: Any = None
         # a tied head has no parameters of its own: two names for one parameter would be two in an optimizer
         if not config.tie_embeddings:
             self.head = Head(config.hidden_size, config.vocab_size, bias=head_bias)
@@ -83,6 +83,8 @@ class CausalLM(nn.Module):
     ) -> Any:
         # tensor and context parallelism replace `sharding`; the model itself names no ranks
         packed = Context(position_ids, document_ids, cache, document_starts=document_starts)
+        if cache is not None:
+            _check_cached(tokens, packed)
         context = self.sharding.context(tokens, packed)
         states = self.hidden_states(tokens, context, stream)
         # the next stage goes on from the residual stream
@@ -131,6 +133,9 @@ class CausalLM(nn.Module):
         x = self.embed(self.sharding.local_part(tokens, tokens))
         # learned positions are added behind the lookup, as in GPT-2
         if self.positions is not None:
+            if tokens.shape[1] > self.config.max_position_embeddings and context.position_ids is None:
+                longest = self.config.max_position_embeddings
+                raise ValueError(f"CausalLM: tokens must be at most {longest} a sequence, got {list(tokens.shape)}")
             x = x + self.positions(self.sharding.local_part(_positions(tokens, context), tokens))
         return self.sharding.before_layers(F.dropout(x, self.dropout, self.training) if self.dropout else x)
 
@@ -198,6 +203,15 @@ def _head(
         return F.linear(states, weight, bias)
     # the loss from states and weight directly: [tokens, vocabulary] logits are never in memory
     return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)
+
+
+def _check_cached(tokens: Tensor, context: Context) -> None:
+    for name in ("position_ids", "document_ids", "document_starts"):
+        if getattr(context, name) is not None:
+            # layers count positions from the cache's lengths, and keep no documents apart
+            raise NotImplementedError(f"CausalLM: {name} must be None with a KV cache, got a tensor")
+    assert context.cache is not None
+    context.cache.check(*tokens.shape)
 
 
 def _positions(tokens: Tensor, context: Context) -> Tensor:

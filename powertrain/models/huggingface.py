@@ -22,12 +22,15 @@ from powertrain.models.config import ModelConfig
 from powertrain.models.fp8_stored import FP8Tensors, stored_as
 from powertrain.models.pickles import load_pickle
 from powertrain.models.registry import ARCHITECTURES, architecture
+from powertrain.models.reward import VALUE
 from powertrain.runtime.reading import one_line, read_json, reading
 
 Named = Iterable[tuple[str, Tensor]]
 
 # loaders map the shards of a checkpoint one by one
 _SHARD_BYTES = 4 << 30
+_LANGUAGE, _REWARD = "ForCausalLM", "ForSequenceClassification"
+SCORE = "score.weight"
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -52,12 +55,28 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
     names = values.get("architectures") or [None]
     # asked of every architecture: classes are declared where they are implemented
     known = {hf: module for module in map(architecture, ARCHITECTURES) for hf in module.Config.hf_architectures}
-    if names[0] not in known:
+    name = str(names[0]).replace(_REWARD, _LANGUAGE)
+    if name not in known:
         raise ValueError(f"config.json: architectures must name one of {', '.join(known)}, got {names[0]!r}")
+    if is_reward(values):
+        _check_labels(values)
     # how weights are stored is no part of the model, but must be known
     stored_as(values)
-    config: ModelConfig = known[names[0]].from_hf_config(values)
+    config: ModelConfig = known[name].from_hf_config(values)
     return config
+
+
+def is_reward(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a class ForSequenceClassification."""
+    return str((values.get("architectures") or [None])[0]).endswith(_REWARD)
+
+
+def _check_labels(values: Mapping[str, Any]) -> None:
+    # two is the default of transformers
+    labels = values.get("id2label")
+    count = values.get("num_labels", 2) if labels is None else len(labels)
+    if count != 1:
+        raise ValueError(f"config.json: id2label must have one label, that of a reward model, got {count}")
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -71,22 +90,30 @@ def to_hf(config: ModelConfig, tensors: Named) -> Iterator[tuple[str, Tensor]]:
     # a GPT-NeoX config may be a Llama under another name, with Llama's tensor names
     module = architecture(hf_equivalent(config).architecture)
     for name, tensor in tensors:
-        yield from module.hf_parts(config, name, tensor)
+        yield from [(SCORE, tensor)] if name == VALUE else module.hf_parts(config, name, tensor)
 
 
-def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def from_hf(
+    config: ModelConfig, tensors: Mapping[str, Tensor], *, reward: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """The state dict of `build(config)` from a checkpoint's tensors, each read when it is yielded.
 
+    reward   of a ForSequenceClassification: with its value head, without an output layer
     Raises ValueError naming tensors that are missing, or unknown, and one whose shape differs.
     """
     module = architecture(config.architecture)
-    expected = shapes(config)
+    expected = reward_shapes(config) if reward else shapes(config)
     # the names of our tensors as theirs, found by mapping meta tensors: one table serves both directions
-    parts = {name: [theirs for theirs, _ in module.hf_parts(config, name, t)] for name, t in expected.items()}
-    _check_names(config, module, {name for names in parts.values() for name in names}, set(tensors))
+    parts = {
+        name: [SCORE] if name == VALUE else [theirs for theirs, _ in module.hf_parts(config, name, t)]
+        for name, t in expected.items()
+    }
+    has_head = not reward and not config.tie_embeddings
+    _check_names(config, module, {name for names in parts.values() for name in names}, set(tensors), has_head)
     for name, names in parts.items():
         with reading("checkpoint", f"make {name} of {' with '.join(names[:3])}"):
-            tensor = module.from_hf_parts(config, name, [tensors[part] for part in names])
+            read = [tensors[part] for part in names]
+            tensor = read[0] if name == VALUE else module.from_hf_parts(config, name, read)
         # integer tensors would be cast silently by copy_
         if not tensor.is_floating_point():
             raise ValueError(f"checkpoint: {' with '.join(names[:3])} must hold floats, got {tensor.dtype}")
@@ -96,10 +123,10 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tupl
         yield name, tensor
 
 
-def _check_names(config: ModelConfig, module: Any, wanted: set[str], present: set[str]) -> None:
+def _check_names(config: ModelConfig, module: Any, wanted: set[str], present: set[str], has_head: bool) -> None:
     left_out = re.compile(module.HF_LEFT_OUT.format(num_layers=config.num_layers))
-    # some files hold the head though it is tied to the embedding
-    heads = ("lm_head.weight", "embed_out.weight") if config.tie_embeddings else ()
+    # some files hold the head though it is tied to the embedding, or not used
+    heads = () if has_head else ("lm_head.weight", "embed_out.weight")
     unknown = sorted(name for name in present - wanted if name not in heads and not left_out.search(name))
     missing = sorted(wanted - present)
     if missing or unknown:
@@ -114,6 +141,17 @@ def shapes(config: ModelConfig) -> dict[str, Tensor]:
         # on meta: only shapes and names are needed
         state: dict[str, Tensor] = architecture(config.architecture).Model(config).state_dict()
     return state
+
+
+def reward_shapes(config: ModelConfig) -> dict[str, Tensor]:
+    """The same of a reward model: its value head first, and no output layer."""
+    value = torch.empty(1, config.hidden_size, device="meta")
+    return {VALUE: value, **{name: t for name, t in shapes(config).items() if not is_head(name)}}
+
+
+def is_head(name: str) -> bool:
+    """Whether a tensor of this name of ours is the output layer's."""
+    return name.startswith("head.")
 
 
 def hf_equivalent(config: ModelConfig) -> ModelConfig:
@@ -195,17 +233,24 @@ def write(
     tensors: Named,
     *,
     eod: int | None = None,
+    special: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    reward: bool = False,
 ) -> None:
     """config.json, safetensors and, if there are several, their index, into `folder`.
 
     tensors   our state dict; one shard of it is in memory at a time
     dtype     of the written tensors, but for buffers such as a router's biases; None: as they are
     eod       the id that ends a document, or None
+    special   ids of bos_token, eos_token and pad_token that a tokenizer declares
+    reward    `tensors` hold a value head: the folder is a ForSequenceClassification's, without an output layer
     """
     values = to_hf_config(config)
-    plan = _plan(config, shard_bytes, dtype)
+    if reward:
+        values |= _reward_config(values["architectures"])
+        tensors = ((name, tensor) for name, tensor in tensors if not is_head(name))
+    plan = _plan(config, shard_bytes, dtype, reward)
     # how many tensors each shard still waits for: it is written and freed with its last one
     lacking = Counter(plan.values())
     open_shards: dict[int, dict[str, Tensor]] = {number: {} for number in lacking}
@@ -224,13 +269,23 @@ def write(
     if len(lacking) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": names}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    special = {name: id for name, id in (special or {}).items() if id is not None}
+    # a chat may end its answers with another token than documents
+    ends = list(dict.fromkeys(id for id in (special.get("eos_token"), eod) if id is not None))
     values |= {
         "torch_dtype": _DTYPES[dtype or tensor.dtype],
-        "bos_token_id": eod,
-        "eos_token_id": eod,
-        "pad_token_id": None,
+        "bos_token_id": special.get("bos_token", eod),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        # a classifier reads the last token that is no padding: in front of the end token, as training does
+        "pad_token_id": special.get("pad_token", eod if reward else None),
     }
     (folder / "config.json").write_text(json.dumps(values, indent=1))
+
+
+def _reward_config(architectures: list[str]) -> dict[str, Any]:
+    """Keys of config.json of the same architecture as a reward model: one label is one number."""
+    name = architectures[0].replace(_LANGUAGE, _REWARD)
+    return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -255,11 +310,11 @@ def _shard_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _plan(config: ModelConfig, shard_bytes: int, dtype: torch.dtype | None) -> dict[str, int]:
+def _plan(config: ModelConfig, shard_bytes: int, dtype: torch.dtype | None, reward: bool) -> dict[str, int]:
     """Their tensor -> the shard it goes to, in the order they come; sizes are those of float32, or of `dtype`."""
     # by the sizes of the written dtype, since shards are limited in bytes
     plan, filled, number = {}, 0, 0
-    for name, tensor in to_hf(config, shapes(config).items()):
+    for name, tensor in to_hf(config, (reward_shapes(config) if reward else shapes(config)).items()):
         size = tensor.numel() * (dtype or torch.float32).itemsize
         if filled and filled + size > shard_bytes:
             number, filled = number + 1, 0

@@ -18,14 +18,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from powertrain.models.config import ModelConfig
-from powertrain.models.huggingface import hf_equivalent, save, shapes
+from powertrain.models.huggingface import SCORE, hf_equivalent, save, shapes
 from powertrain.models.registry import architecture
+from powertrain.models.reward import VALUE
 from powertrain.nn.lora import LoRALinear, lora_layers
 from powertrain.runtime.reading import read_json, reading
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT wraps the model twice, and its names begin so
 _PREFIX = "base_model.model."
+# layers of a classifier that are trained whole; a reward model of ours has the second
+_CLASSIFIERS = ("classifier", "score")
 
 
 class Adapter(NamedTuple):
@@ -57,11 +60,12 @@ def save_adapter(
 
     base    name or path of the model below them, for adapter_config.json
     rslora  state the scale as alpha / sqrt(rank)
-    A model of ours is written under Hugging Face's names; others under their own.
+    A model of ours is written under Hugging Face's names, with its value head if it has one; others under their own.
     """
     config = getattr(model, "config", None)
     ours = config if isinstance(config, ModelConfig) else None
-    write_adapter(Path(folder), ours, adapters_of(model), base=base, dropout=dropout, rslora=rslora)
+    value = model.get_parameter(VALUE).detach() if ours and hasattr(model, "value") else None
+    write_adapter(Path(folder), ours, adapters_of(model), base=base, dropout=dropout, rslora=rslora, value=value)
 
 
 def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
@@ -70,6 +74,11 @@ def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
     Raises FileNotFoundError, or ValueError naming the file and what does not fit.
     """
     config = getattr(model, "config", None)
+    value = read_value(Path(folder), config if isinstance(config, ModelConfig) else None)
+    if value is not None and not hasattr(model, "value"):
+        raise ValueError(
+            f"{folder}: model must have a value head (powertrain.models.reward.add_value_head) for {SCORE}, got none"
+        )
     adapters = read_adapter(Path(folder), config if isinstance(config, ModelConfig) else None)
     values = read_json(Path(folder) / CONFIG)
     modules = dict(model.named_modules())
@@ -88,6 +97,9 @@ def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
         fill_layer(layer, adapter)
         # set_submodule and not setattr: names have dots
         model.set_submodule(name, layer)
+    if value is not None:
+        with torch.no_grad():
+            model.get_parameter(VALUE).copy_(value)
     return model
 
 
@@ -101,9 +113,12 @@ def fill_layer(layer: LoRALinear, adapter: Adapter) -> None:
 
 def write_adapter(
     folder: Path, config: ModelConfig | None, adapters: Mapping[str, Adapter], *, base: str | None = None,
-    dropout: float = 0.0, rslora: bool = False,
+    dropout: float = 0.0, rslora: bool = False, value: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`save_adapter` of adapters by name; config: of a model of ours, whose names become Hugging Face's."""
+    """`save_adapter` of adapters by name; config: of a model of ours, whose names become Hugging Face's.
+
+    value   head of a reward model, which PEFT keeps whole beside the adapters
+    """
     if not adapters:
         raise ValueError(f"{folder}: the model must have adapters to be written, got none")
     tensors: dict[str, Tensor] = {}
@@ -122,13 +137,17 @@ def write_adapter(
             if magnitudes:
                 magnitude = magnitudes[theirs].cpu().contiguous().clone()
                 tensors[f"{_PREFIX}{theirs}.lora_magnitude_vector"] = magnitude
+    if value is not None:
+        tensors[_PREFIX + SCORE] = value.cpu().contiguous().clone()
     # the first layer's rank and alpha are the defaults, other layers go into the patterns
     first = next(iter(ranks))
     values = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if value is None else "SEQ_CLS",
+        "base_model_name_or_path": base, "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "lora_dropout": dropout,
         "r": ranks[first], "lora_alpha": alphas[first], "use_rslora": rslora,
-        "use_dora": any(a.magnitude is not None for a in adapters.values()), "modules_to_save": None,
+        "use_dora": any(a.magnitude is not None for a in adapters.values()),
+        "modules_to_save": None if value is None else list(_CLASSIFIERS),
         "target_modules": sorted(ranks),
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != ranks[first]},
         "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
@@ -149,8 +168,27 @@ def read_adapter(folder: Path, config: ModelConfig | None) -> dict[str, Adapter]
         raise FileNotFoundError(f"{folder} must hold {TENSORS}, got none")
     with reading(file, "be a safetensors file"), safe_open(file, framework="pt") as handle:
         tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+    # `read_value` reads it, of a model of ours
+    if config is not None:
+        tensors.pop(_PREFIX + SCORE, None)
     found = _by_layer(file, tensors, values)
     return found if config is None else _as_ours(file, config, found)
+
+
+def read_value(folder: Path, config: ModelConfig | None) -> Tensor | None:
+    """The value head [1, hidden_size] of a reward model that was trained beside the adapters, or None."""
+    file = folder / TENSORS
+    if config is None or not file.is_file():
+        return None
+    with reading(file, "be a safetensors file"), safe_open(file, framework="pt") as handle:
+        if _PREFIX + SCORE not in handle.keys():
+            return None
+        value: Tensor = handle.get_tensor(_PREFIX + SCORE)
+    if value.shape != (1, config.hidden_size):
+        raise ValueError(
+            f"{file}: {SCORE} must be [1, {config.hidden_size}], that of a reward model, got {list(value.shape)}"
+        )
+    return value
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -160,13 +198,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file} must hold an object, got {type(values).__name__}")
     # features that would change results if they were ignored
     must: dict[str, tuple[Any, ...]] = {
-        "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,), "modules_to_save": ([],),
-        "lora_bias": (False,), "use_qalora": (False,), "layer_replication": ([],), "trainable_token_indices": ([],),
+        "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,), "lora_bias": (False,),
+        "use_qalora": (False,), "layer_replication": ([],), "trainable_token_indices": ([],),
         "target_parameters": ([],),
     }  # fmt: skip
     for key, allowed in must.items():
         if values.get(key) not in (None, *allowed):
             raise ValueError(f"{file}: {key} must be {allowed[0]!r} or absent, got {values[key]!r}")
+    whole = values.get("modules_to_save") or []
+    if not set(whole) <= set(_CLASSIFIERS):
+        raise ValueError(f"{file}: modules_to_save must be [] or absent, or of {list(_CLASSIFIERS)}, got {whole!r}")
     for key in ("r", "lora_alpha"):
         if isinstance(values.get(key), bool) or not isinstance(values.get(key), (int, float)) or values[key] <= 0:
             raise ValueError(f"{file}: {key} must be a number above 0, got {values.get(key)!r}")

@@ -7,6 +7,7 @@ from torch import nn
 
 from powertrain.models import build
 from powertrain.models.parallelize import parallelize
+from powertrain.models.reward import add_value_head
 from powertrain.nn.lora import LoRALinear, lora, lora_layers
 from powertrain.parallel.overlap import Overlap
 from powertrain.train.config.schema import RunConfig
@@ -65,24 +66,16 @@ def to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, 
 
 
 def add_trained_parts(model: nn.Module, config: RunConfig) -> None:
-    """The value head of objective reward, and the adapters of train.lora, which freeze the rest; on the meta device."""
-    if config.train.objective == "reward":
-        add_value_head(model)
+    """The adapters of train.lora, which freeze the rest, and the value head of objective reward; on the meta device."""
     if config.train.lora is not None:
         adapters = config.train.lora
         lora(
             model, rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets or "all-linear",
             dropout=adapters.dropout, rslora=adapters.rslora, dora=adapters.dora,
         )  # fmt: skip
-        # beside adapters the value head is trained too
-        for name, p in model.named_parameters():
-            p.requires_grad_(not is_base(name))
-
-
-def add_value_head(model: nn.Module) -> None:
-    """`model.value` [1, hidden_size]: the reward of a token's state."""
-    config: Any = model.config
-    model.add_module("value", nn.Linear(config.hidden_size, 1, bias=False, device="meta"))
+    # after the adapters: this layer is trained whole
+    if config.train.objective == "reward":
+        add_value_head(model)
 
 
 @torch.no_grad()

@@ -153,7 +153,7 @@ def reference(model: nn.Module, config: RunConfig, device: torch.device) -> Refe
             )
     dtype = DTYPES[config.train.precision]
     if path is not None:
-        weights = fitted(open_weights(Path(path)), config.model)
+        weights = fitted(open_weights(Path(path)).need_head("train.reference"), config.model)
         return Reference(_frozen(build_from(weights, device, dtype)), is_base=False)
     copy = build(config.model)
     copy.to_empty(device=device)
@@ -165,7 +165,7 @@ def reference(model: nn.Module, config: RunConfig, device: torch.device) -> Refe
 def _teacher(config: RunConfig, device: torch.device) -> nn.Module:
     path = config.train.distill.teacher
     assert path is not None
-    weights = open_weights(Path(path))
+    weights = open_weights(Path(path)).need_head("train.distill.teacher")
     # more words than the student's would have no counterpart; fewer are filled up below
     if weights.config.vocab_size > config.model.vocab_size:
         raise ValueError(

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from powertrain.models.huggingface import is_head
+from powertrain.models.reward import VALUE
 from powertrain.runtime.reading import reading
 from powertrain.train import fp8
 from powertrain.train.agreement import done_by_all
@@ -51,12 +53,14 @@ class Restored(NamedTuple):
     """note: a line for the log;  source: for the report, the checkpoint and the settings that changed since.
 
     config   of the run from here on: with the checkpoint's schedule where checkpoint.load_schedule asks for it
+    warning  "": none
     """
 
     progress: Progress
     note: str
     config: RunConfig
     source: str = ""
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ class Restorer:
         if config.checkpoint.load_schedule:
             with reading(checkpoint, "hold the schedule of its run"):
                 config = _scheduled_as(config, facts["config"])
-        return _at(Progress(**known), checkpoint, _changed(facts["config"], config.model_dump(mode="json")), config)
+        changed = _changed(facts["config"], config.model_dump(mode="json"))
+        return _at(Progress(**known), checkpoint, changed, config, _other_objective(facts, config, checkpoint))
 
     def _tensors_in(self, checkpoint: Path) -> dict[str, Tensor]:
         """The tensors to read from a checkpoint: all but those of a precision that its run did not have, fp16's loss
@@ -109,7 +114,8 @@ class Restorer:
         settings = self.config.checkpoint
         if settings.finetune or not (weights.is_run or weights.training):
             self._fill_weights(weights)
-            return Restored(Progress(), f"weights from {weights.path} ({NAMES[weights.kind]})", self.config)
+            note = f"weights from {weights.path} ({NAMES[weights.kind]})"
+            return Restored(Progress(), note, self.config, warning=self._left_out(weights))
         if weights.is_run:
             checkpoint = checkpoint_store.find(path) or weights.path
             return self.resume(checkpoint) if settings.load_optimizer else self._new_optimizer(weights, checkpoint)
@@ -119,7 +125,8 @@ class Restorer:
         facts = done_by_all(lambda: self._facts_of_run(checkpoint), self.group)
         self._fill_weights(weights)
         progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts["step"])
-        return _at(progress, checkpoint, ["checkpoint.load_optimizer true -> false"], self.config)
+        changed, warning = ["checkpoint.load_optimizer true -> false"], _other_objective(facts, self.config, checkpoint)
+        return _at(progress, checkpoint, changed, self.config, warning)
 
     def _go_on_from_neox(self, weights: Weights) -> Restored:
         assert weights.training is not None
@@ -142,11 +149,31 @@ class Restorer:
         return _at(progress, weights.path, changed, config)
 
     def _fill_weights(self, weights: Weights) -> None:
-        # adapters, a value head and FP8 statistics are not in the weights: they keep their initial values
-        ours = {n: t for n, t in self._named("model.").items() if is_base(n) and not fp8.is_statistic(n)}
-        done_by_all(lambda: fill(ours, fitted(weights, self.config.model).tensors()), self.group)
+        done_by_all(lambda: fill(self._filled_by(weights), fitted(weights, self.config.model).tensors()), self.group)
         self.optimizer.weights_from_masters()
         reset_magnitudes(self.optimizer.model, self.optimizer)
+
+    def _filled_by(self, weights: Weights) -> dict[str, Tensor]:
+        """The tensors that weights have. Adapters, FP8 statistics and a new value head keep their initial values."""
+        is_reward = self.config.train.objective == "reward"
+        if not is_reward:
+            weights.need_head(f"checkpoint.load for train.objective {self.config.train.objective}")
+        ours = {n: t for n, t in self._named("model.").items() if is_base(n) and not fp8.is_statistic(n)}
+        if not weights.has_head:
+            # which a reward run does not read
+            ours = {n: t for n, t in ours.items() if not is_head(n)}
+        if weights.has_value and is_reward:
+            ours[VALUE] = self.optimizer.tensors()[f"model.{VALUE}"]
+        return ours
+
+    def _left_out(self, weights: Weights) -> str:
+        """Words for a value head that this run has no place for."""
+        objective = self.config.train.objective
+        if not weights.has_value or objective == "reward":
+            return ""
+        return (
+            f"checkpoint.load: the value head in {weights.path} is left out, which train.objective {objective} has not"
+        )
 
     def _fill_training(self, weights: Weights, training: NeoXTraining) -> None:
         fitted(weights, self.config.model)
@@ -199,6 +226,7 @@ class Restorer:
                 f"train.lora must be as in {checkpoint}, which holds {holds}, got {got}; another logging.folder with "
                 "checkpoint.load and checkpoint.finetune: true begins from its weights"
             )
+        self._refuse_other_head(facts, checkpoint)
         # adapters of other layers would be left out, and trained ones scaled, without a word
         for name in ("targets", "alpha", "rslora") if ours is not None else ():
             held, given = (theirs or {}).get(name), getattr(ours, name)
@@ -209,14 +237,51 @@ class Restorer:
                 )
         return facts
 
+    def _refuse_other_head(self, facts: dict[str, Any], checkpoint: Path) -> None:
+        """A value head that was trained would be left out, or one that was not be there."""
+        theirs, ours = _objective_of(facts), self.config.train.objective
+        alternative = (
+            "another logging.folder with checkpoint.load and checkpoint.finetune: true begins from its weights"
+        )
+        if (theirs == "reward") != (ours == "reward"):
+            holds = "a value head" if theirs == "reward" else "no value head"
+            raise ValueError(
+                f"train.objective must be {theirs} as in {checkpoint}, which holds {holds}, got {ours}; {alternative}"
+            )
+        if ours == "reward" and self.config.train.lora and _OLD_ADAPTER in checkpoint_store.dtypes(checkpoint):
+            raise ValueError(
+                f"{checkpoint} must have no adapter of the value head to be resumed, got one, which an earlier version "
+                f"made; {alternative}, that adapter merged"
+            )
+
+
+# earlier versions put an adapter beside the value head too
+_OLD_ADAPTER = "model.value.lora_A"
+
+
+def _objective_of(facts: dict[str, Any]) -> str:
+    """Of the run that a checkpoint's facts describe; one without the key is of an earlier version."""
+    return str(((facts.get("config") or {}).get("train") or {}).get("objective", "pretrain"))
+
+
+def _other_objective(facts: dict[str, Any], config: RunConfig, checkpoint: Path) -> str:
+    """Words for a run that goes on with another objective; "": it does not."""
+    theirs, ours = _objective_of(facts), config.train.objective
+    if theirs == ours:
+        return ""
+    return (
+        f"train.objective was {theirs} in {checkpoint} and is {ours} from here on: step, schedule and place in the "
+        "data go on; checkpoint.finetune: true in another logging.folder begins at step 0"
+    )
+
 
 def _yaml(value: Any) -> str:
     return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 
-def _at(progress: Progress, path: Path, changed: list[str], config: RunConfig) -> Restored:
+def _at(progress: Progress, path: Path, changed: list[str], config: RunConfig, warning: str = "") -> Restored:
     source = str(path) + (f", with other settings: {', '.join(changed)}" if changed else "")
-    return Restored(progress, f"resumed step {progress.step} from {path}", config, source)
+    return Restored(progress, f"resumed step {progress.step} from {path}", config, source, warning)
 
 
 def _scheduled_as(config: RunConfig, saved: dict[str, Any]) -> RunConfig:

@@ -407,10 +407,15 @@ class Trainer:
                 f"data from sample {self.progress.samples} on, and may repeat what was seen; "
                 "checkpoint.finetune: true begins the new data at its first sample"
             )
-            self._note(said)
-            # sinks show no notes before the first step
-            if self.ranks.is_first:
-                tracing.warn(said)
+            self._note_now(said)
+        if restored.warning:
+            self._note_now(restored.warning)
+
+    def _note_now(self, text: str) -> None:
+        self._note(text)
+        # sinks show no notes before the first step
+        if self.ranks.is_first:
+            tracing.warn(text)
 
     def _samples_per_step(self) -> int:
         train = self.config.train

@@ -5,6 +5,7 @@ import json
 import re
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,6 +27,8 @@ from powertrain.train.checkpoint import convert as convert_module
 from powertrain.train.checkpoint.convert import LogitsDiffer, convert
 from powertrain.train.checkpoint.load import fill, load_model, open_weights
 from powertrain.train.checkpoint.store import CheckpointError
+from powertrain.train.data import tokenizer as tokenizer_module
+from powertrain.train.data.sentencepiece_model import SentencePieceTokenizer
 from powertrain.train.data.tokenizer import train_tokenizer
 from tests.distributed.launch import run_ranks
 from tests.train.tiny_run import open_trainer, write_config
@@ -107,6 +110,91 @@ def test_transformers_reads_a_converted_run_and_its_tokenizer(run: Path, tmp_pat
     assert tokenizer("line 7 of the text")["input_ids"] == ours.encode("line 7 of the text")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.dtype is torch.bfloat16 and model.config.eos_token_id == ours.eod == tokenizer.eos_token_id
+
+
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+_CHAT = [{"role": "user", "content": "line 7"}, {"role": "assistant", "content": "of the text"}]
+
+
+def _chat_tokenizer(folder: Path, has_file: bool) -> Path:
+    """A tokenizer whose chats end with another token than its documents; has_file: with a chat_template.jinja."""
+    tokenizer = train_tokenizer(iter([f"line {n} of the text, of {n * n} lines" for n in range(200)]), 300)
+    tokenizer.backend.add_special_tokens(["<s>", "<|end|>", "<pad>"])
+    folder.mkdir()
+    tokenizer.save(folder / "tokenizer.json")
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|end|>",
+              "pad_token": "<pad>"}  # fmt: skip
+    if has_file:
+        (folder / "chat_template.jinja").write_text(_TEMPLATE)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates/other.jinja").write_text("other")
+    else:
+        values["chat_template"] = _TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("place", ["config", "file", "Hub"])
+def test_the_chat_template_of_a_run_is_exported(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a local tokenizer, or one of the Hub; through our checkpoints and GPT-NeoX's too."""
+    transformers = pytest.importorskip("transformers")
+    folder = _chat_tokenizer(tmp_path / "tokenizer", place == "file")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    name = str(folder)
+    if place == "Hub":
+        read, name = tokenizer_module._transformers, "hf:ORG/NAME"
+        monkeypatch.setattr(tokenizer_module, "_transformers", lambda s: theirs if s == "ORG/NAME" else read(s))
+    options = ("train.steps=1", f"data.tokenizer={name}", "evaluation.at_end=false")
+    trainer = open_trainer(tmp_path, *options, sinks=lambda _: [])
+    trainer.fit()
+    trainer.close()
+    source = tmp_path / "run"
+    for number, kind in enumerate(("powertrain", "neox", "hf", "hf")):
+        convert(open_weights(source), tmp_path / str(number), kind, check=False)  # type: ignore[arg-type]
+        source = tmp_path / str(number)
+        again = open_weights(source).open_tokenizer()
+        assert again.encode_chat(_CHAT) == theirs.apply_chat_template(_CHAT, return_dict=False), kind
+    exported = transformers.AutoTokenizer.from_pretrained(source)
+    assert exported.apply_chat_template(_CHAT, tokenize=False) == theirs.apply_chat_template(_CHAT, tokenize=False)
+    assert (source / "additional_chat_templates/other.jinja").is_file() == (place == "file")
+    values = json.loads((source / "config.json").read_text())
+    eod = exported.convert_tokens_to_ids("<|endoftext|>")
+    assert values["bos_token_id"] == exported.bos_token_id and values["pad_token_id"] == exported.pad_token_id
+    assert values["eos_token_id"] == [exported.eos_token_id, eod]
+
+
+def test_the_generation_config_of_a_hugging_face_folder_stays(tmp_path: Path) -> None:
+    source = _small(tmp_path / "hf")
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    convert(open_weights(source), tmp_path / "out", "hf", check=False)
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": [3, 5]}
+
+
+def _sentencepiece(file: Path, count: int) -> Path:
+    """A model of so many pieces, as tests/train/data/test_sentencepiece_model.py writes them."""
+    pieces = [b"<unk>", *(f"p{n}".encode() for n in range(count - 1))]
+    data = b""
+    for number, piece in enumerate(pieces):
+        inside = b"\x0a" + bytes([len(piece)]) + piece + (b"\x18\x02" if number == 0 else b"")
+        data += b"\x0a" + bytes([len(inside)]) + inside
+    file.write_bytes(data)
+    return file
+
+
+@pytest.mark.parametrize("count", [40, 512])
+def test_a_sentencepiece_model_is_not_taken_for_bytes(count: int, tmp_path: Path) -> None:
+    file = _sentencepiece(tmp_path / "some.model", count)
+    source = replace(open_weights(_small(tmp_path / "hf", vocab_size=640)), tokenizer=str(file))
+    for number, kind in enumerate(("powertrain", "neox", "hf", "powertrain")):
+        done = convert(source, tmp_path / str(number), kind, check=False)  # type: ignore[arg-type]
+        assert done.notes == ("no tokenizer.json: tokenizer.model is a SentencePiece model",)
+        source = open_weights(tmp_path / str(number))
+        tokenizer = source.open_tokenizer()
+        assert isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.path.read_bytes() == file.read_bytes()
+    keys = yaml.safe_load((tmp_path / "1/global_step0/configs/config.yml").read_text())
+    assert (keys["tokenizer_type"], keys["vocab_file"]) == ("SPMTokenizer", str(tmp_path / "1/tokenizer.model"))
 
 
 @pytest.mark.parametrize("fields", [

@@ -13,23 +13,30 @@ import torch
 from torch import Tensor
 
 from powertrain.models import huggingface, peft
+from powertrain.models.reward import VALUE, token_rewards
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.load import Kind, Weights, build_from, open_weights
-from powertrain.train.data.tokenizer import FileTokenizer, Tokenizer, padded_vocab_size
+from powertrain.train.data.sentencepiece_model import SentencePieceTokenizer
+from powertrain.train.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, copy_files, padded_vocab_size
 
 # of the largest logit: float32 in another order of computation stays two digits below, a wrong layout far above
 _TOLERANCE = 1e-4
 _CPU = torch.device("cpu")
+_GENERATION, _SENTENCEPIECE = "generation_config.json", "tokenizer.model"
 
 
 class Compared(NamedTuple):
-    """The largest difference between two models' logits, the largest logit, and who computed each."""
+    """The largest difference between two models' logits, the largest logit, and who computed each.
+
+    of   "logits", or the "rewards" of reward models
+    """
 
     difference: float
     largest: float
     source: str
     result: str
+    of: str = "logits"
 
     @property
     def ok(self) -> bool:
@@ -52,6 +59,14 @@ class Converted(NamedTuple):
     notes: tuple[str, ...]
 
 
+class _Outputs(NamedTuple):
+    """Of a model for some tokens, in float32; `by` a library. None: it has no such layer."""
+
+    logits: Tensor | None  # [B, S, V]
+    rewards: Tensor | None  # [B, S]
+    by: str
+
+
 class LogitsDiffer(RuntimeError):
     """The result computes something else than its source, so it was not kept."""
 
@@ -72,13 +87,18 @@ def convert(
     dtype         of the written weights; None: as they are, of weights stored in FP8 that of the others
     vocab_size    rows of embedding and head; None: as they are. Further ones are 0
     check         run source and result on a few tokens on the CPU in float32 (one after the other in memory);
-                  a Hugging Face folder by transformers where that is installed
+                  a Hugging Face folder by transformers where that is installed; of reward models their rewards too
     pipe_parallel_size, model_parallel_size   of a GPT-NeoX checkpoint: its layout
+    A reward model is written as a ForSequenceClassification of Hugging Face's, without its output layer; for GPT-NeoX
+    without its value head, which `notes` say.
     Raises FileExistsError, ValueError for features that the other kind lacks, LogitsDiffer.
     """
     if destination.exists():
         raise FileExistsError(f"{destination} must not exist yet")
     tokenizer, notes = _tokenizer(source)
+    if source.has_value and to == "neox":
+        source.need_head("a GPT-NeoX checkpoint")
+        notes += (f"the value head of {source.path} is left out: the result is its language model",)
     if vocab_size is not None:
         _check_vocabulary(vocab_size, tokenizer)
     if source.is_fp8:
@@ -95,7 +115,7 @@ def convert(
         compared = _compare(source, open_weights(partial, to), dtype) if check and to != "peft" else None
         if compared is not None and not compared.ok:
             raise LogitsDiffer(
-                f"{destination}: logits must be those of {source.path} to {_TOLERANCE:g} of the largest "
+                f"{destination}: {compared.of} must be those of {source.path} to {_TOLERANCE:g} of the largest "
                 f"({compared.largest:.4g}), got a difference of {compared.difference:.4g}; nothing was kept"
             )
         os.replace(partial, destination)
@@ -111,6 +131,8 @@ def _tokenizer(source: Weights) -> tuple[Tokenizer | None, tuple[str, ...]]:
         return None, (f"no tokenizer: {error}",)
     if isinstance(tokenizer, FileTokenizer):
         return tokenizer, ()
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return tokenizer, ("no tokenizer.json: tokenizer.model is a SentencePiece model",)
     return tokenizer, ("no tokenizer.json: this one counts bytes and needs no file",)
 
 
@@ -124,8 +146,15 @@ def _write_hf(
     folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: "_Layout"
 ) -> None:
     eod = None if tokenizer is None else tokenizer.eod
-    huggingface.write(folder, source.config, source.tensors(), eod=eod, dtype=dtype)
+    special = tokenizer.special_ids() if isinstance(tokenizer, FileTokenizer) else None
+    huggingface.write(
+        folder, source.config, source.tensors(), eod=eod, special=special, dtype=dtype, reward=source.has_value
+    )
     _write_tokenizer(folder, source, tokenizer)
+    # of adapters that of the model below them
+    for beside in (source.path, Path(source.base or source.path)):
+        if (beside / _GENERATION).is_file() and not (folder / _GENERATION).exists():
+            shutil.copyfile(beside / _GENERATION, folder / _GENERATION)
     if isinstance(tokenizer, FileTokenizer) and not (folder / "tokenizer_config.json").exists():
         end = None if eod is None else tokenizer.backend.id_to_token(eod)
         checkpoint_store.write_json(
@@ -137,8 +166,9 @@ def _write_neox(
     folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, layout: "_Layout"
 ) -> None:
     keys = _neox_tokenizer(tokenizer, source.config.vocab_size, layout)
+    language = ((name, tensor) for name, tensor in _cast(source, dtype) if name != VALUE)
     neox_checkpoint.write(
-        folder, source.config, _cast(source, dtype), pipe_parallel_size=layout.pipe_parallel_size,
+        folder, source.config, language, pipe_parallel_size=layout.pipe_parallel_size,
         model_parallel_size=layout.model_parallel_size, tokenizer=keys,
     )  # fmt: skip
     _write_tokenizer(folder, source, tokenizer)
@@ -154,6 +184,8 @@ def _neox_tokenizer(tokenizer: Tokenizer | None, rows: int, layout: _Layout) -> 
             "tokenizer_type": "HFTokenizer",
             "vocab_file": str(layout.folder / "tokenizer.json"),
         }
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        keys = {"tokenizer_type": "SPMTokenizer", "vocab_file": str(layout.folder / _SENTENCEPIECE)}
     elif tokenizer is not None and tokenizer.vocab_size == 512:
         keys = {"tokenizer_type": "CharLevelTokenizer"}
     else:
@@ -176,7 +208,9 @@ def _write_ours(
         "weights_only": True,
         "config": {"model": source.config.model_dump(mode="json")},
         "dtype": str(dtype or source.dtype).removeprefix("torch."),
-        "tokenizer": None if tokenizer is None or isinstance(tokenizer, FileTokenizer) else _name_of(tokenizer),
+        "tokenizer": _name_of(tokenizer),
+        "has_value": source.has_value,
+        "has_head": source.has_head,
     }
     tensors = {f"model.{name}": tensor.contiguous() for name, tensor in _cast(source, dtype)}
     # nothing goes on meanwhile, so there is no reason to return before the files are there
@@ -184,7 +218,10 @@ def _write_ours(
     _write_tokenizer(checkpoint_store.checkpoints_in(folder)[0], source, tokenizer)
 
 
-def _name_of(tokenizer: Tokenizer) -> str:
+def _name_of(tokenizer: Tokenizer | None) -> str | None:
+    """Of one that needs no file."""
+    if not isinstance(tokenizer, ByteTokenizer):
+        return None
     return "CharLevelTokenizer" if tokenizer.vocab_size == 512 else "bytes"
 
 
@@ -198,7 +235,9 @@ def _write_peft(
         name: adapter if dtype is None else adapter._replace(A=adapter.A.to(dtype), B=adapter.B.to(dtype))
         for name, adapter in source.adapters().items()
     }
-    peft.write_adapter(folder, source.config, adapters, base=source.base)
+    value = source.value()
+    value = value if value is None or dtype is None else value.to(dtype)
+    peft.write_adapter(folder, source.config, adapters, base=source.base, value=value)
 
 
 _WRITERS: dict[Kind, Callable[..., None]] = {
@@ -214,39 +253,55 @@ def _cast(source: Weights, dtype: torch.dtype | None) -> huggingface.Named:
 
 def _write_tokenizer(folder: Path, source: Weights, tokenizer: Tokenizer | None) -> None:
     if isinstance(tokenizer, FileTokenizer):
-        tokenizer.save(folder / "tokenizer.json")
-    if source.kind == "hf":
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json"):
-            if (source.path / name).is_file():
-                shutil.copyfile(source.path / name, folder / name)
+        tokenizer.save_with_files(folder)
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        shutil.copyfile(tokenizer.path, folder / _SENTENCEPIECE)
+    elif source.kind == "hf":
+        # one that is not read here, such as Python code
+        copy_files(source.path, folder)
 
 
 def _compare(source: Weights, result: Weights, dtype: torch.dtype | None) -> Compared:
-    """Both models' logits of the same random tokens; one model is in memory at a time."""
+    """Both models' logits, or rewards, of the same random tokens; one model is in memory at a time."""
     # rows that were added or left out have no counterpart to be compared with
     rows = min(source.config.vocab_size, result.config.vocab_size)
     length = min(24, source.config.max_position_embeddings)
     # two rows: a model that mixed up batch and sequence would pass with one
     tokens = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(0))
-    first, by = _logits(source, tokens, dtype)
-    second, also_by = _logits(result, tokens, None)
-    difference = (first[..., :rows] - second[..., :rows]).abs().max().item()
-    return Compared(difference, first.abs().max().item(), by, also_by)
+    first, second = _outputs(source, tokens, dtype), _outputs(result, tokens, None)
+    pairs = {"logits": (first.logits, second.logits), "rewards": (first.rewards, second.rewards)}
+    found = []
+    for of, (mine, theirs) in pairs.items():
+        if mine is None or theirs is None:
+            continue
+        if of == "logits":
+            mine, theirs = mine[..., :rows], theirs[..., :rows]
+        difference = (mine - theirs).abs().max().item()
+        found.append(Compared(difference, mine.abs().max().item(), first.by, second.by, of))
+    # a reward model has both: the worse of the two
+    return next((each for each in found if not each.ok), found[-1])
 
 
 @torch.no_grad()
-def _logits(weights: Weights, tokens: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, str]:
-    """Logits in float32 of weights rounded to `dtype`, and the name of the library that computed them."""
+def _outputs(weights: Weights, tokens: Tensor, dtype: torch.dtype | None) -> _Outputs:
+    """What the model of weights rounded to `dtype` computes."""
     # transformers reads FP8 weights on GPUs only
     by_them = weights.kind == "hf" and not weights.is_fp8 and importlib.util.find_spec("transformers")
     if by_them and _is_exact(weights):
-        model: Any = _by_transformers(weights.path)
+        model: Any = _by_transformers(weights)
         # the source's weights are rounded as the result's are: the check is of the layout, not of the rounding
         for p in model.parameters() if dtype is not None else ():
             p.copy_(p.to(dtype))
-        return model(tokens).logits, "transformers"
+        if weights.has_value:
+            states = model.base_model(tokens).last_hidden_state
+            # an output layer that is the embedding's weight
+            logits = states @ model.get_input_embeddings().weight.T if weights.has_head else None
+            return _Outputs(logits, model.score(states)[..., 0], "transformers")
+        return _Outputs(model(tokens).logits, None, "transformers")
     rounded = replace(weights, tensors=lambda: iter(_cast(weights, dtype)))
-    return build_from(rounded, _CPU, torch.float32)(tokens), "powertrain"
+    ours = build_from(rounded, _CPU, torch.float32)
+    rewards = token_rewards(ours, tokens) if weights.has_value else None
+    return _Outputs(ours(tokens) if weights.has_head else None, rewards, "powertrain")
 
 
 def _is_exact(weights: Weights) -> bool:
@@ -254,8 +309,9 @@ def _is_exact(weights: Weights) -> bool:
     return huggingface.read_config(weights.path).vocab_size == weights.config.vocab_size
 
 
-def _by_transformers(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+def _by_transformers(weights: Weights) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    kind: Any = AutoModelForSequenceClassification if weights.has_value else AutoModelForCausalLM
     # local_files_only: a check must not reach for the network
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+    return kind.from_pretrained(weights.path, local_files_only=True).float().eval()

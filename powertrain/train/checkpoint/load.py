@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from powertrain.models import ModelConfig, build, configure, huggingface, peft
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.fp8_stored import FP8Tensors
 from powertrain.models.peft import Adapter
+from powertrain.models.reward import VALUE, NoHead, add_value_head
 from powertrain.nn.lora import merged
 from powertrain.runtime.reading import read_json, reading
 from powertrain.train.checkpoint import neox as neox_checkpoint
@@ -51,6 +53,8 @@ class Weights:
     adapters        of a run with LoRA, or of PEFT's folder; in `tensors` they are merged
     base            of adapters: the weights that they were trained on, where those have a path
     is_fp8          some are stored in FP8: they come in float32, those of `dtype` being rounded to it by who keeps them
+    has_value       a reward model: `tensors` begin with its value head
+    has_head        False: without an output layer, as Hugging Face's reward models are
     """
 
     path: Path
@@ -64,6 +68,18 @@ class Weights:
     adapters: Callable[[], Mapping[str, Adapter]] | None = None
     base: str | None = None
     is_fp8: bool = False
+    has_value: bool = False
+    has_head: bool = True
+
+    def need_head(self, name: str) -> "Weights":
+        """These weights. Raises ValueError, naming what they are given as, where they predict no token."""
+        if not self.has_head:
+            raise ValueError(f"{name} must have an output layer, got a reward model without one: {self.path}")
+        return self
+
+    def value(self) -> Tensor | None:
+        """The value head [1, hidden_size] of a reward model."""
+        return next(t for name, t in self.tensors() if name == VALUE) if self.has_value else None
 
     def open_tokenizer(self) -> "Tokenizer":
         """The one it was trained with. Raises FileNotFoundError if the folder has none."""
@@ -135,42 +151,51 @@ def _ours(path: Path) -> Weights:
     facts = checkpoint_store.read_facts(checkpoint)
     if facts.get("weights_only"):
         config = model_of(facts, checkpoint)
-        tokenizer = str(checkpoint) if (checkpoint / "tokenizer.json").is_file() else facts.get("tokenizer")
+        tokenizer = _tokenizer_in(checkpoint) or facts.get("tokenizer")
         if not isinstance(tokenizer, (str, type(None))):
             raise checkpoint_store.CheckpointError(
                 f"{checkpoint}/checkpoint.json: tokenizer must be a name, got {tokenizer!r}"
             )
+        # earlier versions wrote language models only
+        value, head = bool(facts.get("has_value", False)), bool(facts.get("has_head", True))
         return Weights(
-            checkpoint, "powertrain", config, _dtype(facts.get("dtype")), lambda: _stored(checkpoint, config), tokenizer
-        )
+            checkpoint, "powertrain", config, _dtype(facts.get("dtype")),
+            lambda: _stored(checkpoint, config, value, head), tokenizer, has_value=value, has_head=head,
+        )  # fmt: skip
     with reading(checkpoint / "checkpoint.json", "hold the config of a run"):
         run = RunConfig.model_validate(facts.get("config"))
-    dtype = DTYPES[run.train.precision]
-    if run.train.lora is None:
-        return Weights(
-            checkpoint, "powertrain", run.model, dtype, lambda: _stored(checkpoint, run.model), run.data, is_run=True
-        )
-    settings, model = run.train.lora, run.model
+    settings, model, value = run.train.lora, run.model, run.train.objective == "reward"
+    plain = Weights(
+        checkpoint, "powertrain", model, DTYPES[run.train.precision], lambda: _stored(checkpoint, model, value),
+        run.data, is_run=True, has_value=value,
+    )  # fmt: skip
+    if settings is None:
+        return plain
 
-    def adapters() -> dict[str, Adapter]:
-        return _stored_adapters(checkpoint, model, settings)
+    def merged_with_all() -> Iterator[tuple[str, Tensor]]:
+        return merged_tensors(plain.tensors(), _stored_adapters(checkpoint, model, settings, value))
 
-    return Weights(
-        checkpoint, "powertrain", model, dtype, lambda: merged_tensors(_stored(checkpoint, model), adapters()),
-        run.data, is_run=True, adapters=adapters, base=run.checkpoint.load,
+    return replace(
+        plain, tensors=merged_with_all, adapters=lambda: _stored_adapters(checkpoint, model, settings),
+        base=run.checkpoint.load,
     )  # fmt: skip
 
 
-def _stored_adapters(checkpoint: Path, config: ModelConfig, settings: LoRAConfig) -> dict[str, Adapter]:
-    """The adapters of a run that trained them, by the names of their layers."""
+def _stored_adapters(
+    checkpoint: Path, config: ModelConfig, settings: LoRAConfig, has_value: bool = False
+) -> dict[str, Adapter]:
+    """The adapters of a run that trained them, by the names of their layers.
+
+    has_value   with the one that earlier versions put beside the value head of a reward run
+    """
     rank, found = settings.rank, {}
     scale = settings.alpha / (math.sqrt(rank) if settings.rslora else rank)
-    expected, stored = huggingface.shapes(config), checkpoint_store.dtypes(checkpoint)
+    expected, stored = _shapes(config, has_value), checkpoint_store.dtypes(checkpoint)
     for name in sorted(
         name.removeprefix("model.") for name in stored if name.startswith("model.") and name.endswith(".lora_A")
     ):
         layer = name.removesuffix(".lora_A")
-        # a reward's value head has adapters too, and is no layer of the model that is read here
+        # the value head is no layer of the language model
         if f"{layer}.weight" not in expected:
             continue
         N, K = expected[f"{layer}.weight"].shape
@@ -207,12 +232,20 @@ def _dtype(name: Any) -> torch.dtype:
     return dtypes[name]
 
 
-def _stored(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _shapes(config: ModelConfig, has_value: bool, has_head: bool = True) -> dict[str, Tensor]:
+    """Names and shapes of a model's tensors, the value head of a reward model first."""
+    found = huggingface.reward_shapes(config) if has_value else {}
+    return found | (huggingface.shapes(config) if has_head else {})
+
+
+def _stored(
+    checkpoint: Path, config: ModelConfig, has_value: bool = False, has_head: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """A checkpoint's weights as they are stored, a gigabyte at a time."""
     checkpoint_store.verify(checkpoint, checkpoint_store.read_facts(checkpoint))
     stored = checkpoint_store.dtypes(checkpoint)
     batch: dict[str, Tensor] = {}
-    for name, shape in huggingface.shapes(config).items():
+    for name, shape in _shapes(config, has_value, has_head).items():
         batch[f"model.{name}"] = torch.empty(shape.shape, dtype=stored.get(f"model.{name}", torch.float32))
         # a model larger than memory is converted a batch at a time
         if sum(t.nbytes for t in batch.values()) > _BYTES_AT_ONCE:
@@ -238,12 +271,21 @@ def _hf(path: Path) -> Weights:
     if len(embedding) > config.vocab_size:
         # rows of padding that config.json does not count
         config = config.model_copy(update={"vocab_size": len(embedding)})
-    is_fp8 = isinstance(opened, FP8Tensors)
-    has_tokenizer = (path / "tokenizer.json").is_file() or (path / "vocab.json").is_file()
+    is_fp8, reward = isinstance(opened, FP8Tensors), huggingface.is_reward(read_json(path / "config.json"))
     return Weights(
-        path, "hf", config, embedding.dtype, lambda: huggingface.from_hf(config, opened),
-        str(path) if has_tokenizer else None, is_fp8=is_fp8,
+        path, "hf", config, embedding.dtype, lambda: huggingface.from_hf(config, opened, reward=reward),
+        _tokenizer_in(path), is_fp8=is_fp8, has_value=reward,
+        has_head=config.tie_embeddings or not reward,
     )  # fmt: skip
+
+
+def _tokenizer_in(folder: Path) -> str | None:
+    """The name of a folder's tokenizer, for `load_tokenizer`; None: it has none that is read here."""
+    if (folder / "tokenizer.json").is_file() or all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+        return str(folder)
+    # beside tokenizer_config.json it is one of transformers, which changes the text first
+    file = folder / "tokenizer.model"
+    return str(file) if file.is_file() and not (folder / "tokenizer_config.json").is_file() else None
 
 
 def _peft(path: Path) -> Weights:
@@ -257,12 +299,20 @@ def _peft(path: Path) -> Weights:
         )
     base = open_weights(folder)
 
+    value = peft.read_value(path, base.config)
+
     def adapters() -> dict[str, Adapter]:
         return peft.read_adapter(path, base.config)
 
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        below = base.tensors() if value is None else ((n, t) for n, t in base.tensors() if n != VALUE)
+        return merged_tensors(below if value is None else chain([(VALUE, value)], below), adapters())
+
     return replace(
-        base, path=path, kind="peft", tensors=lambda: merged_tensors(base.tensors(), adapters()), adapters=adapters,
-        is_run=False, base=str(folder),
+        base, path=path, kind="peft", tensors=tensors, adapters=adapters, is_run=False, base=str(folder),
+        has_value=base.has_value or value is not None,
+        # trained with another one than the model below: a chat template, say
+        tokenizer=str(path) if (path / "tokenizer.json").is_file() else base.tokenizer,
     )  # fmt: skip
 
 
@@ -271,10 +321,10 @@ def _neox(path: Path, configs: Sequence[Path]) -> Weights:
     if source is None:
         raise FileNotFoundError(f"{path} must be a GPT-NeoX checkpoint (global_step…), got none")
     opened = neox_checkpoint.NeoXCheckpoint(source, configs)
-    beside = next((folder for folder in (source, source.parent) if (folder / "tokenizer.json").is_file()), None)
+    beside = next(filter(None, map(_tokenizer_in, (source, source.parent))), None)
     return Weights(
         source, "neox", opened.config, opened.dtype, opened.tensors,
-        opened.tokenizer if beside is None else str(beside),
+        opened.tokenizer if beside is None else beside,
         training=(lambda: NeoXTraining(opened)) if neox_checkpoint.trained_steps(source) else None,
     )  # fmt: skip
 
@@ -282,6 +332,7 @@ def _neox(path: Path, configs: Sequence[Path]) -> Weights:
 def load_model(path: Path, *, device: torch.device | str, dtype: torch.dtype | None = None) -> tuple[CausalLM, Weights]:
     """The model at `path` (`open_weights`), in evaluation mode, and its source.
 
+    A reward model has its value head, `model.value`, for `powertrain.models.reward.rewards`.
     dtype   None: the dtype of training or storage, float32 on a CPU
     Raises FileNotFoundError where there is no checkpoint, ValueError for one that cannot be read.
     """
@@ -291,7 +342,12 @@ def load_model(path: Path, *, device: torch.device | str, dtype: torch.dtype | N
 
 def build_from(weights: Weights, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """The model of these weights on a device; one tensor of them is in memory beside it."""
-    model = build(weights.config).to(dtype)
+    model = build(weights.config)
+    if weights.has_value:
+        add_value_head(model)
+    if not weights.has_head:
+        model.head = NoHead()
+    model.to(dtype)
     # built on the meta device: the weights are in memory once, where they are needed
     model.to_empty(device=device)
     fill(model.state_dict(), weights.tensors())

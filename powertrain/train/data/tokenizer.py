@@ -14,6 +14,7 @@ with GPT-2's files no text stands for a special token.
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -78,10 +79,13 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer of the `tokenizers` library, from the JSON text that describes it.
 
-    chat   a folder or Hub id from which transformers reads the chat template; None: there is none
+    chat     a folder or Hub id from which transformers reads the chat template; None: there is none
+    source   the folder or Hub id that the definition is from, with the other files of the tokenizer
     """
 
-    def __init__(self, definition: str, where: str, eod: str | None = None, chat: str | None = None) -> None:
+    def __init__(
+        self, definition: str, where: str, eod: str | None = None, chat: str | None = None, source: str | None = None
+    ) -> None:
         import tokenizers
 
         with reading(f"{where}:", "be a tokenizer.json of Hugging Face tokenizers"):
@@ -96,14 +100,14 @@ class FileTokenizer:
             self.identity += f"-end{self.eod}"
         if chat is not None:
             self.identity += _chat_identity(chat)
-        self._definition, self._where, self._eod, self._chat = definition, where, eod, chat
+        self._definition, self._where, self._eod, self._chat, self._source = definition, where, eod, chat, source
 
     def _first_known(self, names: Iterable[str]) -> int | None:
         return next((i for i in map(self.backend.token_to_id, names) if i is not None), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # the JSON text travels, not the library's object: workers on any start method rebuild the same one
-        return FileTokenizer, (self._definition, self._where, self._eod, self._chat)
+        return FileTokenizer, (self._definition, self._where, self._eod, self._chat, self._source)
 
     def encode(self, text: str) -> list[int]:
         with reading(f"{self._where}:", "be a tokenizer that encodes text"):
@@ -148,6 +152,36 @@ class FileTokenizer:
         finally:
             new.discard()
 
+    def save_with_files(self, folder: Path) -> None:
+        """`save` to FOLDER/tokenizer.json, with the other files of its source: special tokens, chat template."""
+        if self._source is not None and Path(self._source).is_dir():
+            copy_files(Path(self._source), folder)
+        elif self._source is not None:
+            _transformers(self._source).save_pretrained(folder)
+        self.save(folder / "tokenizer.json")
+
+    def special_ids(self) -> dict[str, int | None]:
+        """The ids of bos_token, eos_token and pad_token as its source declares them; None: it does not."""
+        source, found = self._source, {}
+        for name in _SPECIAL if source is not None else ():
+            if Path(str(source)).is_dir():
+                token = _declared(Path(str(source)) / _TOKENIZER_CONFIG, name)
+            else:
+                token = getattr(_transformers(str(source)), name, None)
+            found[name] = None if token is None else self.backend.token_to_id(token)
+        return found
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """What stands beside a tokenizer.json for transformers: special tokens and chat templates."""
+    for name in (_TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", _TEMPLATE):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    # templates that are chosen by name
+    for file in sorted((source / _NAMED_TEMPLATES).glob("*.jinja")):
+        (folder / _NAMED_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / _NAMED_TEMPLATES / file.name)
+
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `name` stands for; the module's docstring lists the forms.
@@ -186,22 +220,27 @@ def load_tokenizer(name: str) -> Tokenizer:
         return SentencePieceTokenizer(path)
     # tokenizer.json has no chat template: it is in files beside it
     chat = str(path.parent) if _has_chat_template(path.parent) else None
-    found = FileTokenizer(_text(path), str(path), chat=chat)
+    beside = str(path.parent)
+    found = FileTokenizer(_text(path), str(path), chat=chat, source=beside)
     # none of the usual names: without an end token documents would run into each other, and no model learn to stop
     end = _end_beside(path) if found.eod is None else None
-    return found if end is None else FileTokenizer(_text(path), str(path), end, chat)
+    return found if end is None else FileTokenizer(_text(path), str(path), end, chat, beside)
 
 
 def _end_beside(path: Path) -> str | None:
     """eos_token of the tokenizer_config.json beside a tokenizer.json; None: there is none."""
-    config = path.with_name(_TOKENIZER_CONFIG)
+    return _declared(path.with_name(_TOKENIZER_CONFIG), "eos_token")
+
+
+def _declared(config: Path, name: str) -> str | None:
+    """A special token of a tokenizer_config.json; None: it has none, or is not there."""
     if not config.is_file():
         return None
     with reading(f"{config}:", "be a tokenizer_config.json of transformers"):
-        end = json.loads(_text(config)).get("eos_token")
+        token = json.loads(_text(config)).get(name)
     # an AddedToken is an object
-    end = end.get("content") if isinstance(end, dict) else end
-    return end if isinstance(end, str) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _from_transformers(source: str, name: str) -> FileTokenizer:
@@ -211,7 +250,7 @@ def _from_transformers(source: str, name: str) -> FileTokenizer:
     if not getattr(loaded, "is_fast", False):
         raise ValueError(f"{name}: must be a tokenizer with a fast form, got {type(loaded).__name__}")
     chat = source if loaded.chat_template else None
-    return FileTokenizer(loaded.backend_tokenizer.to_str(), name, loaded.eos_token, chat)
+    return FileTokenizer(loaded.backend_tokenizer.to_str(), name, loaded.eos_token, chat, source)
 
 
 @cache
@@ -226,6 +265,8 @@ def _transformers(source: str) -> Any:
 
 
 _TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_SPECIAL = ("bos_token", "eos_token", "pad_token")
+_NAMED_TEMPLATES = "additional_chat_templates"
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -261,7 +302,7 @@ def _gpt2(vocab: Path, merges: Path) -> FileTokenizer:
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    return FileTokenizer(backend.to_str(), f"{vocab}, {merges}", eod=END_OF_TEXT)
+    return FileTokenizer(backend.to_str(), f"{vocab}, {merges}", eod=END_OF_TEXT, source=str(vocab.parent))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
