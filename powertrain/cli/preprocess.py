@@ -100,11 +100,13 @@ def _write_completions(
     overwrite: bool,
     console: Console,
 ) -> None:
-    from powertrain.train.data.completions import CompletionEncoding, files_of, write_completions
+    from powertrain.train.data.completions import CompletionEncoding, files_of, warn_without_end, write_completions
     from powertrain.train.data.corpus import raw_documents
     from powertrain.train.data.indexed import folder_of
 
     folder_of(output)
+    if tokenizer.eod is None:
+        warn_without_end(next(raw_documents(files), None))
     encoding = CompletionEncoding(tokenizer, form.value)
     count, bad = write_completions(raw_documents(files), output, encoding, skip_bad=skip_bad, overwrite=overwrite)
     for message in bad[:20]:

@@ -120,6 +120,11 @@ class Config(ModelConfig):
         return self.intermediate_size or 4 * self.hidden_size
 
     @property
+    def turned(self) -> int:
+        """Channels of a head that rotary_pct turns. They turn in pairs, so an odd number is rounded down."""
+        return int(self.hidden_size // self.num_heads * self.rotary_pct) // 2 * 2
+
+    @property
     def has_gmlp(self) -> bool:
         """Whether some layers mix positions without attention."""
         return any(kind in ("gmlp", "amlp") for kind in self.layer_types)
@@ -165,12 +170,9 @@ def _layer(config: Config, layer: int) -> Layer:
 
 
 def _attention(config: Config, layer: int) -> SelfAttention:
-    head_dim = config.hidden_size // config.num_heads
-    # channels turn in pairs, so an odd share is rounded down
-    turned = int(head_dim * config.rotary_pct) // 2 * 2
     rotary = None
-    if config.position_embedding == "rotary" and turned:
-        rotary = Rotary(turned, config.max_position_embeddings, config.rope_theta)
+    if config.position_embedding == "rotary" and config.turned:
+        rotary = Rotary(config.turned, config.max_position_embeddings, config.rope_theta)
     sparsity = config.sparsity if config.layer_type(layer) == "sparse" else None
     return SelfAttention(
         config.hidden_size,
@@ -298,6 +300,12 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
         raise ValueError(f"config.json: rope_scaling must be null for gpt_neox, got {rope.scaling}")
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     vocab, hidden, ffn, layers, heads = required(values, *names)
+    channels = int(hidden // heads * rope.fraction)
+    if channels % 2:
+        raise ValueError(
+            f"config.json: rotary_pct must turn an even number of a head's {hidden // heads} channels, since they turn "
+            f"in pairs, got {rope.fraction:g}, which is {channels}"
+        )
     parallel, attention_bias = values.get("use_parallel_residual"), values.get("attention_bias")
     return Config(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_layers=layers, num_heads=heads,
@@ -321,6 +329,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
     equivalent = hf_equivalent(config)
     if isinstance(equivalent, llama.Config):
         return llama.to_hf_config(equivalent)
+    fraction = _hf_fraction(config)
     # reversed: of several names of one activation the first is written
     acts = {ours: theirs for theirs, ours in reversed(_HF_ACTIVATIONS.items())}
     return {
@@ -340,12 +349,22 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "hidden_dropout": config.hidden_dropout,
         "attention_dropout": config.attention_dropout,
         "initializer_range": config.init_std,
-        "rotary_pct": config.rotary_pct,
+        "rotary_pct": fraction,
         "rotary_emb_base": config.rope_theta,
-        **to_hf_rope(config.rope_theta, None, config.rotary_pct),
+        **to_hf_rope(config.rope_theta, None, fraction),
         # 1.0 must be said: a quarter is the default there
-        "partial_rotary_factor": config.rotary_pct,
+        "partial_rotary_factor": fraction,
     }
+
+
+def _hf_fraction(config: Config) -> float:
+    """rotary_pct; of one that gives an odd number of channels the share that turns, since transformers rounds to no
+    pair."""
+    head_dim = config.hidden_size // config.num_heads
+    if int(head_dim * config.rotary_pct) == config.turned:
+        return config.rotary_pct
+    # half a channel more, so that no rounding gives one less
+    return (config.turned + 0.5) / head_dim
 
 
 def hf_equivalent(config: Config) -> Config | llama.Config:
@@ -367,6 +386,12 @@ def hf_equivalent(config: Config) -> Config | llama.Config:
         raise ValueError(
             f"model.{neox} for a GPTNeoXForCausalLM, or model.{as_llama} for a LlamaForCausalLM: "
             "transformers has no class for both"
+        )
+    head_dim = config.hidden_size // config.num_heads
+    if config.turned != head_dim:
+        raise ValueError(
+            "model.hidden_size / num_heads must be even for a LlamaForCausalLM, which turns all channels of a head, "
+            f"got {head_dim}"
         )
     return llama.Config(
         **{name: getattr(config, name) for name in config.__class__.model_fields.keys() & llama.Config.model_fields}

@@ -46,6 +46,10 @@ class Config(ModelConfig):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         check_heads(self, self.num_kv_heads, self.head_dim)
+        head_dim = self.head_dim or self.hidden_size // self.num_heads
+        if head_dim % 2:
+            name = "hidden_size / num_heads" if self.head_dim is None else "head_dim"
+            raise ValueError(f"model.{name} must be even, since channels turn in pairs, got {head_dim}")
         scheme(self.rope_scaling)
         return self
 

@@ -396,3 +396,45 @@ def test_damaged_folders(
     damage(tmp_path)
     with pytest.raises(error, match=message):
         _loaded(tmp_path)
+
+
+@pytest.mark.parametrize("hidden_size, share", [(40, 0.5), (32, 0.4), (36, 1.0), (32, 0.1)])
+def test_an_odd_number_of_rotary_channels_is_written_as_the_even_one_that_turns(
+    hidden_size: int, share: float, tmp_path: Path
+) -> None:
+    """transformers does not round down; nor does it compute a model with half a pair."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    config = configure(**{**sizes, "architecture": "gpt_neox", "hidden_size": hidden_size, "rotary_pct": share})
+    ours = build(config, device="cpu").eval()
+    ours.init_weights(1)
+    write(tmp_path, config, ours.state_dict().items())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).float().eval()
+    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    again: Any = read_config(tmp_path)
+    assert again.turned == config.turned  # type: ignore[attr-defined]
+    values = json.loads((tmp_path / "config.json").read_text())
+    for key in ("rotary_pct", "partial_rotary_factor"):
+        values[key] = values["rope_parameters"][key] = 3 / (hidden_size // 4)
+    with pytest.raises(
+        ValueError, match=r"rotary_pct must turn an even number of a head's \d+ channels, .* which is 3"
+    ):
+        from_hf_config(values)
+
+
+def test_an_odd_number_of_channels_that_no_class_turns() -> None:
+    config = configure(
+        architecture="gpt_neox", vocab_size=96, hidden_size=36, num_layers=2, num_heads=4, norm="rms_norm",
+        norm_bias=False, activation="swiglu", mlp_bias=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"hidden_size / num_heads must be even for a LlamaForCausalLM.* got 9"):
+        to_hf_config(config)
+    sizes = {"architecture": "llama", "vocab_size": 96, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+    for fields, name in (
+        ({"hidden_size": 36}, "hidden_size / num_heads"),
+        ({"hidden_size": 32, "head_dim": 5}, "head_dim"),
+    ):
+        with pytest.raises(ValueError, match=rf"model\.{name} must be even, since channels turn in pairs"):
+            configure(**{**sizes, **fields})

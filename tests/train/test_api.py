@@ -15,7 +15,7 @@ import yaml
 from powertrain.runtime import tracing
 from powertrain.train import slow_precision, train
 from powertrain.train.config.reader import read_config, run_of
-from powertrain.train.config.schema import DataConfig, DataSource, ProfileConfig
+from powertrain.train.config.schema import DataConfig, DataSource, ProfileConfig, RunConfig
 from powertrain.train.config.yaml_source import ConfigError
 from powertrain.train.data.indexed import DocumentSlice, IndexedData, IndexedWriter
 from powertrain.train.data.sources import open_data
@@ -24,7 +24,7 @@ from powertrain.train.ranks import RendezvousError
 from powertrain.train.reporting.metrics import StepRecord
 from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.trainer import Trainer
-from tests.train.tiny_run import At, open_trainer, write_config
+from tests.train.tiny_run import At, open_trainer, read, write_config
 
 
 @pytest.mark.parametrize("kind", ["path", "dictionary", "RunConfig"])
@@ -161,7 +161,7 @@ def test_ctrl_c_saves(tmp_path: Path) -> None:
     assert 2 <= step < 9 and (tmp_path / f"run/checkpoints/step_{step:08}/checkpoint.json").is_file()
 
 
-@pytest.mark.parametrize("start, steps, last", [(1, 1, 1), (2, 3, 4), (4, 9, 5), (9, 2, None), (2, 0, None)])
+@pytest.mark.parametrize("start, steps, last", [(1, 1, 1), (2, 3, 4), (4, 9, 5), (9, 0, None)])
 def test_trace_of_steps(start: int, steps: int, last: int | None, tmp_path: Path) -> None:
     notes: list[str] = []
 
@@ -183,6 +183,19 @@ def test_trace_of_steps(start: int, steps: int, last: int | None, tmp_path: Path
     assert file.name == f"steps_{start}-{last}_rank_0.json.gz" and any(str(file) in note for note in notes)
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
+
+
+def test_a_trace_behind_the_last_step_is_refused(tmp_path: Path) -> None:
+    words = [r"tiny\.yml:\d+|command line", r"train\.profile\.start must be at most train\.steps \(5\), got 6"]
+    overrides = ("train.profile.start=6", "train.profile.steps=2", "train.steps=5")
+    with pytest.raises(ConfigError, match=rf"({words[0]}).*{words[1]}"):
+        read(tmp_path, *overrides)
+    config = read(tmp_path, "train.steps=7", *overrides[:2]).config
+    short = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
+    with pytest.raises(ConfigError, match=words[1]):
+        run_of(short)
+    # a checkpoint's config of an earlier version is read
+    assert RunConfig.model_validate(short.model_dump(mode="json")) == short
 
 
 def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path) -> None:

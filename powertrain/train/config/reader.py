@@ -103,6 +103,8 @@ def run_of(config: RunConfig | Mapping[str, Any], overrides: Sequence[str] = ())
     if isinstance(config, RunConfig):
         if overrides:
             raise ConfigError(f"overrides must be empty for a RunConfig (model_copy makes another), got {overrides!r}")
+        if words := _unused_trace(config):
+            raise ConfigError(words)
         # a RunConfig was validated when it was made
         return Run(config, (), "powertrain", "a RunConfig", {})
     if not isinstance(config, Mapping):
@@ -189,9 +191,19 @@ def _validated(values: dict[str, Any], source: Source) -> RunConfig:
         config = _retyped(values, source)
     except ValidationError as error:
         lines += _lines(error, source, (), values)
+    if not lines and (words := _unused_trace(config)):
+        lines.append(f"{_place(words, ('train',), source)}: {words}")
     if lines:
         raise ConfigError("\n".join(lines))
     return config
+
+
+def _unused_trace(config: RunConfig) -> str:
+    """Words for a trace that the run is too short for. Not in the schema: configs in checkpoints are read by it."""
+    profile, steps = config.train.profile, config.train.steps
+    if not profile.steps or profile.start <= steps:
+        return ""
+    return f"train.profile.start must be at most train.steps ({steps}), got {profile.start}"
 
 
 # keeps the other sections' errors coming when the model's own is already known; the longest that the schema allows, so

@@ -14,10 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from powertrain.runtime import tracing
-from powertrain.train.data.completions import CompletionData
+from powertrain.train.data.completions import CompletionData, check_log_probs
 from powertrain.train.data.packed import IGNORED, Completions, Sample
 
 Integers = npt.NDArray[np.int64]
+
+
+class NoExample(ValueError):
+    """None of a data set's examples can be used; the message gives their number and the causes."""
 
 
 class CompletionSamples:
@@ -26,7 +30,7 @@ class CompletionSamples:
     examples   [E] the documents to use
     packed     False: one example a row
     truncate   cut an example that is too long at its end, where GPT-NeoX's allow_chopped does; else leave it out
-    Examples without a label that counts are left out. Raises ValueError where none is left.
+    Examples without a label that counts are left out. Raises NoExample where none is left.
     """
 
     def __init__(
@@ -49,24 +53,18 @@ class CompletionSamples:
         return len(self.starts) - 1
 
     def _usable(self, examples: Integers, truncate: bool) -> Integers:
-        # without truncation a side that is too long; an example of one token predicts nothing
-        fits = np.ones(len(examples), bool)
-        for side in self.sides:
-            sizes = side.sizes[examples]
-            fits &= (sizes > 1) & (truncate | (sizes <= self.seq_length + 1))
-        long = int(len(examples) - fits.sum())
-        kept = np.array([e for e in examples[fits] if self._counts(int(e))], np.int64)
-        empty = len(examples) - long - len(kept)
-        if long or empty:
-            tracing.warn(
-                f"{self.sides[0].files.tokens}: of {len(examples)} examples {long} are left out because they are "
-                f"longer than train.seq_length {self.seq_length}, and {empty} because none of their labels counts"
-            )
+        # an example of one token predicts nothing; without truncation a side may be too long
+        sizes = np.stack([side.sizes[examples] for side in self.sides])
+        short = (sizes < 2).any(0)
+        long = ~short & (sizes > self.seq_length + 1).any(0) & (not truncate)
+        fits = examples[~short & ~long]
+        kept = np.array([e for e in fits if self._counts(int(e))], np.int64)
+        causes = _causes(int(long.sum()), int(short.sum()), len(fits) - len(kept), self.seq_length)
+        name, count = self.sides[0].files.tokens, len(examples)
         if not len(kept):
-            raise ValueError(
-                f"{self.sides[0].files.tokens}: must hold an example to train on, got none of {len(examples)}: "
-                f"{long} are longer than train.seq_length {self.seq_length}, and {empty} have no label that counts"
-            )
+            raise NoExample(f"{name}: must hold an example that can be used, got none of {count}: {causes}")
+        if causes:
+            tracing.warn(f"{name}: of {count} examples {count - len(kept)} are left out: {causes}")
         return kept
 
     def _counts(self, example: int) -> bool:
@@ -94,6 +92,8 @@ class CompletionSamples:
             for place, example in enumerate(examples):
                 ids, mine, value, known = side.get(int(example))
                 self._check(ids, side, int(example))
+                if known is not None:
+                    check_log_probs(f"{side.files.log_probs}: document {example}", known)
                 stop = at + min(len(ids) - 1, self.seq_length - at)
                 here, count, number = slice(at, stop), stop - at, row * len(examples) + place
                 # labels are shifted by one: position t predicts token t + 1
@@ -113,6 +113,16 @@ class CompletionSamples:
                 f"{side.files.tokens}: tokens must be in [0, {self.vocab_size}), the tokenizer's vocabulary, got {bad} "
                 f"in document {example}; was it made with another tokenizer?"
             )
+
+
+def _causes(long: int, short: int, empty: int, seq_length: int) -> str:
+    """Why so many examples cannot be used, as words; "" for none."""
+    causes = {
+        f"longer than train.seq_length {seq_length} (data.allow_chopped: true cuts them)": long,
+        "of a single token, which predicts nothing": short,
+        f"without a label that counts in the first {seq_length + 1} tokens (train.seq_length {seq_length})": empty,
+    }
+    return ", ".join(f"{count} {'is' if count == 1 else 'are'} {cause}" for cause, count in causes.items() if count)
 
 
 def _rows(examples: Integers, lengths: Integers, width: int, num_samples: int, seed: int) -> tuple[Integers, Integers]:

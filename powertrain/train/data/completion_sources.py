@@ -11,13 +11,14 @@ from powertrain.runtime import tracing
 from powertrain.train.config.schema import DataConfig, DataSource
 from powertrain.train.data import datasets_library
 from powertrain.train.data.blend import BlendedSamples, blend_indices, normalized, samples_wanted
-from powertrain.train.data.completion_samples import CompletionSamples, Integers
+from powertrain.train.data.completion_samples import CompletionSamples, Integers, NoExample
 from powertrain.train.data.completions import (
     CompletionData,
     CompletionEncoding,
     CompletionFiles,
     Format,
     files_of,
+    warn_without_end,
     write_completions,
 )
 from powertrain.train.data.corpus import digest, find_files, raw_documents
@@ -42,6 +43,7 @@ def open_completions(
     """`open_data` for prompts with completions: sources are jsonl, parquet, `datasets`, or GPT-NeoX's .bin/.idx.
 
     form: what a record has (completions.py). A split counts examples; rows of a held-out part are as those of training.
+    A held-out part of which no example can be used is None, with a warning that gives the causes.
     Raises ValueError or FileNotFoundError naming the file or key.
     """
     folder = cache_folder(config, cache)
@@ -50,6 +52,10 @@ def open_completions(
     parts = [opener.part(name, wanted) for name, wanted in zip(PARTS, num_samples, strict=True)]
     assert parts[0] is not None
     return Data(parts[0], parts[1], parts[2], tokenizer, tokenizer.vocab_size)
+
+
+# sides of a source, its examples in a part of the run, its weight
+_Opened = tuple[list[CompletionData], Integers, float]
 
 
 class _Opener:
@@ -66,7 +72,7 @@ class _Opener:
             return None
         has_own = bool(config.validation or config.test)
         sources = (config.train, config.validation, config.test)[number] if has_own else config.train
-        opened = []
+        opened: list[_Opened] = []
         for source in sources:
             sides = self._sides(source)
             # an own validation set is not split; otherwise each source gives its share of every part
@@ -74,17 +80,35 @@ class _Opener:
             examples = np.arange(*((0, len(sides[0])) if has_own else bounds[number : number + 2]), dtype=np.int64)
             if len(examples):
                 opened.append((sides, examples, source.weight))
-        if not opened:
-            if name == "train":
-                raise ValueError(f"data.train must hold examples to train on, got none; data.split is {config.split!r}")
+        if opened:
+            return self._blend(name, opened, wanted)
+        if name == "train":
+            raise ValueError(f"data.train must hold examples to train on, got none; data.split is {config.split!r}")
+        # the test part of a split is often empty: a thousandth by default
+        if name != "test" or config.test:
             tracing.warn(f"data: no example is left for {name} (split {config.split!r}); there will be none")
-            return None
+        return None
+
+    def _blend(self, name: str, opened: list[_Opened], wanted: int) -> SampleSource | None:
+        """The samples of some sources together; of a held-out part without those of which no example can be used."""
         weights = [weight for _, _, weight in opened]
-        if not sum(weights) > 0:
+        if opened and not sum(weights) > 0:
             raise ValueError(f"data.{name}: weights must not all be 0, got {weights}")
         # a blend may take a little more of a source than its rounded share, hence half a percent in reserve
         counts = samples_wanted(weights, wanted) if len(opened) > 1 else [wanted]
-        made = [self._samples(sides, examples, n) for (sides, examples, _), n in zip(opened, counts, strict=True)]
+        made = []
+        for one, count in zip(opened, counts, strict=False):
+            try:
+                made.append(self._samples(one[0], one[1], count))
+            except NoExample as error:
+                if name == "train":
+                    raise
+                # an evaluation less is no reason to lose a run
+                tracing.warn(f"data: {name} has none of these: {error}")
+                return self._blend(name, [other for other in opened if other is not one], wanted)
+        if not made:
+            tracing.warn(f"data: no example is left for {name}; there will be none")
+            return None
         if len(made) == 1:
             return made[0]
         shares = normalized(weights)
@@ -123,6 +147,9 @@ class _Opener:
         """A source's records, tokenized: from the cache, or into it."""
         library = datasets_library.reads(source.path)
         files = [] if library else find_files([source.path])
+        records = (lambda: datasets_library.rows(source, None)) if library else (lambda: raw_documents(files))
+        if self.tokenizer.eod is None:
+            warn_without_end(next(records(), None))
         identity = datasets_library.identity(source) if library else digest(files)
         # the number is the version of our encoding: a change of it must not find old files
         about = f"completions 1 {identity} {self.tokenizer.identity} {self.form}"
@@ -133,9 +160,7 @@ class _Opener:
         with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
             # the first side's tokens are published last
             if not exists(sides[0].tokens):
-                raws = datasets_library.rows(source, None) if library else raw_documents(files)
-                count, _ = write_completions(
-                    raws, prefix, CompletionEncoding(self.tokenizer, self.form), overwrite=True
-                )
+                encoding = CompletionEncoding(self.tokenizer, self.form)
+                count, _ = write_completions(records(), prefix, encoding, overwrite=True)
                 tracing.progress(f"tokenized {count} examples of {source.path}")
         return sides

@@ -27,11 +27,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from powertrain.runtime import tracing
 from powertrain.train.data.corpus import BadDocument, Raw, check_surrogates
 from powertrain.train.data.indexed import IndexedData, IndexedWriter
 from powertrain.train.data.packed import IGNORED
 from powertrain.train.data.tokenizer import ChatRefused, Tokenizer
 
+_ROUNDED = 0.01
 _LARGEST = float(np.finfo(np.float32).max)
 Format = Literal["messages", "pairs", "labels", "advantages"]
 
@@ -106,12 +108,14 @@ class CompletionEncoding:
         for turn in range(first, len(chat)):
             if chat[turn]["role"] != "assistant":
                 continue
-            # the text that the sampler would be given: the role's header is prompt, not answer
-            before = self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True)
             after = self.tokenizer.encode_chat(chat[: turn + 1])
+            # the text that the sampler would be given: the role's header is prompt, not answer
+            before = (
+                self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True) if turn else self._header(after)
+            )
             # a template may look at the whole chat, and drop the reasoning of earlier turns, say; labels would then be
             # misplaced
-            if ids[: len(after)] != after or after[: len(before)] != before:
+            if before is None or ids[: len(after)] != after or after[: len(before)] != before:
                 raise BadDocument(
                     f"{where}: {key}: the chat template must render the first messages of a chat to the first tokens "
                     f"of the whole chat, got other tokens at message {turn}"
@@ -120,6 +124,22 @@ class CompletionEncoding:
         if all(label == IGNORED for label in labels):
             _bad(where, key, "a message of the assistant", f"roles {[m['role'] for m in chat[first:]]}")
         return ids, labels
+
+    def _header(self, chat: list[int]) -> list[int] | None:
+        """The tokens of a chat of one assistant's message up to its text; None where they are not found.
+
+        Templates render no chat without messages, so the role's header is what a question's generation prompt adds.
+        """
+        question = [{"role": "user", "content": "?"}]
+        asked = self.tokenizer.encode_chat(question)
+        prompted = self.tokenizer.encode_chat(question, add_generation_prompt=True)
+        header = prompted[len(asked) :]
+        if prompted[: len(asked)] != asked or not header:
+            return None
+        starts = range(len(chat) - len(header) + 1)
+        # the first: behind it is the assistant's text, before it at most a system message that the template adds
+        at = next((start for start in starts if chat[start : start + len(header)] == header), None)
+        return None if at is None else chat[: at + len(header)]
 
     def _log_probs(self, where: str, record: Mapping[str, Any], completion: Completion) -> list[float] | None:
         given = record.get("log_probs")
@@ -130,8 +150,35 @@ class CompletionEncoding:
         if not isinstance(given, list) or len(given) != count:
             got = len(given) if isinstance(given, list) else given
             _bad(where, "log_probs", f"one number for each of the completion's {count} tokens", got)
-        numbers = iter([_number(where, "log_probs", "numbers that float32 has", number) for number in given])
+        values = [_number(where, "log_probs", "numbers that float32 has", number) for number in given]
+        try:
+            check_log_probs(f"{where}: log_probs", values)
+        except ValueError as error:
+            raise BadDocument(str(error)) from None
+        numbers = iter(values)
         return [0.0 if label == IGNORED else next(numbers) for label in completion.labels]
+
+
+def warn_without_end(first: Raw | None) -> None:
+    """Warn, once, if completions are strings, going by the first record, for a tokenizer without an end token."""
+    try:
+        record = {} if first is None else _record(first)
+    except BadDocument:  # reported where all of them are read
+        return
+    if any(isinstance(record.get(key), str) for key in ("completion", "chosen", "rejected")):
+        tracing.warn(
+            "data.tokenizer: its files declare no end-of-document token (eos_token in tokenizer_config.json), so "
+            "completions end without one and the model does not learn to stop"
+        )
+
+
+def check_log_probs(where: str, values: Any) -> None:
+    """Raise ValueError for one that is no logarithm of a probability; nan is one that is not known."""
+    # fmax: nan counts for nothing
+    largest = float(np.fmax.reduce(np.asarray(values, np.float64), initial=0.0))
+    # rounding in 16 bits can give a sampler's likeliest token a little more than 0
+    if largest > _ROUNDED:
+        raise ValueError(f"{where} must be at most 0, logarithms of probabilities, got {largest:g}")
 
 
 def _record(raw: Raw) -> dict[str, Any]:

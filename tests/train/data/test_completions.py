@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,8 +15,9 @@ from typer.testing import CliRunner
 
 from powertrain.cli import app
 from powertrain.models import build, configure
+from powertrain.runtime import tracing
 from powertrain.train.config.schema import DataConfig
-from powertrain.train.data.completion_samples import CompletionSamples
+from powertrain.train.data.completion_samples import CompletionSamples, NoExample
 from powertrain.train.data.completion_sources import open_completions
 from powertrain.train.data.completions import (
     CompletionData,
@@ -25,6 +27,7 @@ from powertrain.train.data.completions import (
     write_completions,
 )
 from powertrain.train.data.corpus import BadDocument, Raw
+from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.data.loader import _stacked
 from powertrain.train.data.tokenizer import ByteTokenizer, ChatRefused
 
@@ -76,9 +79,55 @@ def test_only_the_assistants_turns_count() -> None:
     assert _text(CompletionEncoding(_Chat(), "pairs")(_raw(record))[0].ids) == "<system>s;<user>u;<assistant>one;"
 
 
+class _WithSystem(_Chat):
+    """A template that adds a system message, and another that looks at the last message alone."""
+
+    def __init__(self, start: str = "<bos><system>hi;") -> None:
+        super().__init__()
+        self.start = start
+
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+        inside = super().encode_chat(messages, add_generation_prompt=add_generation_prompt)
+        return [*self.encode(self.start), *inside]
+
+
+@pytest.mark.parametrize("tokenizer", [_Chat(), _WithSystem()], ids=["plain", "system"])
+def test_a_chat_may_begin_with_the_assistant(tokenizer: ByteTokenizer) -> None:
+    """A greeting is learnt, its role's header is not; as part of a prompt it is not learnt."""
+    turns = [("assistant", "hello"), ("user", "u"), ("assistant", "one")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (found,) = CompletionEncoding(tokenizer, "messages")(_raw({"messages": messages}))
+    assert _text(found.ids).endswith("<assistant>hello;<user>u;<assistant>one;")
+    assert _text([label for label in found.labels if label >= 0]) == "hello;one;"
+    at = found.labels.index(ord("h"))
+    assert _text(found.ids[:at]).endswith("<assistant>") and _text(found.ids[:at]).count("<assistant>") == 1
+    record = {"prompt": messages[:2], "completion": messages[2:]}
+    (found,) = CompletionEncoding(tokenizer, "messages")(_raw(record))
+    assert _text([label for label in found.labels if label >= 0]) == "one;"
+    # an answer to nothing
+    record = {"chosen": messages[:1], "rejected": [{"role": "assistant", "content": "bad"}]}
+    chosen, rejected = CompletionEncoding(tokenizer, "pairs")(_raw(record))
+    assert _text([label for label in chosen.labels if label >= 0]) == "hello;"
+    assert _text([label for label in rejected.labels if label >= 0]) == "bad;"
+
+
+def test_a_greeting_in_a_template_without_a_header_is_refused() -> None:
+    class Bare(_Chat):
+        def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+            return super().encode_chat(messages)
+
+    with pytest.raises(BadDocument, match=r"file\.jsonl:1: messages: the chat template must render .* at message 0"):
+        CompletionEncoding(Bare(), "messages")(_raw({"messages": [{"role": "assistant", "content": "a"}]}))
+
+
 @pytest.mark.parametrize(
     "form, record, words",
     [
+        (
+            "advantages",
+            {"completion": "a", "advantage": 1, "log_probs": [-1.0, 0.5]},
+            r"file\.jsonl:1: log_probs must be at most 0, logarithms of probabilities, got 0\.5",
+        ),
         ("messages", {"prompt": "a"}, r"file\.jsonl:1: completion must be a string or a list of messages, got nothing"),
         ("pairs", {"chosen": "a", "rejected": 3}, "rejected must be a string or a list of messages, got 3"),
         ("labels", {"completion": "a", "label": 1}, "label must be true or false, got 1"),
@@ -181,8 +230,78 @@ def test_too_long_ones_are_left_out_or_cut(tmp_path: Path) -> None:
     # the first token of a completion without a prompt is not predicted
     assert lengths() == {3}
     assert lengths(truncate=True) == {3, 8}
-    with pytest.raises(ValueError, match="must hold an example to train on, got none of"):
+    with pytest.raises(
+        NoExample, match="must hold an example that can be used, got none of 2: 2 are longer than train"
+    ):
         CompletionSamples(sides, np.arange(2, 4), seq_length=8, num_samples=1, seed=0, vocab_size=256)
+
+
+def test_why_examples_are_left_out_is_said(tmp_path: Path) -> None:
+    """A single token is not a long example; a completion behind the end of a row is none that is too long."""
+    side = _written(tmp_path, "messages", [{"prompt": "", "completion": "a" * n} for n in (0, 0, 2, 30)])
+    options: dict[str, Any] = dict(seq_length=8, num_samples=1, seed=0, vocab_size=256)
+    with pytest.raises(NoExample, match=r"got none of 2: 2 are of a single token, which predicts nothing$"):
+        CompletionSamples(side, np.arange(2), **options)
+    CompletionSamples(side, np.arange(4), **options)
+    said = "of 4 examples 3 are left out: 1 is longer than train.seq_length 8 (data.allow_chopped: true cuts them), 2 "
+    assert any(said in event.text for event in tracing.trace())
+    (tmp_path / "b").mkdir()
+    side = _written(tmp_path / "b", "messages", [{"prompt": "p" * 20, "completion": "x"}])
+    with pytest.raises(NoExample, match="got none of 1: 1 is without a label that counts in the first 9 tokens"):
+        CompletionSamples(side, np.arange(1), truncate=True, **options)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_held_out_part_without_an_example_that_can_be_used(own: bool, tmp_path: Path) -> None:
+    """The run goes on without that evaluation, or that source of it, and says why; training data are an error."""
+    short, long = ([{"prompt": "", "completion": "a" * n}] * 8 for n in (5, 50))
+    for name, records in (("short", short), ("long", long), ("mixed", short + long)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options: dict[str, Any] = {"cache_folder": str(tmp_path / "cache"), "allow_chopped": False}
+    read: dict[str, Any] = dict(seq_length=16, num_samples=(4, 2, 0), seed=1)
+    if own:
+        config = DataConfig(train=f"{tmp_path}/short.jsonl", validation=f"{tmp_path}/long.jsonl", **options)  # type: ignore[arg-type]
+    else:
+        config = DataConfig(train=f"{tmp_path}/mixed.jsonl", split="50,50,0", **options)  # type: ignore[arg-type]
+    data = open_completions(config, "messages", **read)
+    assert data.validation is None and len(data.train) >= 4
+    texts = [event.text for event in tracing.trace()]
+    assert any("validation has none of these" in t and "8 are longer than train.seq_length 16" in t for t in texts)
+    assert "data: no example is left for validation; there will be none" in texts
+    both = (f"{tmp_path}/long.jsonl", f"{tmp_path}/short.jsonl")
+    config = DataConfig(train=f"{tmp_path}/short.jsonl", validation=both, **options)  # type: ignore[arg-type]
+    validation = open_completions(config, "messages", **read).validation
+    assert isinstance(validation, CompletionSamples)
+    with pytest.raises(NoExample, match="got none of 8"):
+        open_completions(DataConfig(train=f"{tmp_path}/long.jsonl", split="1,0,0", **options), "messages", **read)  # type: ignore[arg-type]
+
+
+def test_log_probs_of_files_are_logarithms(tmp_path: Path) -> None:
+    """Rounding may give a little more than 0; half is a probability."""
+    sides = _written(tmp_path, "advantages", [{"completion": "ab", "advantage": 1, "log_probs": [-1, 1e-4, 0]}])
+    options: dict[str, Any] = dict(seq_length=8, num_samples=1, seed=0, vocab_size=256)
+    CompletionSamples(sides, np.arange(1), **options).sample(0)
+    with IndexedWriter(f"{tmp_path}/bad", np.float32) as writer:
+        writer.add(np.array([0, 0.5, np.nan], np.float32))
+    files = replace(files_of(tmp_path / "x", "advantages")[0], log_probs=f"{tmp_path}/bad")
+    with pytest.raises(ValueError, match=r"bad: document 0 must be at most 0, .* got 0\.5"):
+        CompletionSamples([CompletionData(files)], np.arange(1), **options).sample(0)
+
+
+def test_a_missing_end_token_is_said_once(tmp_path: Path) -> None:
+    """At the start of each run, tokenized before or not, where completions are strings."""
+    tokenizer = _Chat()
+    tokenizer.eod = None
+    chat = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    records: dict[str, list[Any]] = {"strings": _pairs(4, 1), "chats": [chat] * 4}
+    for name, rows in records.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        config = DataConfig(train=f"{tmp_path}/{name}.jsonl", split="50,50,0", cache_folder=str(tmp_path / "cache"))  # type: ignore[arg-type]
+        for _ in range(2):
+            tracing.clear()
+            open_completions(config, "pairs", seq_length=32, num_samples=(1, 1, 0), seed=0, tokenizer=tokenizer)
+            said = [event for event in tracing.trace() if "no end-of-document token" in event.text]
+            assert len(said) == (name == "strings")
 
 
 def test_batches_number_completions_through(tmp_path: Path) -> None:
