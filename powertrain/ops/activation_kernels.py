@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.shapes import as_rows, empty, next_power_of_2
+from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
+from powertrain.ops.shapes import as_rows, cdiv, empty, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
@@ -146,7 +147,9 @@ def _activation_fwd_kernel(
     KIND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
+    wait_then_let_next_start(STARTS_EARLY)
     col_blocks = tl.cdiv(N, BLOCK_N)
     rows = (tl.program_id(0) // col_blocks * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     cols = (tl.program_id(0) % col_blocks * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -248,19 +251,28 @@ class _Plan(NamedTuple):
     col_blocks: int
 
 
+_FEW = 8192  # elements for each SM
+
+
 @tunable("NVIDIA H200, 2026-11-24")
 def _plan(M: int, N: int, per_thread: int, target: Target) -> _Plan:
     """Blocks of 2048 elements. Of two streams one 16-byte vector a thread keeps enough loads in flight: swiglu
     25000x4304 bf16 on an H200 took 0.1517 ms with 8 elements a thread and 0.1523 with 16 (a copy 0.1518), its backward
     0.2550 and 0.2563 (0.2530). The one stream of a plain forward wants four: gelu_tanh 25000x4304 took 0.1071 ms with
     32, 0.1104 with 16 and 0.1239 with 8 (0.1012), its backward 0.1549 with 16 and 0.1685 with 8 (0.1518)."""
+    block, of_an_sm = 2048, cdiv(M * N, target.num_sms)
+    if of_an_sm <= _FEW:
+        # nothing hides the time of a load: one vector a thread. us, one H200, in a graph, gelu bf16, blocks of 512,
+        # 1024, and 2048 with 32 a thread: 16384 elements 0.81, 0.86, 2.4; 131072 1.24, 1.20, 2.6; 2^20 2.82, 2.05, 3.4
+        block, per_thread = (512 if of_an_sm <= 1024 else 1024), 8
     # little of a block beyond the row: 3072 is 3 x 1024, and of 4304 three blocks of 2048 would leave a third idle
-    widths = [width for width in (2048, 1024, 512, 256, 128, 64) if width <= next_power_of_2(N)] or [next_power_of_2(N)]
-    least = min(triton.cdiv(N, width) * width for width in widths)
-    block_n = next(width for width in widths if triton.cdiv(N, width) * width <= max(1.1 * N, least))
-    block_m = max(1, min(2048 // block_n, next_power_of_2(M)))
+    widths = [width for width in (2048, 1024, 512, 256, 128, 64) if width <= min(block, next_power_of_2(N))]
+    widths = widths or [next_power_of_2(N)]
+    least = min(cdiv(N, width) * width for width in widths)
+    block_n = next(width for width in widths if cdiv(N, width) * width <= max(1.1 * N, least))
+    block_m = max(1, min(block // block_n, next_power_of_2(M)))
     warps = max(1, block_m * block_n // (32 * per_thread))
-    return _Plan(block_m, block_n, warps, triton.cdiv(M, block_m), triton.cdiv(N, block_n))
+    return _Plan(block_m, block_n, warps, cdiv(M, block_m), cdiv(N, block_n))
 
 
 # beyond it a launch for the last few elements is nothing beside the other one
@@ -314,13 +326,16 @@ def activation_fwd(
     else:
         parts = [[*_halves(x, up, order, gated), y]]
     gate_bias, up_bias = _bias_halves(bias, order, gated)
+    target = Target.of(x.device)
     for gate, up_rows, out in parts:
         M, N = gate.shape
-        plan = _plan(M, N, 8 if gated else 32, Target.of(x.device))
-        _activation_fwd_kernel[(plan.row_blocks * plan.col_blocks,)](
+        plan = _plan(M, N, 8 if gated else 32, target)
+        programs = plan.row_blocks * plan.col_blocks
+        _activation_fwd_kernel[(programs,)](
             gate, up_rows, gate_bias, up_bias, out,
             M, N, gate.stride(0), 0 if up_rows is None else up_rows.stride(0), limit, alpha,
-            KIND=kind, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+            KIND=kind, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+            STARTS_EARLY=starts_early_if_small(target, programs, M * N), num_warps=plan.num_warps,
         )  # fmt: skip
     return y
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.philox import dropout_seed, halves, philox, threshold
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, empty, next_power_of_2, wanted
 from powertrain.runtime import checks
@@ -34,6 +35,7 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
 GROUP, LANES = 1024, 256  # columns of one counter's four words, and how far apart they are
+_FEW = 1024  # elements for each SM
 
 
 def bias_dropout_add_ref(
@@ -73,24 +75,44 @@ def _bias_dropout_add_fwd_kernel(
     threshold,
     scale,
     WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
-    group = tl.program_id(0) % groups
-    rows = ((tl.program_id(0) // groups) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    drawn = _draw(seed_ptr, rows * groups + group, BLOCK_N)
-    for word in tl.static_range(WORDS):
-        cols = group * 1024 + word * 256 + tl.arange(0, BLOCK_N)[None, :]
+    wait_then_let_next_start(STARTS_EARLY)
+    # PARTS programs share a group of columns: one for each word, or one for all
+    part = tl.program_id(0) % PARTS
+    program = tl.program_id(0) // PARTS
+    group = program % groups
+    rows = (program // groups * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    # all loads ahead of the first store, past which the compiler moves none: it might be to the same place
+    xs, biases, residuals = (), (), ()
+    for word in tl.static_range(WORDS // PARTS):
+        cols = group * 1024 + (part + word) * 256 + tl.arange(0, BLOCK_N)[None, :]
         mask = (rows < M) & (cols < N)
-        y = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        xs += (tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0),)  # type: ignore[assignment]  # [BLOCK_M, BLOCK_N]
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # [1, BLOCK_N]
-        if drawn is not None:
-            y = tl.where(_keep(drawn, word, threshold), y * scale, 0.0)
+            biases += (tl.load(bias_ptr + cols, mask=cols < N, other=0.0),)  # type: ignore[assignment]  # [1, BLOCK_N]
         if residual_ptr is not None:
             # [BLOCK_M, BLOCK_N]
-            y += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
+            residuals += (tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0),)  # type: ignore[assignment]
+    drawn = _draw(seed_ptr, rows * groups + group, BLOCK_N)
+    for word in tl.static_range(WORDS // PARTS):
+        cols = group * 1024 + (part + word) * 256 + tl.arange(0, BLOCK_N)[None, :]
+        y = xs[word].to(tl.float32)  # type: ignore[var-annotated]
+        if bias_ptr is not None:
+            y += biases[word].to(tl.float32)
+        if drawn is not None:
+            if PARTS > 1:
+                keep = _keep_of_part(drawn, part, threshold, PARTS)
+            else:
+                keep = _keep(drawn, word, threshold)
+            y = tl.where(keep, y * scale, 0.0)
+        if residual_ptr is not None:
+            y += residuals[word].to(tl.float32)
+        # [BLOCK_M, BLOCK_N]
+        tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
 
 
 @triton.jit
@@ -112,6 +134,14 @@ def _draw(seed_ptr, group, BLOCK_N: tl.constexpr):
 def _keep(drawn, word: tl.constexpr, threshold):
     # 31 bits, so that the comparison is one of signed integers
     return (drawn[word] >> 1).to(tl.int32) >= threshold
+
+
+@triton.jit
+def _keep_of_part(drawn, part, threshold, PARTS: tl.constexpr):
+    keep = _keep(drawn, 0, threshold)
+    for word in tl.static_range(1, PARTS):
+        keep = tl.where(part == word, _keep(drawn, word, threshold), keep)
+    return keep
 
 
 @kernel(aligned=("N",), unaligned=("seed_ptr",), down_to=2)
@@ -175,6 +205,7 @@ class _Plan(NamedTuple):
     block_m: int
     block_n: int
     num_warps: int
+    parts: int  # programs of a group of columns, in forward
     programs: int  # that share the rows in backward with a bias
 
 
@@ -187,7 +218,12 @@ def _plan(M: int, N: int, only_sums: bool, target: Target) -> _Plan:
     groups, words = cdiv(N, GROUP), min(4, cdiv(N, LANES))
     block_n = min(LANES, next_power_of_2(N))
     block_m, warps, per_sm = 1, 1, 16
-    if words == 1:
+    parts = 1
+    if M * N <= _FEW * target.num_sms:
+        # nothing hides the time of a load: one vector a thread. us, one H200, in a graph, p = 0, this, four words a
+        # program: 65536 elements 0.94, 1.01; 131072 1.02, 1.16; 262144 1.60, 1.20
+        block_m, parts = max(1, 256 // block_n), words
+    elif words == 1:
         block_m, per_sm = 1024 // block_n, 32
     elif N % 8:
         # loads of few bytes: more warps
@@ -195,7 +231,7 @@ def _plan(M: int, N: int, only_sums: bool, target: Target) -> _Plan:
     elif only_sums:
         block_m, per_sm = 4, 8
     programs = min(cdiv(M, block_m), cdiv(target.num_sms * per_sm, max(1, groups)))
-    return _Plan(groups, words, block_m, block_n, warps, max(1, programs))
+    return _Plan(groups, words, block_m, block_n, warps, parts, max(1, programs))
 
 
 def _bda_fwd_outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
@@ -206,11 +242,14 @@ def _bda_fwd(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tens
     y = _bda_fwd_outputs(x, bias, residual, seed, p)
     rows, residual = as_rows(x), None if residual is None else as_rows(residual)
     M, N = rows.shape
-    plan = _plan(M, N, False, Target.of(x.device))
-    _bias_dropout_add_fwd_kernel[(cdiv(M, plan.block_m) * plan.groups,)](
+    target = Target.of(x.device)
+    plan = _plan(M, N, False, target)
+    programs = cdiv(M, plan.block_m) * plan.groups * plan.parts
+    _bias_dropout_add_fwd_kernel[(programs,)](
         rows, bias, residual, seed, y, M, N, plan.groups, rows.stride(0), 0 if residual is None else residual.stride(0),
         threshold(p), 1 / (1 - p),
-        WORDS=plan.words, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+        WORDS=plan.words, PARTS=plan.parts, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+        STARTS_EARLY=starts_early_if_small(target, programs, M * N), num_warps=plan.num_warps,
     )  # fmt: skip
     return y
 

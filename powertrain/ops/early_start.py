@@ -4,8 +4,8 @@ A kernel with the constant STARTS_EARLY is launched as soon as every program of 
 `let_next_kernel_start` or ended; its own threads call `await_kernel_before` ahead of their first access to memory, and
 wait there until all of that kernel is done and visible. As each kernel of a row waits, so are all those before it. What
 it costs to launch a kernel and to read its code is then hidden by the one before: 1.4 to 3 us of a decoding call of
-three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md). Into a graph they are launched as others are;
-early starts were not tried there.
+three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md), 0.3 us of each small kernel in a graph
+(2026-11-28_h200_few_rows.md there). Graphs hold early starts where the driver is of CUDA 12.3 or later.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -17,10 +17,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
+# For each SM: programs and elements of small kernels
+_MOST_PROGRAMS, _MOST_ELEMENTS = 4, 8192
+
 
 def starts_early(target: Target) -> bool:
     """The value of STARTS_EARLY."""
     return target.has_dependent_launch and not settings().interpret
+
+
+def starts_early_if_small(target: Target, programs: int, elements: int) -> bool:
+    """The value of STARTS_EARLY for a kernel that takes less time than its launch if it has so few elements.
+
+    An early start gives out 0.8 programs a ns on one H200, others several times as many: norms of 65536 rows took 20 %
+    longer. And programs that wait for SMs are given to those that are free first, not to all alike: 256 rows of 16384
+    took 8.3 us for 6.5."""
+    sms = target.num_sms
+    return starts_early(target) and programs <= _MOST_PROGRAMS * sms and elements <= _MOST_ELEMENTS * sms
 
 
 @triton.jit
@@ -44,3 +57,13 @@ def wait_for_kernel_before(STARTS_EARLY: tl.constexpr):
     """Both, as the first statement of a kernel."""
     let_next_kernel_start(STARTS_EARLY)
     await_kernel_before(STARTS_EARLY)
+
+
+@triton.jit
+def wait_then_let_next_start(STARTS_EARLY: tl.constexpr):
+    """Both, as the first statement of a small kernel: one kernel waits at a time.
+
+    If each let the next start at once, programs of up to eight would fill some SMs and not others: 64 rows of 16384
+    took 4.3 us on one H200, so 3.3, without early starts 3.6."""
+    await_kernel_before(STARTS_EARLY)
+    let_next_kernel_start(STARTS_EARLY)

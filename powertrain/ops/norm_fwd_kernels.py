@@ -1,5 +1,6 @@
 """Kernels of the forward of RMSNorm and LayerNorm, their plan and launches; norm.py has the formulas."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -35,7 +37,10 @@ def _norm_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
+    wait_then_let_next_start(STARTS_EARLY)
     pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr)
     block = tl.program_id(0)
     strides = (stride_xm, stride_rm)
@@ -46,13 +51,15 @@ def _norm_fwd_kernel(
             after = block + tl.num_programs(0)
             ahead = _load_rows(x_ptr, residual_ptr, after, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
             _norm_rows(
-                pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, BLOCK_M, BLOCK_N, BLOCK_TAIL
-            )
+                pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, WEIGHTS_FIRST,
+                BLOCK_M, BLOCK_N, BLOCK_TAIL,
+            )  # fmt: skip
             loaded = ahead
     else:
         _norm_rows(
-            pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, BLOCK_M, BLOCK_N, BLOCK_TAIL
-        )
+            pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, WEIGHTS_FIRST,
+            BLOCK_M, BLOCK_N, BLOCK_TAIL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -98,6 +105,7 @@ def _norm_rows(
     IS_LAYER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
@@ -108,10 +116,17 @@ def _norm_rows(
     rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
+    tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL if BLOCK_TAIL > 0 else 1)[None, :]
+    tail_mask = (rows < M) & (tail_cols < N)
+    if WEIGHTS_FIRST:
+        # the compiler moves no load ahead of a store, which might be to the same place
+        weight = _load_columns(weight_ptr, cols, N, "")
+        bias = _load_columns(bias_ptr, cols, N, "")
+        if BLOCK_TAIL > 0:
+            tail_weight = _load_columns(weight_ptr, tail_cols, N, "")
+            tail_bias = _load_columns(bias_ptr, tail_cols, N, "")
     h = _sum(x, residual, residual_ptr, h_ptr, rows * N + cols, mask)
     if BLOCK_TAIL > 0:
-        tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
-        tail_mask = (rows < M) & (tail_cols < N)
         tail = _sum(tail, residual_tail, residual_ptr, h_ptr, rows * N + tail_cols, tail_mask)
     if IS_LAYER:
         # two passes over registers: E[h²] - mean² would lose the digits of a row whose mean is large
@@ -128,10 +143,16 @@ def _norm_rows(
         squares += tl.sum(tail * tail, axis=1, keep_dims=True)
     rstd = tl.rsqrt(squares / N + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
-    y = _affine(h * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST, "")
+    if not WEIGHTS_FIRST:
+        weight = _load_columns(weight_ptr, cols, N, "")
+        bias = _load_columns(bias_ptr, cols, N, "")
+    y = _affine(h * rstd, weight, bias, y_ptr, ZERO_CENTERED, ROUND_FIRST)
     tl.store(y_ptr + rows * N + cols, y, mask=mask)  # [BLOCK_M, BLOCK_N]
     if BLOCK_TAIL > 0:
-        y = _affine(tail * rstd, weight_ptr, bias_ptr, y_ptr, tail_cols, N, ZERO_CENTERED, ROUND_FIRST, "")
+        if not WEIGHTS_FIRST:
+            tail_weight = _load_columns(weight_ptr, tail_cols, N, "")
+            tail_bias = _load_columns(bias_ptr, tail_cols, N, "")
+        y = _affine(tail * rstd, tail_weight, tail_bias, y_ptr, ZERO_CENTERED, ROUND_FIRST)
         tl.store(y_ptr + rows * N + tail_cols, y, mask=tail_mask)  # [BLOCK_M, BLOCK_TAIL]
 
 
@@ -147,20 +168,25 @@ def _sum(x, residual, residual_ptr, h_ptr, places, mask):
 
 
 @triton.jit
-def _affine(
-    y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    POLICY: tl.constexpr,
-):  # fmt: skip
+def _load_columns(ptr, cols, N, POLICY: tl.constexpr):
+    """Of weight or bias, the shape of cols, in its own dtype; None without one."""
+    if ptr is not None:
+        values = tl.load(ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY)
+    else:
+        values = None
+    return values
+
+
+@triton.jit
+def _affine(y, weight, bias, y_ptr, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr):
     # as Hugging Face's Llama does: the normalized row is rounded to its dtype ahead of the weight
     if ROUND_FIRST:
         y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
-    if weight_ptr is not None:
-        # the shape of cols
-        w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    if weight is not None:
+        w = weight.to(tl.float32)
         y *= w + 1.0 if ZERO_CENTERED else w
-    if bias_ptr is not None:
-        # the shape of cols
-        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    if bias is not None:
+        y += bias.to(tl.float32)
     return y.to(y_ptr.dtype.element_ty)
 
 
@@ -184,7 +210,10 @@ def _norm_fwd_wide_kernel(
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     LOOPED: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
+    wait_then_let_next_start(STARTS_EARLY)
     # one row a program, read for each pass over it, after the first time from the L1: a row kept in registers would
     # leave an SM too few programs. All loads of a step are ahead of its stores: the compiler moves none past a store,
     # which might be to the same place
@@ -195,6 +224,13 @@ def _norm_fwd_wide_kernel(
     # a row of one step has no loop at all
     end = N if LOOPED else 1
     total = tl.zeros([BLOCK_N], tl.float32)
+    weights, biases = (), ()
+    if WEIGHTS_FIRST:
+        for i in tl.static_range(CHUNKS):
+            if weight_ptr is not None:
+                weights += (_load_columns(weight_ptr, i * BLOCK_N + lanes, N, "evict_last"),)  # type: ignore[assignment]
+            if bias_ptr is not None:
+                biases += (_load_columns(bias_ptr, i * BLOCK_N + lanes, N, "evict_last"),)  # type: ignore[assignment]
     for start in range(0, end, CHUNKS * BLOCK_N):
         chunks = _load_chunks(sources, places, start, lanes, N, BLOCK_N, CHUNKS, LOOPED, "evict_last")
         if residual_ptr is not None:
@@ -222,12 +258,23 @@ def _norm_fwd_wide_kernel(
         results = ()
         for i in tl.static_range(CHUNKS):
             y = (chunks[i].to(tl.float32) - mean) * rstd
-            cols = start + i * BLOCK_N + lanes
-            y = _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST, "evict_last")
+            weight = _chunk_of(weights, i, weight_ptr, start + i * BLOCK_N + lanes, N, WEIGHTS_FIRST)
+            bias = _chunk_of(biases, i, bias_ptr, start + i * BLOCK_N + lanes, N, WEIGHTS_FIRST)
+            y = _affine(y, weight, bias, y_ptr, ZERO_CENTERED, ROUND_FIRST)
             results += (y,)  # type: ignore[assignment]
         for i in tl.static_range(CHUNKS):
             cols = start + i * BLOCK_N + lanes
             tl.store(y_ptr + row * N + cols, results[i], mask=_inside(cols, N, i, CHUNKS, LOOPED))  # [BLOCK_N]
+
+
+@triton.jit
+def _chunk_of(chunks, i: tl.constexpr, ptr, cols, N, WEIGHTS_FIRST: tl.constexpr):
+    """Chunk i of weight or bias, which is loaded now if it was not first; None without one."""
+    if WEIGHTS_FIRST and ptr is not None:
+        values = chunks[i]
+    else:
+        values = _load_columns(ptr, cols, N, "evict_last")
+    return values
 
 
 @triton.jit
@@ -266,10 +313,36 @@ class _Plan(NamedTuple):
     programs: int = 0
     chunks: int = 0  # of block_n columns, of a row that is read again for each pass; 0: it stays in registers
     looped: bool = False  # it has more chunks than that
+    weights_first: bool = False  # loaded ahead of the sums, which takes registers
+
+
+# for each SM; of more rows other programs hide the time of a load
+_FEW_ROWS = 2
 
 
 @tunable("NVIDIA H200, 2026-11-24", ("block_m", "num_warps"))
 def _plan_fwd(M: int, N: int, is_layer: bool, has_residual: bool, element_size: int, target: Target) -> _Plan:
+    plan = _plan_of_many(N, is_layer, has_residual, element_size)
+    return _plan_of_few(plan, N, element_size) if M <= _FEW_ROWS * target.num_sms else plan
+
+
+@lru_cache
+def _plan_of_few(plan: _Plan, N: int, element_size: int) -> _Plan:
+    """All is loaded at once, and registers are free.
+
+    A row has the same threads as among many, so that its sums have the same bits: not fewer rows than threads of whole
+    vectors are there for, nor one where there were several, whose tensors would take the weight's layout."""
+    rows = max(2, 32 * plan.num_warps * 16 // (element_size * plan.block_n))
+    return plan._replace(
+        block_m=plan.block_m if plan.tail else min(plan.block_m, rows),
+        programs=0,
+        # wide rows of float32 spill
+        weights_first=not plan.looped and plan.chunks <= 8 and (element_size == 2 or N <= 8192),
+    )
+
+
+@lru_cache
+def _plan_of_many(N: int, is_layer: bool, has_residual: bool, element_size: int) -> _Plan:
     # bf16, 16384 rows, ms, in registers / read again (a copy; benchmarks/results/2026-11-24_h200_norms.md has all):
     #   rms 4096 0.0677 / 0.0672 (0.0631); 6144 0.0986 / 0.0988 (0.0947); layer 4096 0.0682 / 0.0766
     #   layer 5120 0.0844 / 0.0950
@@ -396,6 +469,7 @@ def norm_fwd(
         registers = target.registers_per_sm // (32 * plan.num_warps * plan.programs) // 8 * 8 if plan.programs else None
         _norm_fwd_wide_kernel[(M,)](
             *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, CHUNKS=plan.chunks, LOOPED=plan.looped,
+            WEIGHTS_FIRST=plan.weights_first, STARTS_EARLY=starts_early_if_small(target, M, M * N),
             num_warps=plan.num_warps, maxnreg=registers,
         )  # fmt: skip
     else:
@@ -404,6 +478,8 @@ def norm_fwd(
             blocks = min(blocks, plan.programs * target.num_sms)
         _norm_fwd_kernel[(blocks,)](
             *tensors, M, N, *strides, eps, **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            BLOCK_TAIL=plan.tail, PERSISTENT=plan.programs > 0, num_warps=plan.num_warps,
+            BLOCK_TAIL=plan.tail, PERSISTENT=plan.programs > 0,
+            WEIGHTS_FIRST=plan.weights_first, STARTS_EARLY=starts_early_if_small(target, blocks, M * N),
+            num_warps=plan.num_warps,
         )  # fmt: skip
     return y, h, mean, rstd

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -23,8 +24,9 @@ def _rope_kernel(
     step_pa, step_po, step_pi, num_axes,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPED: tl.constexpr,
     SEQ_INNER: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_then_let_next_start(STARTS_EARLY)
     # a program takes BLOCK_T tokens and BLOCK_H heads of q, of k or of v; head blocks vary fastest, as in memory
     q_blocks = tl.cdiv(num_heads, BLOCK_H)
     kv_blocks = tl.cdiv(num_kv_heads, BLOCK_H)
@@ -229,7 +231,8 @@ def launch_rope(
     num_outer, num_inner, groups, group_size, head_dim = q.shape
     num_kv_heads = 0 if k is None else k.shape[2]
     pairs = at.cos.shape[1]
-    plan = _plan(groups * group_size, head_dim, Target.of(q.device))
+    target = Target.of(q.device)
+    plan = _plan(groups * group_size, head_dim, target)
     blocks = cdiv(groups * group_size, plan.block_h)
     blocks += ((k is not None) + (v is not None)) * cdiv(num_kv_heads, plan.block_h)
     num_seqs = 0 if at.cu_seqlens is None else at.cu_seqlens.shape[0] - 1
@@ -239,7 +242,8 @@ def launch_rope(
     k_out_strides = (0, 0, 0) if k_out is None else k_out.stride()[:3]
     position_strides = (0, 0, 0) if at.position_ids is None else at.position_ids.stride()
     num_axes = 0 if at.position_ids is None else at.position_ids.shape[0]
-    _rope_kernel[(blocks * cdiv(num_outer * num_inner, plan.block_t),)](
+    programs = blocks * cdiv(num_outer * num_inner, plan.block_t)
+    _rope_kernel[(programs,)](
         q, k, v, q_out, k_out, v_out, at.cos, at.sin, None if at.position_ids is None else at.axes, at.position_ids,
         at.offsets, at.cu_seqlens,
         num_outer, num_inner, groups * group_size, num_kv_heads, group_size, at.cos.shape[0], at.offset, num_seqs,
@@ -248,7 +252,8 @@ def launch_rope(
         HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=at.interleaved, GROUPED=groups > 1,
         SEQ_INNER=at.layout != "sbhd", IN_PLACE=in_place,
         BLOCK_T=plan.block_t, BLOCK_H=plan.block_h, BLOCK_C=next_power_of_2(pairs),
-        BLOCK_D=next_power_of_2(head_dim), BLOCK_REST=next_power_of_2(head_dim - 2 * pairs), num_warps=plan.num_warps,
+        BLOCK_D=next_power_of_2(head_dim), BLOCK_REST=next_power_of_2(head_dim - 2 * pairs),
+        STARTS_EARLY=starts_early_if_small(target, programs, q.numel()), num_warps=plan.num_warps,
     )  # fmt: skip
 
 

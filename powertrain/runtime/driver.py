@@ -194,6 +194,13 @@ def configured_launcher() -> Any:
     return launch
 
 
+@cache
+def graphs_hold_early_starts() -> bool:
+    """Whether a captured launch may be one that starts early: an edge of the graph says so, from CUDA 12.3 on."""
+    version = ctypes.c_int()
+    return bool(_cuda().cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value >= 12030)
+
+
 def launch_early(
     handle: int,
     gx: int,
@@ -208,8 +215,8 @@ def launch_early(
     extra: None,
 ) -> int:
     """`launcher()`'s function, for a kernel that starts before the one before it has ended; `by` and `bz` are 1."""
-    # graphs may hold early starts too, but only some drivers capture them
-    config = _config_of(gx, gy, gz, bx, shared, stream, not torch.cuda.is_current_stream_capturing())
+    early = graphs_hold_early_starts() or not torch.cuda.is_current_stream_capturing()
+    config = _config_of(gx, gy, gz, bx, shared, stream, early)
     code: int = configured_launcher()(config.address, handle, params, extra)
     return code
 

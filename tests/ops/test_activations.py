@@ -64,7 +64,9 @@ def test_packings(two: bool, order: str, bias: bool, device: torch.device) -> No
 
 # 1: a column; 2049: one over a block; 40 rows of 3: several rows a block
 @pytest.mark.parametrize("M, N", [(3, 1), (2, 2049), (40, 3)], ids=lambda n: str(n))
-def test_sizes(M: int, N: int, device: torch.device) -> None:
+@pytest.mark.parametrize("are_few", [False, True], ids=["many", "few"])
+def test_sizes(M: int, N: int, are_few: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_kernels, "_FEW", 8192 if are_few else 0)
     _check(gated_activation, gated_activation_ref, {"x": _randn(M, 2 * N, device=device)}, kind="geglu")
     tensors = {"x": _randn(M, N, device=device), "bias": _randn(N, device=device)}
     _check(activation, activation_ref, tensors, kind="silu")

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import powertrain
+from powertrain.ops import bias_dropout_add as op_module
 from powertrain.ops.bias_dropout_add import (
     bias_dropout_add,
     bias_dropout_add_ref,
@@ -54,8 +55,12 @@ def test_philox_known_answers(key: list[int], counter: int, seven: str, ten: str
 # 3: one word of four; 260: two; 1024: a whole group; 2100: three groups, the last ragged; rows: one tile and several
 @pytest.mark.parametrize("M, N", [(70, 3), (5, 260), (3, 1024), (5, 2100)])
 @pytest.mark.parametrize("p", [0.0, 0.3, 1 - 2**-30])
+@pytest.mark.parametrize("are_few", [False, True], ids=["many", "few"])
 @pytest.mark.kernels
-def test_kernel_and_pytorch_drop_the_same(M: int, N: int, p: float, device: torch.device) -> None:
+def test_kernel_and_pytorch_drop_the_same(
+    M: int, N: int, p: float, are_few: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op_module, "_FEW", 1024 if are_few else 0)
     ones = torch.ones(M, N, device=device, requires_grad=True)
     y = bias_dropout_add(ones, None, None, p, seed=_seed(device))
     (dx,) = torch.autograd.grad(y, ones, torch.ones_like(y))

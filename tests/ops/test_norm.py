@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powertrain.ops import norm_fwd_kernels
 from powertrain.ops.norm import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
 from powertrain.ops.norm_bwd_kernels import _plan_bwd
 from powertrain.runtime.compile.service import entry_for
@@ -34,8 +35,27 @@ def _check(op: object, ref: object, tensors: dict[str, Tensor | None], **options
 # block; 20000: a tail behind it; 24584: read again for each pass, ragged last chunk; 49160: in several steps
 @pytest.mark.parametrize("N", [3, 2047, 9008, 9010, 16384, 20000, 24584, 49160], ids=lambda n: f"D{n}")
 @pytest.mark.parametrize("op, ref", [(rms_norm, rms_norm_ref), (layer_norm, layer_norm_ref)], ids=["rms", "layer"])
-def test_sizes(op: object, ref: object, N: int, device: torch.device) -> None:
+@pytest.mark.parametrize("are_few", [False, True], ids=["many", "few"])
+def test_sizes(
+    op: object, ref: object, N: int, are_few: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_fwd_kernels, "_FEW_ROWS", 2 if are_few else 0)
     _check(op, ref, _tensors(device, 3, N))
+
+
+# on a GPU: plans of few rows differ, and sums must not; narrow rows share programs, 933 has a tail
+@pytest.mark.parametrize("N", [8, 72, 113, 256, 933, 1024, 3000, 5120, 8192, 16384, 20000], ids=lambda n: f"D{n}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.kernels
+def test_a_row_has_the_same_bits_among_few_and_many(N: int, dtype: torch.dtype, device: torch.device) -> None:
+    rows = 600 if device.type == "cuda" else 7
+    x, weight, bias, residual = (None if t is None else t.detach() for t in _tensors(device, rows, N, dtype).values())
+    assert x is not None and residual is not None
+    for op in (rms_norm, layer_norm):
+        many = (op(x, weight), *op(x, weight, bias, residual=residual))
+        few = (op(x[:3], weight), *op(x[:3], weight, bias, residual=residual[:3]))
+        for all_rows, first in zip(many, few, strict=True):
+            assert torch.equal(all_rows[:3], first)
 
 
 # the borders of the forward's plans for 2 bytes: in registers to 6144, then 16 warps, of LayerNorm 8; 32 from 32769;
