@@ -17,13 +17,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
+_INTERPRETED = settings().interpret
 # For each SM: programs and elements of small kernels
 _MOST_PROGRAMS, _MOST_ELEMENTS = 4, 8192
 
 
 def starts_early(target: Target) -> bool:
     """The value of STARTS_EARLY."""
-    return target.has_dependent_launch and not settings().interpret
+    return target.has_dependent_launch and not _INTERPRETED
 
 
 def starts_early_if_small(target: Target, programs: int, elements: int) -> bool:
