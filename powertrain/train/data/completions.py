@@ -108,38 +108,53 @@ class CompletionEncoding:
         for turn in range(first, len(chat)):
             if chat[turn]["role"] != "assistant":
                 continue
-            after = self.tokenizer.encode_chat(chat[: turn + 1])
-            # the text that the sampler would be given: the role's header is prompt, not answer
-            before = (
-                self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True) if turn else self._header(after)
-            )
-            # a template may look at the whole chat, and drop the reasoning of earlier turns, say; labels would then be
-            # misplaced
-            if before is None or ids[: len(after)] != after or after[: len(before)] != before:
+            part = self._answer(chat, turn, ids)
+            if part is None:
                 raise BadDocument(
                     f"{where}: {key}: the chat template must render the first messages of a chat to the first tokens "
-                    f"of the whole chat, got other tokens at message {turn}"
+                    f"of the whole chat, got other tokens at message {turn}; records with a prompt and a completion, "
+                    "one for each answer, need that of the last answer only"
                 )
-            labels[len(before) : len(after)] = after[len(before) :]
+            labels[part] = ids[part]
         if all(label == IGNORED for label in labels):
             _bad(where, key, "a message of the assistant", f"roles {[m['role'] for m in chat[first:]]}")
         return ids, labels
+
+    def _answer(self, chat: list[Any], turn: int, ids: list[int]) -> slice | None:
+        """Where the text of an assistant's message is in the tokens of its chat; None where it is not found."""
+        after = self.tokenizer.encode_chat(chat[: turn + 1])
+        if turn < len(chat) - 1 and ids[: len(after)] != after:
+            # some templates close a chat with a token that stands behind its last message alone
+            _, closing = self._ends_of_a_question()
+            if closing and after[-len(closing) :] == closing:
+                after = after[: -len(closing)]
+        # the text that the sampler would be given: the role's header is prompt, not answer
+        before = self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True) if turn else self._header(after)
+        # a template may look at the whole chat, and drop the reasoning of earlier turns, say; labels would then be
+        # misplaced
+        if before is None or ids[: len(after)] != after or after[: len(before)] != before:
+            return None
+        return slice(len(before), len(after))
 
     def _header(self, chat: list[int]) -> list[int] | None:
         """The tokens of a chat of one assistant's message up to its text; None where they are not found.
 
         Templates render no chat without messages, so the role's header is what a question's generation prompt adds.
         """
-        question = [{"role": "user", "content": "?"}]
-        asked = self.tokenizer.encode_chat(question)
-        prompted = self.tokenizer.encode_chat(question, add_generation_prompt=True)
-        header = prompted[len(asked) :]
-        if prompted[: len(asked)] != asked or not header:
-            return None
-        starts = range(len(chat) - len(header) + 1)
+        header, _ = self._ends_of_a_question()
+        starts = range(len(chat) - len(header) + 1) if header else ()
         # the first: behind it is the assistant's text, before it at most a system message that the template adds
         at = next((start for start in starts if chat[start : start + len(header)] == header), None)
         return None if at is None else chat[: at + len(header)]
+
+    def _ends_of_a_question(self) -> tuple[list[int], list[int]]:
+        """What the template writes behind a user's message: before an answer that follows, and at the end of a chat."""
+        question = [{"role": "user", "content": "?"}]
+        asked = self.tokenizer.encode_chat(question)
+        prompted = self.tokenizer.encode_chat(question, add_generation_prompt=True)
+        pairs = zip(asked, prompted, strict=False)
+        same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(prompted)))
+        return prompted[same:], asked[same:]
 
     def _log_probs(self, where: str, record: Mapping[str, Any], completion: Completion) -> list[float] | None:
         given = record.get("log_probs")

@@ -80,7 +80,7 @@ def test_only_the_assistants_turns_count() -> None:
 
 
 class _WithSystem(_Chat):
-    """A template that adds a system message, and another that looks at the last message alone."""
+    """A template that adds a system message."""
 
     def __init__(self, start: str = "<bos><system>hi;") -> None:
         super().__init__()
@@ -91,24 +91,58 @@ class _WithSystem(_Chat):
         return [*self.encode(self.start), *inside]
 
 
-@pytest.mark.parametrize("tokenizer", [_Chat(), _WithSystem()], ids=["plain", "system"])
+class _Closed(_Chat):
+    """A template that ends a chat, but for one with a generation prompt, with a token of its own (Phi 3's)."""
+
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+        inside = super().encode_chat(messages, add_generation_prompt=add_generation_prompt)
+        return inside if add_generation_prompt else [*inside, 1]
+
+
+def test_a_template_that_closes_the_chat() -> None:
+    """Its last token is learnt behind the last answer; it is not in the chat behind the others."""
+    turns = [("user", "u"), ("assistant", "one"), ("user", "v"), ("assistant", "two")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (found,) = CompletionEncoding(_Closed(), "messages")(_raw({"messages": messages}))
+    assert found.ids == [*b"<user>u;<assistant>one;<user>v;<assistant>two;", 1]
+    assert [label for label in found.labels if label >= 0] == [*b"one;two;", 1]
+
+
+def test_a_template_that_changes_earlier_answers_names_the_alternative() -> None:
+    class Thinking(_Chat):
+        def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+            last = [
+                {**m, "content": f"(think){m['content']}"} if m["role"] == "assistant" else m for m in messages[-1:]
+            ]
+            return super().encode_chat([*messages[:-1], *last], add_generation_prompt=add_generation_prompt)
+
+    turns = [("user", "u"), ("assistant", "one"), ("user", "v"), ("assistant", "two")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    with pytest.raises(BadDocument, match=r"at message 1; records with a prompt and a completion, one for each answer"):
+        CompletionEncoding(Thinking(), "messages")(_raw({"messages": messages}))
+    record = {"prompt": messages[:3], "completion": messages[3:]}
+    (found,) = CompletionEncoding(Thinking(), "messages")(_raw(record))
+    assert _text([label for label in found.labels if label >= 0]) == "(think)two;"
+
+
+@pytest.mark.parametrize("tokenizer", [_Chat(), _WithSystem(), _Closed()], ids=["plain", "system", "closed"])
 def test_a_chat_may_begin_with_the_assistant(tokenizer: ByteTokenizer) -> None:
     """A greeting is learnt, its role's header is not; as part of a prompt it is not learnt."""
     turns = [("assistant", "hello"), ("user", "u"), ("assistant", "one")]
     messages = [{"role": role, "content": content} for role, content in turns]
     (found,) = CompletionEncoding(tokenizer, "messages")(_raw({"messages": messages}))
-    assert _text(found.ids).endswith("<assistant>hello;<user>u;<assistant>one;")
-    assert _text([label for label in found.labels if label >= 0]) == "hello;one;"
+    assert _text(found.ids).rstrip("\x01").endswith("<assistant>hello;<user>u;<assistant>one;")
+    assert _text([label for label in found.labels if label > 1]) == "hello;one;"
     at = found.labels.index(ord("h"))
     assert _text(found.ids[:at]).endswith("<assistant>") and _text(found.ids[:at]).count("<assistant>") == 1
     record = {"prompt": messages[:2], "completion": messages[2:]}
     (found,) = CompletionEncoding(tokenizer, "messages")(_raw(record))
-    assert _text([label for label in found.labels if label >= 0]) == "one;"
+    assert _text([label for label in found.labels if label > 1]) == "one;"
     # an answer to nothing
     record = {"chosen": messages[:1], "rejected": [{"role": "assistant", "content": "bad"}]}
     chosen, rejected = CompletionEncoding(tokenizer, "pairs")(_raw(record))
-    assert _text([label for label in chosen.labels if label >= 0]) == "hello;"
-    assert _text([label for label in rejected.labels if label >= 0]) == "bad;"
+    assert _text([label for label in chosen.labels if label > 1]) == "hello;"
+    assert _text([label for label in rejected.labels if label > 1]) == "bad;"
 
 
 def test_a_greeting_in_a_template_without_a_header_is_refused() -> None:
