@@ -7,18 +7,20 @@ in the middle of others, its start included.
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
-from benchmarks import ahead
-from benchmarks.ops.random_sizes import COMPILERS, Draw, _activation, _dropout, _norm, launch
+from benchmarks.ops import random_sizes
+from benchmarks.ops.random_sizes import COMPILERS, Draw, _activation, _dropout, _norm
 from benchmarks.peers import set_up_torch_compile
-from powertrain.testing.bench import measure
+from powertrain.testing.bench import measure, note
 
 CALLS = 32  # of one graph
+COUNT, SEED = 60, 0
 
 
 def _few(source: random.Random, widest: int) -> tuple[int, int]:
@@ -58,19 +60,26 @@ def _graph(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def run(count: int = 80, seed: int = 0) -> Iterator[str]:
+def launch() -> None:
+    for draw in _draws(COUNT, SEED):
+        random_sizes.launch(draw)
+
+
+def run(count: int = COUNT, seed: int = SEED) -> Iterator[str]:
     """A line for each of `count` sizes, those that are slower than torch.compile first."""
     set_up_torch_compile()
-    draws = _draws(count, seed)
-    yield ahead.build(partial(launch, draw) for draw in draws)
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(_compile_plain, count, seed), range(count)))
     found = []
     with torch.no_grad():
-        for draw in draws:
+        for draw in _draws(count, seed):
+            label = f"{draw.op} {draw.size}, in a graph"
             graphs = {"ours": _graph(draw.build("cuda")[0]), "torch.compile": _graph(_compiled(draw))}
             timings = measure({name: graph.replay for name, graph in graphs.items()}, seconds=0.05)
-            ours, other = (timings[name].ms / CALLS * 1e3 for name in graphs)
-            found.append((other / ours, f"{draw.op} {draw.size}: {ours:.2f} us, torch.compile {other:.2f}"))
+            timings = {name: replace(timing, ms=timing.ms / CALLS) for name, timing in timings.items()}
+            for name, timing in timings.items():
+                note(label, name, timing)
+            ours, other = (timing.ms * 1e3 for timing in timings.values())
+            found.append((other / ours, f"{label}: {ours:.2f} us, torch.compile {other:.2f}"))
             torch._dynamo.reset()
     yield "\n".join(f"{ratio:.2f} {line}" for ratio, line in sorted(found))
