@@ -79,7 +79,7 @@ class Restorer:
 
     def resume(self, checkpoint: Path) -> Restored:
         """Continue from a run's checkpoint. Raises CheckpointError, or ValueError naming a field that differs."""
-        facts = done_by_all(lambda: self._facts_of_run(checkpoint), self.group)
+        facts = done_by_all(lambda: self._facts_of_run(checkpoint, vocab_size=True), self.group)
         # before the tensors: a layer that left delayed scaling has no statistics to load
         self.fp8_watch.restore(**facts.get("fp8", {}))
         tensors = done_by_all(lambda: self._tensors_in(checkpoint), self.group)
@@ -206,8 +206,11 @@ class Restorer:
                 "got true: its random state cannot be used here, so dropout draws other values"
             )
 
-    def _facts_of_run(self, checkpoint: Path) -> dict[str, Any]:
-        """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that differs from this run's."""
+    def _facts_of_run(self, checkpoint: Path, *, vocab_size: bool = False) -> dict[str, Any]:
+        """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that differs from this run's.
+
+        vocab_size   that must agree too, since the optimizer's state has its rows
+        """
         facts = checkpoint_store.read_facts(checkpoint)
         if facts.get("weights_only"):
             raise checkpoint_store.CheckpointError(
@@ -218,43 +221,41 @@ class Restorer:
             raise checkpoint_store.CheckpointError(
                 f"{checkpoint}/checkpoint.json must give step, samples and tokens as numbers"
             )
-        refuse_another(model_of(facts, checkpoint), self.config.model, checkpoint)
+        theirs_model, model = model_of(facts, checkpoint), self.config.model
+        refuse_another(theirs_model, model, checkpoint)
+        if vocab_size and theirs_model.vocab_size != model.vocab_size:
+            held, got = theirs_model.vocab_size, model.vocab_size
+            raise ValueError(f"model.vocab_size must be {held} as in {checkpoint}, got {got}; {_ANEW}")
         theirs, ours = ((facts.get("config") or {}).get("train") or {}).get("lora"), self.config.train.lora
         if (theirs is None) != (ours is None):
             holds, got = ("adapters", "null") if ours is None else ("no adapters", f"rank {ours.rank}")
-            raise ValueError(
-                f"train.lora must be as in {checkpoint}, which holds {holds}, got {got}; another logging.folder with "
-                "checkpoint.load and checkpoint.finetune: true begins from its weights"
-            )
+            raise ValueError(f"train.lora must be as in {checkpoint}, which holds {holds}, got {got}; {_ANEW}")
         self._refuse_other_head(facts, checkpoint)
         # adapters of other layers would be left out, and trained ones scaled, without a word
-        for name in ("targets", "alpha", "rslora") if ours is not None else ():
+        for name in ("targets", "rank", "alpha", "rslora", "dora") if ours is not None else ():
             held, given = (theirs or {}).get(name), getattr(ours, name)
             if (list(given) if isinstance(given, tuple) else given) != held:
                 raise ValueError(
-                    f"train.lora.{name} must be {_yaml(held)} as in {checkpoint}, got {_yaml(given)}; another "
-                    "logging.folder with checkpoint.load and checkpoint.finetune: true begins from its weights"
+                    f"train.lora.{name} must be {_yaml(held)} as in {checkpoint}, got {_yaml(given)}; {_ANEW}"
                 )
         return facts
 
     def _refuse_other_head(self, facts: dict[str, Any], checkpoint: Path) -> None:
         """A value head that was trained would be left out, or one that was not be there."""
         theirs, ours = _objective_of(facts), self.config.train.objective
-        alternative = (
-            "another logging.folder with checkpoint.load and checkpoint.finetune: true begins from its weights"
-        )
         if (theirs == "reward") != (ours == "reward"):
             holds = "a value head" if theirs == "reward" else "no value head"
             raise ValueError(
-                f"train.objective must be {theirs} as in {checkpoint}, which holds {holds}, got {ours}; {alternative}"
+                f"train.objective must be {theirs} as in {checkpoint}, which holds {holds}, got {ours}; {_ANEW}"
             )
         if ours == "reward" and self.config.train.lora and _OLD_ADAPTER in checkpoint_store.dtypes(checkpoint):
             raise ValueError(
                 f"{checkpoint} must have no adapter of the value head to be resumed, got one, which an earlier version "
-                f"made; {alternative}, that adapter merged"
+                f"made; {_ANEW}, that adapter merged"
             )
 
 
+_ANEW = "another logging.folder with checkpoint.load and checkpoint.finetune: true begins from its weights"
 # earlier versions put an adapter beside the value head too
 _OLD_ADAPTER = "model.value.lora_A"
 

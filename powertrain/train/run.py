@@ -18,7 +18,7 @@ from powertrain.runtime.extras import require
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.checkpoint.load import kinds_at
-from powertrain.train.checkpoint.store import find, write_json
+from powertrain.train.checkpoint.store import find, read_facts, write_json
 from powertrain.train.config.reader import Run
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.completion_sources import open_completions
@@ -72,13 +72,15 @@ def build_kernels(config: RunConfig, device: torch.device, world_size: int) -> p
     return report
 
 
-def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int) -> Data:
-    """The samples that a run of this config reads."""
+def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int, taken: tuple[int, int] = (0, 0)) -> Data:
+    """The samples that a run of this config reads. taken: steps and samples behind it, where it is resumed."""
     train, evaluation = config.train, config.evaluation
     per_step = train.micro_batch_size * train.gradient_accumulation_steps * dp_size
     evaluated = evaluation.steps * train.micro_batch_size * dp_size
     held_out = (evaluated if evaluation.every or evaluation.at_end else 0, evaluated if evaluation.at_end else 0)
-    wanted = (train.steps * per_step, *held_out)
+    # those behind a resumed run may be more than its steps have now, with smaller batches
+    trained = max(train.steps * per_step, taken[1] + max(0, train.steps - taken[0]) * per_step)
+    wanted = (trained, *held_out)
     sizes: dict[str, Any] = dict(seq_length=train.seq_length, num_samples=wanted, seed=train.seed, tokenizer=tokenizer)
     if train.objective == "pretrain":
         return open_data(config.data, **sizes)
@@ -113,7 +115,8 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     group = ranks.checkpoint_group
     if fresh:
         decided_by_first(lambda: _refuse_checkpoint(config), group)
-    data = done_by_all(lambda: open_run_data(config, tokenizer, ranks.dp_size), group)
+    taken = decided_by_first(lambda: _taken(config), group)
+    data = done_by_all(lambda: open_run_data(config, tokenizer, ranks.dp_size, taken), group)
     # after the data: an error in its files needs no model
     trainer = Trainer(config, ranks, data)
     path = Path(config.checkpoint.load) if config.checkpoint.load else None
@@ -131,6 +134,17 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     if not begun:
         tracing.warn(f"checkpoint.load: no checkpoint at {path}; the run starts at step 0")
     return trainer
+
+
+def _taken(config: RunConfig) -> tuple[int, int]:
+    """Steps and samples of the checkpoint that a run of this config resumes; 0 for none."""
+    checkpoint, load = find(config.checkpoint_folder()), config.checkpoint.load
+    if checkpoint is None and load is not None and not config.checkpoint.finetune:
+        checkpoint = find(Path(load)) or find(Path(load) / "checkpoints")
+    facts = {} if checkpoint is None else read_facts(checkpoint)
+    steps, samples = facts.get("step"), facts.get("samples")
+    # what is wrong with other facts is said where the run is resumed
+    return (steps, samples) if isinstance(steps, int) and isinstance(samples, int) else (0, 0)
 
 
 def _acknowledged(number: signal.Signals) -> str:

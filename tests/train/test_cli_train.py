@@ -102,6 +102,35 @@ def test_settings_that_changed_are_said(tmp_path: Path) -> None:
     assert "other settings" not in _train(tmp_path, "train.steps=3", "--smoke")[1]
 
 
+def test_magnitudes_are_not_dropped(tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=1", "train.lora={rank: 2, dora: true}")[0] == 0
+    code, output = _train(tmp_path, "train.steps=2", "train.lora.rank=2")
+    assert code == 2 and "train.lora.dora must be True as in" in output
+
+
+def test_another_vocabulary_is_named(tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=1")[0] == 0
+    code, output = _train(tmp_path, "train.steps=2", "model.vocab_size=512")
+    assert (
+        code == 2 and f"model.vocab_size must be 256 as in {tmp_path}/run/checkpoints/step_00000001, got 512" in output
+    )
+
+
+@pytest.mark.parametrize("way", ["folder", "load"])
+def test_a_run_goes_on_with_a_smaller_batch(way: str, tmp_path: Path) -> None:
+    """Behind it are more samples than its steps have now."""
+    # more than an epoch of the data
+    assert _train(tmp_path, "train.steps=5", "train.micro_batch_size=64", "evaluation.at_end=false")[0] == 0
+    words = ["train.steps=7", "train.micro_batch_size=1", "evaluation.at_end=false"]
+    if way == "load":
+        other = f"{tmp_path}/other"
+        words += [f"checkpoint.load={tmp_path}/run", f"checkpoint.folder={other}", f"logging.folder={other}"]
+    code, output = _train(tmp_path, *words)
+    assert code == 0, output
+    folder = tmp_path / ("run" if way == "folder" else "other")
+    assert read_metrics(folder / "metrics.jsonl").steps[-1].tokens == (5 * 64 + 2) * 32
+
+
 @pytest.mark.parametrize("before, after", [("fp32", "fp16"), ("bf16", "fp16"), ("fp16", "fp32")])
 def test_another_precision_goes_on(before: str, after: str, tmp_path: Path) -> None:
     assert _train(tmp_path, "train.steps=1", f"train.precision={before}")[0] == 0
@@ -126,6 +155,12 @@ def test_adapters_of_other_layers_are_not_left_out(tmp_path: Path) -> None:
     assert code == 2 and f"train.lora.targets must be null as in {found}, got ['attention.qkv']; another" in output
     code, output = _train(tmp_path, "train.steps=2", "train.lora={rank: 2, alpha: 80}")
     assert code == 2 and "train.lora.alpha must be" in output and "got 80.0; another" in output
+    for words, said in (
+        ("rank: 4", "train.lora.rank must be 2"),
+        ("rank: 2, dora: true", "train.lora.dora must be False"),
+    ):
+        code, output = _train(tmp_path, "train.steps=2", f"train.lora={{{words}}}")
+        assert code == 2 and f"{said} as in {found}, got" in output
     assert _train(tmp_path, "train.steps=2", "train.lora.rank=2")[0] == 0
 
 

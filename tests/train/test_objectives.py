@@ -120,6 +120,16 @@ def test_it_learns_and_resumes_bit_for_bit(objective: str, tmp_path: Path) -> No
     assert [r.objective for r in recorder.steps] == [r.objective for r in seen[4:]]
 
 
+def test_a_run_goes_on_with_a_smaller_batch(tmp_path: Path) -> None:
+    trainer, _ = _open(tmp_path, "sft", "train.steps=3", "train.micro_batch_size=4")
+    trainer.fit()
+    trainer.close()
+    again, recorder = _open(tmp_path, "sft", "train.steps=5", "train.micro_batch_size=1")
+    again.fit()
+    again.close()
+    assert [record.step for record in recorder.steps] == [4, 5] and again.progress.samples == 14
+
+
 @pytest.mark.parametrize("loss", ["ipo", *_slow("robust", "simpo", "cpo", "orpo")])
 def test_preference_losses(loss: str, tmp_path: Path) -> None:
     smoothing = ("train.preference.label_smoothing=0.1",) if loss in ("robust", "simpo", "cpo") else ()
