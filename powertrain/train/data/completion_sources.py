@@ -152,7 +152,7 @@ class _Opener:
             warn_without_end(next(records(), None))
         identity = datasets_library.identity(source) if library else digest(files)
         # the number is the version of our encoding: a change of it must not find old files
-        about = f"completions 1 {identity} {self.tokenizer.identity} {self.form}"
+        about = f"completions {2 if self.form == 'pairs' else 1} {identity} {self.tokenizer.identity} {self.form}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
         sides = files_of(prefix, self.form)
         folder_of(prefix)

@@ -3,7 +3,7 @@
     format      a record has                                  completions
     messages    messages; or prompt and completion            one; the loss counts on assistant turns, or the completion
     pairs       chosen and rejected; prompt, unless they      two: chosen, rejected
-                begin with it
+                begin with it: then it is what both have
     labels      prompt, completion, label: true or false      one, with value +1 or -1
     advantages  prompt, completion, advantage;                one, with that value, and the sampler's log-probability
                 log_probs, one for each token, if known       of each of its tokens
@@ -34,6 +34,7 @@ from powertrain.train.data.packed import IGNORED
 from powertrain.train.data.tokenizer import ChatRefused, Tokenizer
 
 _ROUNDED = 0.01
+_SIDES = ("chosen", "rejected")
 _LARGEST = float(np.finfo(np.float32).max)
 Format = Literal["messages", "pairs", "labels", "advantages"]
 
@@ -57,7 +58,8 @@ class CompletionEncoding:
     def __call__(self, raw: Raw) -> tuple[Completion, ...]:
         record = _record(raw)
         if self.format == "pairs":
-            return tuple(self._completion(raw.where, record, side) for side in ("chosen", "rejected"))
+            record = _with_prompt(raw.where, record)
+            return tuple(self._completion(raw.where, record, side) for side in _SIDES)
         if self.format == "messages" and "messages" in record:
             ids, labels = self._chat(raw.where, "messages", record["messages"], [])
             return (Completion(ids, labels),)
@@ -77,7 +79,6 @@ class CompletionEncoding:
         if not isinstance(completion, (str, list)):
             _bad(where, key, "a string or a list of messages", completion)
         prompt: Any = record.get("prompt")
-        # pairs of preference data often have no prompt: both answers begin with it
         if prompt in (None, "", []):
             prompt = type(completion)()
         if type(prompt) is not type(completion):
@@ -209,6 +210,45 @@ def _record(raw: Raw) -> dict[str, Any]:
         raise BadDocument(f"{raw.where}: must be an object, got {type(record).__name__}")
     check_surrogates(raw.where, record)
     return record
+
+
+def _with_prompt(where: str, record: dict[str, Any]) -> dict[str, Any]:
+    """A pair without a prompt as one with the common beginning of both sides as its prompt, as TRL reads it.
+
+    A prompt that is the text of the user's first message in both sides is none of its own (ultrafeedback_binarized).
+    """
+    sides = [record.get(side) for side in _SIDES]
+    prompt: Any = record.get("prompt")
+    for name, side in zip(_SIDES, sides, strict=True):
+        if isinstance(side, list):
+            _check_messages(where, name, side)
+    if prompt and isinstance(prompt, str) and all(isinstance(side, list) and _asks(side, prompt) for side in sides):
+        prompt = None
+    first, second = sides
+    if prompt in (None, "", []) and isinstance(first, (str, list)) and type(first) is type(second):
+        common = _common_words(first, second) if isinstance(first, str) else _common_messages(first, second)
+        rest = {name: side[common:] for name, side in zip(_SIDES, (first, second), strict=True)}
+        return {**record, "prompt": first[:common], **rest}
+    return record
+
+
+def _asks(messages: list[Any], prompt: str) -> bool:
+    return next((m.get("content") for m in messages if m["role"] != "system"), None) == prompt
+
+
+def _common_messages(first: list[Any], second: list[Any]) -> int:
+    # an answer is left on both sides
+    most = min(len(first), len(second)) - 1
+    return next((n for n in range(most) if first[n] != second[n]), max(most, 0))
+
+
+def _common_words(first: str, second: str) -> int:
+    """Characters of the beginning that both texts have, up to a space, which goes with the answer, or behind a line."""
+    shorter = min(len(first), len(second))
+    same = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), shorter)
+    # the end of the shorter text is an answer's
+    common = first[: max(min(same, shorter - 1), 0)]
+    return max(common.rfind(" "), common.rfind("\n") + 1, 0)
 
 
 def _check_messages(where: str, key: str, messages: Any) -> None:

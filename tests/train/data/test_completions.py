@@ -74,9 +74,39 @@ def test_only_the_assistants_turns_count() -> None:
     chosen, rejected = CompletionEncoding(_Chat(), "pairs")(_raw(record))
     assert _text([label for label in chosen.labels if label >= 0]) == "one;"
     assert _text(rejected.ids) == "<system>s;<user>u;<assistant>bad;"
-    # TRL's other form: the whole chat in both, the prompt's own answers count too
-    record = {"chosen": messages[:3], "rejected": [*messages[:2], {"role": "assistant", "content": "bad"}]}
-    assert _text(CompletionEncoding(_Chat(), "pairs")(_raw(record))[0].ids) == "<system>s;<user>u;<assistant>one;"
+
+
+def test_pairs_without_a_prompt_begin_with_it() -> None:
+    """TRL's implicit prompt: what both sides begin with is not learnt, a user's turn or an earlier answer."""
+    turns = [("system", "s"), ("user", "u"), ("assistant", "one"), ("user", "v"), ("assistant", "two")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    bad = {"role": "assistant", "content": "bad"}
+    encoding = CompletionEncoding(_Chat(), "pairs")
+
+    def learnt(record: dict[str, Any]) -> list[str]:
+        return [_text([label for label in side.labels if label >= 0]) for side in encoding(_raw(record))]
+
+    record = {"chosen": messages, "rejected": [*messages[:4], bad]}
+    assert _text(encoding(_raw(record))[0].ids).endswith("<assistant>one;<user>v;<assistant>two;")
+    assert learnt(record) == ["two;", "bad;"]
+    # nothing in common but the roles; the same answer twice
+    assert learnt({"chosen": messages[1:3], "rejected": [messages[3], bad]}) == ["one;", "bad;"]
+    assert learnt({"chosen": messages, "rejected": messages}) == ["two;", "two;"]
+    # the question as a text beside both chats, as in ultrafeedback_binarized
+    assert learnt({"prompt": "u", "chosen": messages[:3], "rejected": [*messages[:2], bad]}) == ["one;", "bad;"]
+    with pytest.raises(BadDocument, match="prompt must be a list of messages, as chosen is, got 'other'"):
+        learnt({"prompt": "other", "chosen": messages[:3], "rejected": [*messages[:2], bad]})
+    for chosen, rejected, answers in (
+        ("Human: why\n\nAssistant: since A", "Human: why\n\nAssistant: since B", [" A", " B"]),
+        ("Human: why\nyes", "Human: why\nyet", ["yes", "yet"]),
+        ("yes", "yet", ["yes", "yet"]),
+        ("say a b", "say a b", [" b", " b"]),
+        ("say ", "say it", ["say ", "say it"]),
+        ("", "no", ["", "no"]),
+    ):
+        assert learnt({"chosen": chosen, "rejected": rejected}) == answers
+        ids = [_text(side.ids) for side in encoding(_raw({"chosen": chosen, "rejected": rejected}))]
+        assert ids == [chosen, rejected]
 
 
 class _WithSystem(_Chat):
