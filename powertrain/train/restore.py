@@ -80,6 +80,7 @@ class Restorer:
     def resume(self, checkpoint: Path) -> Restored:
         """Continue from a run's checkpoint. Raises CheckpointError, or ValueError naming a field that differs."""
         facts = done_by_all(lambda: self._facts_of_run(checkpoint, vocab_size=True), self.group)
+        done_by_all(lambda: self._refuse_other_optimizer(facts, checkpoint), self.group)
         # before the tensors: a layer that left delayed scaling has no statistics to load
         self.fp8_watch.restore(**facts.get("fp8", {}))
         tensors = done_by_all(lambda: self._tensors_in(checkpoint), self.group)
@@ -239,6 +240,19 @@ class Restorer:
                     f"train.lora.{name} must be {_yaml(held)} as in {checkpoint}, got {_yaml(given)}; {_ANEW}"
                 )
         return facts
+
+    def _refuse_other_optimizer(self, facts: dict[str, Any], checkpoint: Path) -> None:
+        """One that keeps numbers for each weight that the checkpoint has none of."""
+        theirs, ours = (facts.get("config") or {}).get("optimizer") or {}, self.config.optimizer
+        stored = {name.partition(".")[0] for name in checkpoint_store.dtypes(checkpoint)}
+        for name in ("kind", "momentum") if not stored >= set(self.optimizer.kinds) else ():
+            if theirs.get(name) != getattr(ours, name):
+                raise ValueError(
+                    f"optimizer.{name} must be {theirs.get(name)} as in {checkpoint}, which holds no "
+                    f"{', '.join(sorted(set(self.optimizer.kinds) - stored))}, got {getattr(ours, name)}; "
+                    "another logging.folder with checkpoint.load and checkpoint.load_optimizer: false goes on with a new "
+                    "one"
+                )
 
     def _refuse_other_head(self, facts: dict[str, Any], checkpoint: Path) -> None:
         """A value head that was trained would be left out, or one that was not be there."""

@@ -116,6 +116,41 @@ def test_another_vocabulary_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        (
+            "kind: sgd",
+            "kind: adamw",
+            "optimizer.kind must be sgd as in {}, which holds no exp_avg, exp_avg_sq, got adamw",
+        ),
+        ("kind: lion", "kind: adamw", "optimizer.kind must be lion as in {}, which holds no exp_avg_sq, got adamw"),
+        ("kind: sgd", "kind: sgd, momentum: 0.9", "optimizer.momentum must be 0.0 as in {}, which holds no momentum_"),
+    ],
+)
+def test_an_optimizer_without_its_state_is_named(before: str, after: str, said: str, tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=1", f"optimizer={{{before}}}")[0] == 0
+    code, output = _train(tmp_path, "train.steps=2", f"optimizer={{{after}}}")
+    checkpoint = tmp_path / "run/checkpoints/step_00000001"
+    assert code == 2 and said.format(checkpoint) in output and "checkpoint.load_optimizer: false" in output
+    folder = f"{tmp_path}/other"
+    words = (f"checkpoint.load={tmp_path}/run", "checkpoint.load_optimizer=false", f"logging.folder={folder}")
+    code, output = _train(tmp_path, "train.steps=2", f"optimizer={{{after}}}", f"checkpoint.folder={folder}", *words)
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_learned_positions_of_another_length_are_named(finetune: bool, tmp_path: Path) -> None:
+    model = ("model.architecture=gpt_neox", "model.position_embedding=learned", "evaluation.at_end=false")
+    assert _train(tmp_path, "train.steps=1", *model)[0] == 0
+    words: list[str] = []
+    if finetune:
+        words = [f"checkpoint.load={tmp_path}/run", "checkpoint.finetune=true", f"logging.folder={tmp_path}/other",
+                 f"checkpoint.folder={tmp_path}/other"]  # fmt: skip
+    code, output = _train(tmp_path, "train.steps=2", *model, "model.max_position_embeddings=128", *words)
+    assert code == 2 and "model.max_position_embeddings must be 64 as in" in output and "got 128" in output
+
+
 @pytest.mark.parametrize("way", ["folder", "load"])
 def test_a_run_goes_on_with_a_smaller_batch(way: str, tmp_path: Path) -> None:
     """Behind it are more samples than its steps have now."""

@@ -23,6 +23,8 @@ from typer.testing import CliRunner
 from powertrain.cli import app
 from powertrain.models import build, configure, huggingface
 from powertrain.models.generate import Sampler, generate
+from powertrain.models.peft import save_adapter
+from powertrain.nn.lora import lora
 from powertrain.train.checkpoint import convert as convert_module
 from powertrain.train.checkpoint.convert import LogitsDiffer, convert
 from powertrain.train.checkpoint.load import fill, load_model, open_weights
@@ -163,6 +165,19 @@ def test_the_chat_template_of_a_run_is_exported(place: str, tmp_path: Path, monk
     eod = exported.convert_tokens_to_ids("<|endoftext|>")
     assert values["bos_token_id"] == exported.bos_token_id and values["pad_token_id"] == exported.pad_token_id
     assert values["eos_token_id"] == [exported.eos_token_id, eod]
+
+
+def test_a_tokenizer_beside_adapters_comes_first(tmp_path: Path) -> None:
+    """Who trains adapters on chats saves the tokenizer with its template there."""
+    pytest.importorskip("transformers")
+    model = load_model(_small(tmp_path / "base", **{**LLAMA, "vocab_size": 320}), device=CPU)[0]
+    save_adapter(lora(model, targets=["attention.out"]), tmp_path / "adapter", base=str(tmp_path / "base"))
+    assert open_weights(tmp_path / "adapter").tokenizer is None
+    beside = _chat_tokenizer(tmp_path / "tokenizer", True)
+    for file in beside.glob("*.*"):
+        (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())
+    convert(open_weights(tmp_path / "adapter"), tmp_path / "merged", "hf", check=False)
+    assert (tmp_path / "merged/chat_template.jinja").read_text() == _TEMPLATE
 
 
 def test_the_generation_config_of_a_hugging_face_folder_stays(tmp_path: Path) -> None:

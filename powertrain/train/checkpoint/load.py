@@ -397,8 +397,11 @@ def fitted(weights: Weights, config: ModelConfig) -> Weights:
 def refuse_another(theirs: ModelConfig, ours: ModelConfig, path: Path) -> None:
     """Raise ValueError naming the first field that makes `ours` another model than `theirs`, which `path` holds."""
     values = theirs.model_dump()
+    # learned positions, and gMLP's gates, have a row for each
+    has_rows = getattr(ours, "position_embedding", None) == "learned" or getattr(ours, "has_gmlp", False)
+    may_differ = _MAY_DIFFER - ({"max_position_embeddings"} if has_rows else set())
     for name, value in ours.model_dump().items():
-        if name not in _MAY_DIFFER and _plain(theirs, name, values.get(name)) != _plain(ours, name, value):
+        if name not in may_differ and _plain(theirs, name, values.get(name)) != _plain(ours, name, value):
             raise ValueError(f"model.{name} must be {values.get(name)} as in {path}, got {value}")
 
 
