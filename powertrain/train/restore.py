@@ -250,8 +250,7 @@ class Restorer:
                 raise ValueError(
                     f"optimizer.{name} must be {theirs.get(name)} as in {checkpoint}, which holds no "
                     f"{', '.join(sorted(set(self.optimizer.kinds) - stored))}, got {getattr(ours, name)}; "
-                    "another logging.folder with checkpoint.load and checkpoint.load_optimizer: false goes on with a new "
-                    "one"
+                    "another logging.folder with checkpoint.load and checkpoint.load_optimizer: false begins it anew"
                 )
 
     def _refuse_other_head(self, facts: dict[str, Any], checkpoint: Path) -> None:
