@@ -225,8 +225,8 @@ class Restorer:
         theirs_model, model = model_of(facts, checkpoint), self.config.model
         refuse_another(theirs_model, model, checkpoint)
         if vocab_size and theirs_model.vocab_size != model.vocab_size:
-            held, got = theirs_model.vocab_size, model.vocab_size
-            raise ValueError(f"model.vocab_size must be {held} as in {checkpoint}, got {got}; {_ANEW}")
+            rows, mine = theirs_model.vocab_size, model.vocab_size
+            raise ValueError(f"model.vocab_size must be {rows} as in {checkpoint}, got {mine}; {_ANEW}")
         theirs, ours = ((facts.get("config") or {}).get("train") or {}).get("lora"), self.config.train.lora
         if (theirs is None) != (ours is None):
             holds, got = ("adapters", "null") if ours is None else ("no adapters", f"rank {ours.rank}")

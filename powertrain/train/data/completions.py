@@ -217,7 +217,7 @@ def _with_prompt(where: str, record: dict[str, Any]) -> dict[str, Any]:
 
     A prompt that is the text of the user's first message in both sides is none of its own (ultrafeedback_binarized).
     """
-    sides = [record.get(side) for side in _SIDES]
+    sides: list[Any] = [record.get(side) for side in _SIDES]
     prompt: Any = record.get("prompt")
     for name, side in zip(_SIDES, sides, strict=True):
         if isinstance(side, list):
@@ -225,8 +225,8 @@ def _with_prompt(where: str, record: dict[str, Any]) -> dict[str, Any]:
     if prompt and isinstance(prompt, str) and all(isinstance(side, list) and _asks(side, prompt) for side in sides):
         prompt = None
     first, second = sides
-    if prompt in (None, "", []) and isinstance(first, (str, list)) and type(first) is type(second):
-        common = _common_words(first, second) if isinstance(first, str) else _common_messages(first, second)
+    if prompt in (None, "", []) and type(first) is type(second) and type(first) in (str, list):
+        common = _common_words(first, second) if type(first) is str else _common_messages(first, second)
         rest = {name: side[common:] for name, side in zip(_SIDES, (first, second), strict=True)}
         return {**record, "prompt": first[:common], **rest}
     return record
