@@ -355,7 +355,7 @@ def activation_bwd_outputs(
     need_dx, need_dup, need_dbias = need
     dx = x.new_empty(x.shape) if need_dx else empty(x)
     dup = up.new_empty(up.shape) if up is not None and need_dup else empty(x)
-    dbias = torch.empty_like(bias) if bias is not None and need_dbias else empty(x)
+    dbias = bias.new_empty(bias.shape) if bias is not None and need_dbias else empty(x)
     return dx, dup, dbias
 
 

@@ -121,7 +121,7 @@ def _cross_entropy_fwd(
     T, V = logits.shape
     loss = logits.new_empty((T,) if reduction == "none" else (), dtype=torch.float32)
     lse, target_logit = (loss.new_empty(T) for _ in range(2))
-    logit_sum = torch.empty_like(lse) if label_smoothing else None
+    logit_sum = lse.new_empty(lse.shape) if label_smoothing else None
     scale = scale_of_mean(target, terms) if reduction == "mean" else None
     dlogits = logits.new_empty((T, V)) if with_grad else None
     launch_row_stats(

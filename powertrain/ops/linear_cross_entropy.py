@@ -189,8 +189,8 @@ def _linear_cross_entropy_fwd(
     loss, lse, scale, dx, dw, db = outputs
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
     T, V = x.shape[0], weight.shape[0]
-    target_logit = torch.empty_like(lse)
-    logit_sum = torch.empty_like(lse) if label_smoothing else None
+    target_logit = lse.new_empty(lse.shape)
+    logit_sum = lse.new_empty(lse.shape) if label_smoothing else None
     mean_scale = scale.copy_(scale_of_mean(target, terms)) if reduction == "mean" else None
     makes_grads = reduction != "none" and (need_dx or need_dw or need_db)
     # float32 over all blocks, rounded once

@@ -354,7 +354,7 @@ def scatter_outputs(
     x: Tensor, positions: Tensor, weights: Tensor | None, rows: Tensor | None, need_out: bool, need_dweights: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     out = x.new_empty((positions.numel(), x.shape[1])) if need_out else None
-    return out, torch.empty_like(weights) if need_dweights and weights is not None else None
+    return out, weights.new_empty(weights.shape) if need_dweights and weights is not None else None
 
 
 def scatter(

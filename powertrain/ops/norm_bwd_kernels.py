@@ -415,8 +415,8 @@ def norm_bwd_outputs(
     need_dx, need_dw, need_db = need
     dx = h.new_empty(h.shape, dtype=x_dtype) if need_dx else None
     dresidual = h.new_empty(h.shape) if need_dx and h.dtype != x_dtype else None
-    dw = torch.empty_like(weight) if need_dw and weight is not None else None
-    db = torch.empty_like(bias) if need_db and bias is not None else None
+    dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+    db = bias.new_empty(bias.shape) if need_db and bias is not None else None
     return dx, dresidual, dw, db
 
 

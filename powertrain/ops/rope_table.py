@@ -231,7 +231,7 @@ def rope_table(
         scheme       Linear, NTK, DynamicNTK, YaRN, Llama3, LongRoPE or MRoPE; their fields have the names of Hugging
                      Face's rope parameters. None: unscaled.
     Numerics: the formulas and the float32 arithmetic of Hugging Face transformers. Computed on the CPU, so the same
-        bits on every device.
+        bits on every device. Made in inference mode, it serves training too.
     Raises ValueError for an odd rotary_dim, a base that is not above 0, or sections that do not add up to
         rotary_dim / 2.
     """
@@ -240,6 +240,10 @@ def rope_table(
     )
     checks.require(max_seqlen > 0, "rope_table", "max_seqlen", "be above 0", max_seqlen)
     checks.require(0 < base < math.inf, "rope_table", "base", "be above 0 and finite", base)
+    if torch.is_inference_mode_enabled():
+        # a backward may save the table later
+        with torch.inference_mode(False):
+            return rope_table(rotary_dim, max_seqlen, base=base, scheme=scheme, device=device)
     scheme = Unscaled() if scheme is None else scheme
     if not callable(getattr(scheme, "frequencies", None)):
         must = "be Linear, NTK, DynamicNTK, YaRN, Llama3, LongRoPE, MRoPE or None"

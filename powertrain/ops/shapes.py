@@ -28,6 +28,17 @@ def empty(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
+def empty_like(x: Tensor) -> Tensor:
+    """torch.empty_like(x). That of meta tensors, on which a backward's kernels are found ahead, would make PyTorch
+    import sympy: up to 4 s of a first call."""
+    if not x.is_meta:
+        return torch.empty_like(x)
+    # dense, with the dims in x's order in memory
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    made = x.new_empty([x.shape[dim] for dim in order])
+    return made.permute([order.index(dim) for dim in range(x.dim())])
+
+
 def wanted(x: Tensor | None, need: bool) -> Tensor | None:
     """None if the gradient was not requested, else the gradient."""
     return x if need else None

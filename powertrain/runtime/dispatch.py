@@ -79,6 +79,20 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
+class _Scalar(torch.autograd.Function):
+    """A number on the CPU from which a result on the meta device gets its gradient. A gradient given to `backward`, or
+    `ones_like` of a meta tensor, makes PyTorch import sympy: up to 4 s of a first call."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.device = result.shape, result.dtype, result.device
+        return torch.empty((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Tensor:
+        return torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+
+
 class Op:
     """One function on tensors in three guises: direct, autograd.Function, and torch.library op `powertrain::name`.
 
@@ -90,6 +104,7 @@ class Op:
     setup_context  (ctx, inputs, output): saves tensors for backward
     num_results    the first so many outputs are results; the others are only saved, and a differentiated eager call
                    does not return them (each output costs autograd about 2 us)
+    usual_gradients  the first so many results have gradients in most calls: which backward is compiled ahead
     replays        the forward's whole effect is its steps on the device, so that repeated calls can skip its Python
                    (runtime/replay.py)
     flops          the FLOPs of its matrix products, from its arguments by name (runtime/flops.py)
@@ -105,6 +120,7 @@ class Op:
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
         num_results: int | None = None,
+        usual_gradients: int | None = None,
         replays: bool = True,
         flops: flop_counting.Formula | None = None,
         sharding: dtensors.Rule | None = None,
@@ -112,7 +128,7 @@ class Op:
         self.name = schema.partition("(")[0]
         self.forward = forward
         self.apply: Any = None  # the autograd.Function's, of the arguments
-        self.setup_context, self.num_results = setup_context, num_results
+        self.setup_context, self.num_results, self.usual_gradients = setup_context, num_results, usual_gradients
         self.replays = replays
         self._tapes = replay.Table(self.name, replay.Recorder.op_tape)
         self._rehearsed: set[Any] = set()
@@ -254,8 +270,9 @@ class Op:
             results = self.apply(*metas)
             # a single one would be iterated over, by row
             results = results if isinstance(results, tuple) else (results,)
+            results = results[: self.usual_gradients]
             outputs = [out for out in results if out is not None and out.requires_grad]
-            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+            torch.autograd.backward([_Scalar.apply(out) for out in outputs])
         return wanted.specs
 
     def _refuse_vmap(self, info: Any, in_dims: Any, *args: Any) -> Any:

@@ -175,10 +175,17 @@ def test_self_tests_pass_and_run_once() -> None:
     both = product((64, 128, 256), (False, True))
     backwards = [(width, turn, backward_plans.plan_for(width, width)) for width, turn in both]
     backwards.append((192, False, backward_plans.PLAN_OF_96_KEYS))
-    found = [hopper_backend.backward_fails_here(_causal_call(d, d, fixed), plan) for d, fixed, plan in backwards]
-    assert found == [None] * 7
+    found = []
+    for d, fixed, plan in backwards:
+        call = _causal_call(d, d, fixed)
+        schedule = backward_plans.schedule_of(call, plan)
+        for splits in (1, 3):
+            found.append(hopper_backend.backward_fails_here(call, plan, schedule._replace(num_splits=splits)))
+    assert found == [None] * 14
     assert hopper_backend._self_tests == {plan: {0: None} for plan in tested}
-    assert hopper_backend._backward_self_tests == {backward: {0: None} for backward in backwards}
+    assert hopper_backend._backward_self_tests == {
+        (*backward, is_split, False): {0: None} for backward in backwards for is_split in (False, True)
+    }
 
 
 def test_a_graph_of_packed_sequences_takes_other_lengths() -> None:

@@ -434,3 +434,12 @@ def test_tables_under_another_default_device() -> None:
         assert rope_table(8, 16).cos.is_meta
         table = rope_table(8, 16, device="cpu")
     assert torch.equal(table.cos, rope_table(8, 16).cos)
+
+
+@pytest.mark.kernels
+def test_a_table_made_in_inference_mode_trains(device: torch.device) -> None:
+    with torch.inference_mode():
+        table = rope_table(16, 8, device=device)
+    q = torch.randn(1, 8, 2, 16, device=device, requires_grad=True)
+    rope(q, table=table).sum().backward()
+    assert q.grad is not None

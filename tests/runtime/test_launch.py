@@ -3,6 +3,7 @@
 import ctypes
 import re
 import struct
+import subprocess
 import sys
 import threading
 import zlib
@@ -430,7 +431,7 @@ def test_specs_of_a_backward_leave_the_call_alone(monkeypatch: pytest.MonkeyPatc
     assert {spec.kernel.name for spec in looked[0]} == {"_activation_fwd_kernel", "_activation_bwd_kernel"}
 
     results = []
-    monkeypatch.setattr(torch.autograd, "backward", lambda outputs, gradients: results.append(len(outputs)))
+    monkeypatch.setattr(torch.autograd, "backward", lambda outputs: results.append(len(outputs)))
     _activation_op._backward_specs(arguments)
     assert results == [1]
 
@@ -494,3 +495,49 @@ def _arguments_of(op: object, call: object) -> tuple[object, ...]:
         except (TypeError, AttributeError):
             pass  # of a result that is None
     return found[0]
+
+
+_FOUND_AHEAD = """
+import sys, torch
+import powertrain
+from powertrain.runtime import dispatch
+from powertrain.runtime.recording import record
+from powertrain.runtime.target import Target
+
+class Spy:
+    seen = []
+    wanted = property(lambda self: None, lambda self, value: value and self.seen.append(value))
+
+dispatch.rehearsal = Spy()
+
+def meta(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta").requires_grad_()
+
+def heads():
+    return meta(2, 256, 12, 128)[:, :, :8], *(meta(2, 256, 12, 128)[:, :, first : first + 2] for first in (8, 10))
+
+x, weight = meta(64, 512), meta(512)
+with record("sm_90"):
+    powertrain.attention(*heads(), is_causal=True)
+    powertrain.rms_norm(x, weight, residual=x)
+    powertrain.layer_norm(x, weight, weight)
+    powertrain.gated_activation(x, "swiglu")
+    powertrain.activation(x, "gelu")
+    powertrain.bias_dropout_add(x, weight, x, 0.1)
+    powertrain.scaled_softmax(x)
+    powertrain.rope(heads()[0], table=powertrain.rope_table(128, 256, device="meta"))
+    powertrain.cross_entropy(x, torch.zeros(64, dtype=torch.int64, device="meta"))
+    powertrain.linear_cross_entropy(x, meta(1024, 512), torch.zeros(64, dtype=torch.int64, device="meta"))
+before = {name for name in sys.modules if "sympy" in name}
+Target.of = staticmethod(lambda device: Target.parse("sm_90"))
+for wanted in Spy.seen:
+    assert wanted.func.__self__._backward_specs(*wanted.args)
+print(len(Spy.seen), {name for name in sys.modules if "sympy" in name} - before)
+"""
+
+
+@native
+def test_to_find_a_backward_ahead_imports_no_sympy() -> None:
+    run = subprocess.run([sys.executable, "-c", _FOUND_AHEAD], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split(maxsplit=1) == ["10", "set()\n"]

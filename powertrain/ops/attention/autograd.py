@@ -56,6 +56,7 @@ def forward_op(name: str, forward: Forward, backwards: Mapping[str, Op]) -> Op:
         outputs,
         backward=_backward,
         setup_context=setup_context,
+        usual_gradients=1,  # not the LSE's
         flops=forward_flops,
     )
 

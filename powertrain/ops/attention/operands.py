@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.problem import AttentionCall, Layout
-from powertrain.ops.shapes import cdiv, empty
+from powertrain.ops.shapes import cdiv, empty, empty_like
 from powertrain.runtime.target import Target
 
 # bmghk is missing because it has two dims of heads
@@ -264,9 +264,9 @@ class BackwardCall(NamedTuple):
         query, args, need = self.query, self.args, self.need
         heads = heads_of(query, self.key, self.value, args.layout)
         # torch.library requires every declared result, so gradients that nobody wants are empty tensors
-        dq = torch.empty_like(query) if need[0] else empty(query)
-        dk = torch.empty_like(one_head(self.key, args.layout, heads)) if need[1] else empty(query)
-        dv = torch.empty_like(one_head(self.value, args.layout, heads)) if need[2] else empty(query)
+        dq = empty_like(query) if need[0] else empty(query)
+        dk = empty_like(one_head(self.key, args.layout, heads)) if need[1] else empty(query)
+        dv = empty_like(one_head(self.value, args.layout, heads)) if need[2] else empty(query)
         dbias = empty(query)
         if need[3] and args.bias is not None:
             # kernels write the bias's gradient by computed strides, which an expanded or permuted bias does not have

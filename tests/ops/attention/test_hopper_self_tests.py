@@ -92,7 +92,8 @@ def test_right_results_are_not_called_wrong(monkeypatch: pytest.MonkeyPatch, nam
     assert self_tests.forward_defect(call, plan, lambda *_: right) is None
     grads = torch.autograd.grad(right[0], inputs, dout)
     monkeypatch.setattr(self_tests, "launch_backward", lambda *_: (*grads, torch.empty(0)))
-    assert self_tests.backward_defect(call, backward_plans.plan_for(64, 64)) is None
+    plan = backward_plans.plan_for(64, 64)
+    assert self_tests.backward_defect(call, plan, backward_plans.schedule_of(call, plan)) is None
 
 
 @pytest.mark.parametrize("pack, partial", [(1, False), (4, False), (7, False), (16, False), (8, True)])
@@ -112,20 +113,22 @@ def test_forwards_see_what_is_wrong(head_dims: tuple[int, int], pack: int, parti
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["causal", "full", "packed"])
 @pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("splits", [1, 2])
 def test_backwards_see_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, width: int, name: str, deterministic: bool
+    monkeypatch: pytest.MonkeyPatch, width: int, name: str, deterministic: bool, splits: int
 ) -> None:
     call = _operands(width, width, deterministic=deterministic, **CASES[name])
-    small = SmallProblem.like(call)
+    small = SmallProblem.like(call, splits)
     dout, *inputs = (x.clone().requires_grad_() for x in small.inputs)
     grads = list(torch.autograd.grad(_by_reference(small, *inputs)[0], inputs, dout))
     asked: list[BackwardCall] = []
     plan = backward_plans.plan_for(width, width)
     monkeypatch.setattr(self_tests, "launch_backward", lambda call, *_: asked.append(call) or (*grads, torch.empty(0)))
-    assert self_tests.backward_defect(call, plan) is None
+    schedule = backward_plans.schedule_of(call, plan)._replace(num_splits=splits)
+    assert self_tests.backward_defect(call, plan, schedule) is None
     assert asked[0].args.deterministic == deterministic and asked[0].out.shape == dout.shape
     grads[1] = -grads[1]
-    assert f"wrong results of {sum(x.numel() for x in grads)}" in str(self_tests.backward_defect(call, plan))
+    assert f"wrong results of {sum(x.numel() for x in grads)}" in str(self_tests.backward_defect(call, plan, schedule))
 
 
 def _specs(run: Callable[[], Any]) -> dict[str, str]:
@@ -153,6 +156,45 @@ def test_a_call_needs_the_kernels_that_were_tried(name: str, d: int, dtype: torc
         return _specs(lambda: self_tests.launch_backward(BackwardCall(*tensors, [True] * 3 + [False], of.args), of))
 
     assert backward(asked) == backward(tried)
+
+
+class _Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("sequences, heads, kv_heads, d", [(1, 32, 8, 128), (1, 8, 2, 256), (16, 8, 8, 64)])
+def test_heads_in_parts_and_sequences_by_length_are_tried(
+    monkeypatch: pytest.MonkeyPatch, sequences: int, heads: int, kv_heads: int, d: int
+) -> None:
+    """Their backward is another kernel."""
+    args = OpArguments(*(None,) * 11, "bshd", d**-0.5, 0.0, 0.0, -1, 0, 0, False)
+    tokens, shape = 512, (1,)
+    if sequences > 1:
+        starts = torch.arange(sequences + 1, dtype=torch.int32) * (tokens // sequences)
+        args, shape = args._replace(layout="thd", query_starts=starts, key_starts=starts), ()
+    call = Operands.of(*(torch.randn(*shape, tokens, n, d).bfloat16() for n in (heads, kv_heads, kv_heads)), args)
+    plan = backward_plans.plan_of(call)
+    # which a GPU's number of SMs decides
+    found = {"longest_first": True} if sequences > 1 else {"num_splits": 4}
+    schedule = backward_plans.schedule_of(call, plan)._replace(**found)
+    given: list[Any] = []
+
+    def stop(*arguments: Any) -> None:
+        given.extend(arguments)
+        raise _Stop
+
+    with monkeypatch.context() as patch, pytest.raises(_Stop):
+        patch.setattr(self_tests, "launch_backward", stop)
+        self_tests.backward_defect(call, plan, schedule)
+
+    def specs(of: Operands, schedule: backward_plans.Schedule) -> dict[str, str]:
+        of = Operands.of(*(x.tensor.to(META) for x in (of.q, of.k, of.v)), _on_meta(of.args))
+        out, lse = of.outputs()
+        tensors = (out, None, of.q.tensor, of.k.tensor, of.v.tensor, out, lse)
+        needed = BackwardCall(*tensors, [True] * 3 + [False], of.args)
+        return _specs(lambda: self_tests.launch_backward(needed, of, plan, schedule))
+
+    assert specs(given[1], given[3]) == specs(call, schedule)
 
 
 def _on_meta(args: OpArguments) -> OpArguments:

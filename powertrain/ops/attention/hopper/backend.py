@@ -17,8 +17,8 @@ from powertrain.ops.attention import autograd
 from powertrain.ops.attention.backends import cudnn_backward
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of
 from powertrain.ops.attention.hopper.backward_plans import Plan as BackwardPlan
+from powertrain.ops.attention.hopper.backward_plans import Schedule, schedule_of, width_of
 from powertrain.ops.attention.hopper.backward_plans import plan_of as backward_plan_of
-from powertrain.ops.attention.hopper.backward_plans import width_of
 from powertrain.ops.attention.hopper.forward import launch_forward
 from powertrain.ops.attention.hopper.forward_d512 import launch_forward_d512
 from powertrain.ops.attention.hopper.plans import Plan, plan_of
@@ -73,9 +73,10 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
             yield Reason(f"it has no {name}", other)
 
 
-# results by device: of each forward plan, and of each backward (padded head dim, deterministic, plan)
+# results by device: of each forward plan, and of each backward (padded head dim, deterministic, plan, heads that share
+# keys in parts, packed sequences by length)
 _self_tests: dict[Plan, dict[int | None, str | None]] = {}
-_backward_self_tests: dict[tuple[int, bool, BackwardPlan], dict[int | None, str | None]] = {}
+_backward_self_tests: dict[tuple[int, bool, BackwardPlan, bool, bool], dict[int | None, str | None]] = {}
 
 
 def fails_here(call: Operands, plan: Plan) -> str | None:
@@ -88,13 +89,14 @@ def fails_here(call: Operands, plan: Plan) -> str | None:
     )
 
 
-def backward_fails_here(call: Operands, plan: BackwardPlan) -> str | None:
+def backward_fails_here(call: Operands, plan: BackwardPlan, schedule: Schedule | None) -> str | None:
     """The same of the backward, at a padded head dim."""
     width, deterministic = width_of(max(call.d_qk, call.d_v)), call.args.deterministic
-    results = _backward_self_tests.setdefault((width, deterministic, plan), {})
+    kernel = (False, False) if schedule is None else (schedule.num_splits > 1, schedule.longest_first)
+    results = _backward_self_tests.setdefault((width, deterministic, plan, *kernel), {})
     name = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
     return self_test.failure(
-        results, call.q.tensor.device, lambda on: backward_defect(call, plan), f"{name}: triton serves"
+        results, call.q.tensor.device, lambda on: backward_defect(call, plan, schedule), f"{name}: triton serves"
     )
 
 
@@ -132,15 +134,16 @@ def _launch(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def _backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    reason, plan = why_not_backward(operands), None
+    reason, plan, schedule = why_not_backward(operands), None, None
     # a recording, or meta tensors, have no results to test
     if reason is None and _is_real(call.query):
         plan = backward_plan_of(operands)
-        reason = backward_fails_here(operands, plan)
+        schedule = None if plan.stores_weights else schedule_of(operands, plan)
+        reason = backward_fails_here(operands, plan, schedule)
     if reason:
         _report_fallback("attention's backward", reason)
         return attention_backward(call, operands)
-    return launch_backward(call, operands, plan)
+    return launch_backward(call, operands, plan, schedule)
 
 
 def _is_real(x: Tensor) -> bool:

@@ -253,7 +253,7 @@ def why_not_backward(operands: Operands) -> str | None:
 
 
 def launch_backward(
-    call: BackwardCall, operands: Operands, plan: Plan | None = None
+    call: BackwardCall, operands: Operands, plan: Plan | None = None, schedule: Schedule | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, an empty dbias) on sm_90; the ones not needed are empty. `why_not_backward` has the limits."""
     dq, dk, dv, dbias = call.outputs()
@@ -266,7 +266,7 @@ def launch_backward(
         if plan.stores_weights:
             _launch_weights(call, operands, *into)
         else:
-            _launch(call, operands, *into, plan)
+            _launch(call, operands, *into, plan, schedule or schedule_of(operands, plan))
     return dq, dk, dv, dbias
 
 
@@ -340,13 +340,13 @@ class _KeySums(NamedTuple):
 
 
 def _launch(
-    call: BackwardCall, operands: Operands, dq: Operand | None, dk: Operand | None, dv: Operand | None, plan: Plan
-) -> None:
+    call: BackwardCall, operands: Operands, dq: Operand | None, dk: Operand | None, dv: Operand | None, plan: Plan,
+    schedule: Schedule,
+) -> None:  # fmt: skip
     args, heads = operands.args, operands.heads
     num_heads, w_qk = heads.kv * heads.q_per_kv, dq_width(operands, plan)
     blocks = operands.key_blocks(plan.block_n)
     rows = operands.storage * heads.kv * blocks * plan.block_n
-    schedule = schedule_of(operands, plan)
     early = starts_early(operands.target)
     scratch = _Scratch.of(operands, plan, dq is not None, schedule)
     sums = None

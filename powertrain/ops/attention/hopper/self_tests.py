@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from powertrain.ops.attention.hopper.backward import launch_backward
 from powertrain.ops.attention.hopper.backward_plans import Plan as BackwardPlan
+from powertrain.ops.attention.hopper.backward_plans import Schedule, schedule_of
 from powertrain.ops.attention.hopper.plans import Plan
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 
@@ -116,15 +117,23 @@ def forward_defect(call: Operands, plan: Plan, forward: Forward) -> str | None:
     return _wrong(list(forward(Operands.of(query, key, value, small.args), plan)), [small.out, small.lse])
 
 
-def backward_defect(call: Operands, plan: BackwardPlan) -> str | None:
-    """What is wrong with the backward of this plan, or None."""
-    small = SmallProblem.like(call)
+def backward_defect(call: Operands, plan: BackwardPlan, schedule: Schedule | None) -> str | None:
+    """What is wrong with the backward of this plan, or None.
+
+    Of the call's schedule the small problem has what other kernels are for: heads that share keys in parts, and packed
+    sequences by length."""
+    is_split = schedule is not None and schedule.num_splits > 1
+    small = SmallProblem.like(call, 2 if is_split else 1)
     dout, query, key, value = small.inputs
     # the exact results and not the kernel's: the backward is judged alone
     out = small.out.to(query.dtype).view(dout.shape)
-    lse = small.lse if small.args.layout == "thd" else small.lse[None]
+    lse = (small.lse if small.args.layout == "thd" else small.lse[None]).contiguous()
     alone = BackwardCall(dout, None, query, key, value, out, lse, [True] * 3 + [False], small.args)
-    grads = launch_backward(alone, alone.operands(), plan)
+    operands = alone.operands()
+    if schedule is not None:
+        longest_first = schedule.longest_first
+        schedule = schedule_of(operands, plan)._replace(num_splits=1 + is_split, longest_first=longest_first)
+    grads = launch_backward(alone, operands, plan, schedule)
     return _wrong(list(grads[:3]), small.grads)
 
 
@@ -135,7 +144,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _wrong(results: list[Tensor], exact: list[Tensor]) -> str | None:
     pairs = zip(results, exact, strict=True)
-    count = sum(_count_wrong(a.view(b.shape), b) for a, b in pairs)
+    count = sum(_count_wrong(a.reshape(b.shape), b) for a, b in pairs)
     return f"its self-test gave {count} wrong results of {sum(x.numel() for x in exact)}" if count else None
 
 
