@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from powertrain.models.causal_lm import CausalLM
+
+# float32 has no temperature below, and 0 / 0 would be nan
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Sampler:
@@ -25,13 +29,13 @@ class Sampler:
         # so written that nan is refused
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
-        if top_k is not None and top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {top_k}")
+        if top_k is not None and not (isinstance(top_k, int) and top_k >= 0):
+            raise ValueError(f"top_k must be an integer of at least 0, got {top_k}")
         if top_p is not None and not 0 <= top_p <= 1:
             raise ValueError(f"top_p must be in [0, 1], got {top_p}")
         # what torch.Generator takes
-        if not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed must be in [-2**63, 2**64), got {seed}")
+        if not (isinstance(seed, int) and -(2**63) <= seed < 2**64):
+            raise ValueError(f"seed must be an integer in [-2**63, 2**64), got {seed}")
         self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k or None, top_p or None, seed
         self._generator: torch.Generator | None = None
 
@@ -43,7 +47,10 @@ class Sampler:
         # made here because a generator belongs to a device, and the first logits tell which
         if self._generator is None:
             self._generator = torch.Generator(logits.device).manual_seed(self.seed)
-        chances = self._kept(logits.float() / self.temperature).softmax(-1)
+        logits = logits.float()
+        # below the largest: however small the temperature, no quotient is inf, of which softmax makes nan
+        scaled = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, _SMALLEST)
+        chances = self._kept(scaled).softmax(-1)
         return torch.multinomial(chances, 1, generator=self._generator).squeeze(-1)
 
     def _kept(self, logits: Tensor) -> Tensor:
@@ -68,7 +75,8 @@ def stream(
 
     prompts   token ids, at least one each; their lengths may differ: none sees another's padding
     Memory: a KV cache of the longest prompt and `max_new_tokens`.
-    Raises ValueError naming the argument, the expected value and the given one.
+    Raises ValueError naming the argument, the expected value and the given one; and where the logits behind a prompt
+    are nan or infinite, as those of a damaged model are. On a CPU, where nothing waits, each step's are looked at.
     """
     # one implementation with `complete`, which needs the logits too
     for tokens, _ in _steps(model, prompts, max_new_tokens, sampler or Sampler()):
@@ -80,17 +88,9 @@ def _steps(
     model: CausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens [B], the logits [B, V] that they were drawn from)."""
-    device, longest = model.embed.weight.device, max(map(len, prompts), default=0)
-    if not prompts or not all(prompts):
-        raise ValueError(f"prompts must hold at least one token each, got lengths {[len(p) for p in prompts]}")
-    limit = model.config.max_position_embeddings
-    if longest >= limit:
-        raise ValueError(f"prompts must have fewer than model.max_position_embeddings ({limit}) tokens, got {longest}")
-    if longest + max_new_tokens > limit:
-        raise ValueError(
-            f"max_new_tokens must be at most {limit - longest} after a prompt of {longest} tokens "
-            f"(model.max_position_embeddings is {limit}), got {max_new_tokens}"
-        )
+    device, prompts = model.embed.weight.device, _checked(prompts, model.config.vocab_size)
+    longest = max(map(len, prompts))
+    _check_length(longest, max_new_tokens, model.config.max_position_embeddings)
     # dropout would make continuations random even at temperature 0
     model.eval()
     cache = model.new_cache(len(prompts), longest + max_new_tokens)
@@ -100,11 +100,51 @@ def _steps(
     # the head computes one position a row, each prompt's last token
     logits = model(padded, cache=cache, lengths=lengths, logits_at=lengths.long() - 1)
     for number in range(max_new_tokens):
+        # of a GPU's only the first: the wait for a prompt is long anyway, and a damaged model shows there
+        if number == 0 or not logits.is_cuda:
+            _check_finite(logits)
         tokens = sampler(logits)
         yield tokens, logits
         # the last token needs no forward
         if number + 1 < max_new_tokens:
             logits = model(tokens[:, None], cache=cache)[:, -1]
+
+
+def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+    """The prompts as lists of integers, those given as tensors or arrays, too."""
+    rows = []
+    for n, prompt in enumerate(prompts):
+        try:
+            row = [index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+        except TypeError:
+            raise ValueError(f"prompts[{n}] must be a sequence of integers, got {prompt!r}") from None
+        # said here: on a GPU the lookup of one that is not there ends all CUDA calls of the process
+        if bad := [token for token in row if not 0 <= token < vocab_size]:
+            raise ValueError(f"prompts[{n}] must hold integers in [0, {vocab_size}), model.vocab_size, got {bad[0]}")
+        rows.append(row)
+    if not rows or not all(rows):
+        raise ValueError(f"prompts must hold at least one token each, got lengths {[len(row) for row in rows]}")
+    return rows
+
+
+def _check_length(longest: int, max_new_tokens: int, limit: int) -> None:
+    if longest >= limit:
+        raise ValueError(f"prompts must have fewer than model.max_position_embeddings ({limit}) tokens, got {longest}")
+    if not (isinstance(max_new_tokens, int) and max_new_tokens >= 0):
+        raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens}")
+    if longest + max_new_tokens > limit:
+        raise ValueError(
+            f"max_new_tokens must be at most {limit - longest} after a prompt of {longest} tokens "
+            f"(model.max_position_embeddings is {limit}), got {max_new_tokens}"
+        )
+
+
+def _check_finite(logits: Tensor) -> None:
+    # the largest of a row is nan if one is; -inf alone is a word that never comes
+    largest = logits.amax(-1)
+    if not bool(largest.isfinite().all()):
+        row = int((~largest.isfinite()).nonzero()[0, 0])
+        raise ValueError(f"the model's logits must be finite, got {float(largest[row])} for prompts[{row}]")
 
 
 def generate(
@@ -163,20 +203,20 @@ def complete(
     for tokens, logits in _steps(model, prompts, max_new_tokens, sampler or Sampler()):
         # log_softmax of the whole row: the probability under the model, not under the sampler's cut
         logprobs = logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-        for index, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+        for number, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
             # rows that have ended still run in the batch, and their tokens are dropped
-            if index not in going:
+            if number not in going:
                 continue
-            row = rows[index]
+            row = rows[number]
             if token == eod or token in stop_tokens:
                 row.finished = "eod" if token == eod else "stop"
-                going.discard(index)
+                going.discard(number)
                 continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
             if stop is not None and stop(row.tokens):
                 row.finished = "stop"
-                going.discard(index)
+                going.discard(number)
         if not going:
             break
     return rows

@@ -69,6 +69,9 @@ class ContextSharding(Unsharded):
     def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
         part, weight = normalize_labels(self._part(labels, labels), (labels != -100).sum())
         loss = self.inner.loss(mean_loss, states, part) * (weight * self.cp.world_size)
+        if not part.numel():
+            # a rank without a token: the mean of none is nan, even times zero. The head has run, as FSDP wants it to
+            loss = loss.nan_to_num(0.0)
         return mean_of_ranks(loss, self.cp.peers.group)
 
     def _sharding_of(self, tokens: Tensor, context: Context) -> Sharding:

@@ -32,6 +32,10 @@ class KVCache:
     def __init__(
         self, rows: Sequence[CacheRow], batch: int, max_length: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
+        for name, size in (("batch", batch), ("max_length", max_length)):
+            if size < 0:
+                raise ValueError(f"KVCache: {name} must be at least 0, got {size}")
+
         def made(*shape: int) -> Tensor:
             return torch.zeros(batch, max_length, *shape, device=device, dtype=dtype)
 
@@ -42,6 +46,14 @@ class KVCache:
         self.max_length = max_length
         # before the first forward there is nothing to attend to, and the new tokens attend to each other alone
         self.is_empty = True
+
+    def check(self, batch: int, new: int) -> None:
+        """Raise ValueError unless so many new tokens of so many sequences belong to this cache. What the host knows is
+        checked: how many rows are filled is on the device, and writes behind the last row are dropped there."""
+        if batch != len(self.lengths):
+            raise ValueError(f"cache must be made for the {batch} sequences of tokens, got one for {len(self.lengths)}")
+        if self.is_empty and new > self.max_length:
+            raise ValueError(f"cache must have rows for the {new} tokens of each sequence, got {self.max_length}")
 
     def fill(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         """Write a prompt's keys and values [B, S, K, D] into the first S rows."""

@@ -49,6 +49,8 @@ class SpatialGating(nn.Module):
         places = torch.arange(gate.shape[1], device=gate.device)
         positions = lengths[:, None].long() + places  # [B, S]
         earlier[torch.arange(len(gate), device=gate.device)[:, None], positions] = gate
+        # a cache may have more rows than there are positions
+        earlier = earlier[:, : len(self.bias)]
         seen = torch.arange(earlier.shape[1], device=gate.device) <= positions[..., None]  # [B, S, R]
         weight = torch.where(seen, self.weight[positions, : earlier.shape[1]], 0.0)
         return torch.bmm(weight, earlier) + self.bias[positions, None]

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from powertrain.parallel.cost_model import Planner
 from powertrain.parallel.transport.base import RowCounts, Transport
+from powertrain.parallel.transport.heartbeat import compare_calls, meeting
 from powertrain.parallel.transport.select import NAMES, open_transport
 from powertrain.runtime import checks
 
@@ -50,6 +51,11 @@ class Overlap:
         if existing is not None and existing.group is group:
             existing._check_serves(transport, strict, debug)
             return existing
+        checks.one_of("Overlap", "transport", transport, NAMES)
+        if group.size() > 1:
+            # ranks that open different transports would wait for each other's first message
+            with meeting("Overlap"):
+                compare_calls(f"Overlap(transport={transport!r}, strict={strict}, debug={debug})", group)
         self = object.__new__(cls)
         self._adopt(open_transport(group, transport, strict=strict, debug=debug), group.group_name)
         self.group = group
@@ -101,7 +107,8 @@ class Overlap:
         mine = torch.tensor([count], device=device)
         gathered = mine.new_empty(self.size)
         # by a collective of the group: it has to be called by all ranks anyway
-        dist.all_gather(list(gathered.split(1)), mine, group=self.group)
+        with self.transport.waiting("exchange of row counts", mine):
+            dist.all_gather(list(gathered.split(1)), mine, group=self.group)
         counts: list[int] = gathered.tolist()
         return counts
 

@@ -70,11 +70,11 @@ def test_benchmark_runs() -> None:
 
 
 def test_models_are_the_same_spread(tmp_path: Path) -> None:
-    """Loss, logits and gradients of models whose sequences two ranks share, dense and packed."""
+    """Loss, logits and gradients of models whose sequences two ranks share, dense, packed and of one token."""
     out = str(tmp_path / "errors")
     ranks = run_ranks(2, "-m", "tests.distributed.context_model_worker", out)
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout for rank in ranks)
     for rank in range(2):
         errors = torch.load(f"{out}.{rank}")
-        assert len(errors) == 10
-        assert max(errors.values()) < 1e-6, errors
+        assert len(errors) == 11
+        assert all(error < 1e-6 for error in errors.values()), errors  # of nan and a number max may be either

@@ -758,4 +758,14 @@ MESSAGES = [
         "custom-all-reduce",
         '  File "/root/custom_all_reduce.py", line 307, in register_graph_buffers\nRuntimeError: invalid argument',
     ),
+    (
+        "peer-gone",
+        "powertrain.parallel.transport.heartbeat.PeerTimeout: rank 0: all-gather of [6, 4] cannot end: rank 1 (host "
+        "node7, process 13303) is gone",
+    ),
+    (
+        "calls-differ",
+        "powertrain.parallel.transport.heartbeat.CollectiveMismatch: ranks must make the same calls: rank 0 makes "
+        "all-gather of [6, 4] torch.float32, rows [3, 3]; rank 1 makes all-gather of [8, 4] torch.float32, rows [4, 4]",
+    ),
 ]

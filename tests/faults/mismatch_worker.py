@@ -81,23 +81,34 @@ def context(other: int) -> Calls:
     cp = context_parallel(dist.group.WORLD)
 
     def attend(
-        mode: Any, *, heads: int = 6, dim: int = 8, documents: Any = (9, 0, 5), dtype: Any = torch.float32
-    ) -> Any:
+        mode: Any, *, heads: int = 6, dim: int = 8, documents: Any = (9, 0, 5), dtype: Any = torch.float32,
+        **options: Any,
+    ) -> Any:  # fmt: skip
         sharding = cp.sharding(cu_seqlens=torch.tensor([0, *documents]).cumsum(0))
         x = torch.zeros(sharding.length(), heads, dim, dtype=dtype)
-        return cp.attention(x, x, x, sharding, mode=mode)
+        return cp.attention(x, x, x, sharding, mode=mode, **options)
+
+    def gather(width: int, dtype: torch.dtype) -> Any:
+        sharding = cp.sharding(9)
+        return cp.unshard(torch.zeros(1, sharding.length(), width, dtype=dtype), sharding)
 
     many, dtype = [1] * 40, torch.float64 if other else torch.float32
     differences: dict[str, dict[str, Any]] = {
         "heads": dict(heads=6 + 6 * other), "dim": dict(dim=8 + 2 * other), "documents": dict(documents=(9, other, 5)),
         "late_document": dict(documents=[*many, 1 + other]), "dtype": dict(dtype=dtype),
+        "causal": dict(is_causal=bool(other)), "scale": dict(scale=1.0 + other), "softcap": dict(softcap=1.0 + other),
+        "sinks": dict(sinks=torch.zeros(6) if other else None),
     }  # fmt: skip
     calls: Calls = {
         f"context.{mode}.{name}": partial(attend, mode, **options)
         for mode in ("ring", "all_gather", "all_to_all")
         for name, options in differences.items()
     }
-    return {**calls, "context.mode": lambda: attend("ring" if other else "all_gather")}
+    return {
+        **calls, "context.mode": lambda: attend("ring" if other else "all_gather"),
+        "context.unshard.width": lambda: gather(4 + other, torch.float32),
+        "context.unshard.dtype": lambda: gather(4, dtype),
+    }  # fmt: skip
 
 
 def main(transport: str, seeds: int) -> None:
@@ -106,6 +117,9 @@ def main(transport: str, seeds: int) -> None:
     assert group is not None
     overlap, other = Overlap(group, transport=transport), int(dist.get_rank() == dist.get_world_size() - 1)
     calls = {**products(overlap, other), **experts(overlap, other), **context(other)}
+    # a group of its own: an overlap that is open stays as it is
+    another, way = dist.new_group(), "sequential" if other else "pipelined"
+    calls["overlap.transport"] = lambda: Overlap(another, transport=way)
     for seed in range(seeds):
         calls |= splits(overlap, seed % overlap.size == overlap.rank, seed)
     for name, call in calls.items():

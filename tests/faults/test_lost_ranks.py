@@ -23,8 +23,8 @@ NAMES = [
     *(f"experts.{name}" for name in ("width", "dtype", "number", "capacity", "capacity_or_none", "combine", "way",
                                      "overlapped_width")),
     *(f"context.{mode}.{name}" for mode in ("ring", "all_gather", "all_to_all")
-      for name in ("heads", "dim", "documents", "late_document", "dtype")),
-    "context.mode",
+      for name in ("heads", "dim", "documents", "late_document", "dtype", "causal", "scale", "softcap", "sinks")),
+    "context.mode", "context.unshard.width", "context.unshard.dtype", "overlap.transport",
 ]  # fmt: skip
 
 
@@ -129,3 +129,16 @@ def test_sizes_that_differ_are_an_error_on_every_rank(transport: str, size: int,
         assert process.returncode == 0 and len(told) == len(NAMES) + 2 * seeds, process.stdout[-3000:]
         silent = [line for line in told if not re.search(r"rank 0 makes .*; rank \d makes ", line)]
         assert not silent, "\n".join(silent)
+
+
+@pytest.mark.parametrize("call", ["overlap", "rows", "ring", "all_gather", "all_to_all", "backward", "late"])
+def test_calls_name_a_rank_that_is_gone(call: str) -> None:
+    survivor, _ = run_ranks(2, "-m", "tests.faults.lost_peer_worker", call, timeout=60)
+    named = r"rank 1 \(host .*, process \d+\) is gone"
+    words = {"overlap": "Overlap cannot begin: a rank of its group is gone or did not come",
+             "rows": rf"exchange of row counts of \[1\] cannot end: {named}",
+             "backward": f"attention's backward by ring cannot end: {named}",
+             "late": r"attention by ring has waited 5 s for rank 1 \(host "}  # fmt: skip
+    assert re.search(rf"rank 0: {words.get(call, f'attention by {call} cannot end: {named}')}", survivor.stdout), (
+        survivor.stdout[-3000:]
+    )

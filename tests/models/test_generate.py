@@ -113,6 +113,9 @@ LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     [
         ({}, [0.5, 0.3, 0.15, 0.05]),
         ({"temperature": 0}, [1, 0, 0, 0]),
+        # the quotients are beyond float32, and the second temperature is 0 in float32
+        ({"temperature": 1e-40}, [1, 0, 0, 0]),
+        ({"temperature": 1e-60, "top_k": 3, "top_p": 0.9}, [1, 0, 0, 0]),
         ({"temperature": 0.5}, [0.6849, 0.2466, 0.0616, 0.0068]),  # squares
         ({"top_k": 2}, [0.625, 0.375, 0, 0]),
         ({"top_k": 9}, [0.5, 0.3, 0.15, 0.05]),
@@ -136,8 +139,10 @@ def test_what_is_sampled(options: dict[str, Any], expected: list[float]) -> None
     [
         ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
         ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
-        ({"seed": 2**64}, r"seed must be in \[-2\*\*63, 2\*\*64\), got 18446744073709551616"),
-        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"seed": 2**64}, r"seed must be an integer in \[-2\*\*63, 2\*\*64\), got 18446744073709551616"),
+        ({"seed": 1.5}, r"seed must be an integer in .*, got 1.5"),
+        ({"top_k": -1}, "top_k must be an integer of at least 0, got -1"),
+        ({"top_k": 2.5}, "top_k must be an integer of at least 0, got 2.5"),
         ({"top_p": -0.1}, r"top_p must be in \[0, 1\], got -0.1"),
         ({"top_p": 1.1}, r"top_p must be in \[0, 1\], got 1.1"),
     ],
@@ -154,9 +159,16 @@ def test_samplers_that_cannot_be(options: dict[str, Any], message: str) -> None:
         ([[1], []], 1, r"prompts must hold at least one token each, got lengths \[1, 0\]"),
         ([[1] * 40], 3, r"prompts must have fewer than model.max_position_embeddings \(32\) tokens, got 40"),
         ([[1] * 30], 3, r"max_new_tokens must be at most 2 after a prompt of 30 tokens .* got 3"),
+        ([[1]], -1, "max_new_tokens must be an integer of at least 0, got -1"),
+        ([[1]], 2.0, "max_new_tokens must be an integer of at least 0, got 2.0"),
+        ([[1], [5, 97]], 1, r"prompts\[1\] must hold integers in \[0, 97\), model.vocab_size, got 97"),
+        ([[-1]], 1, r"prompts\[0\] must hold integers in \[0, 97\), model.vocab_size, got -1"),
+        ([[1.5]], 1, r"prompts\[0\] must be a sequence of integers, got \[1.5\]"),
+        ([1, 2], 1, r"prompts\[0\] must be a sequence of integers, got 1"),
+        (["ab"], 1, r"prompts\[0\] must be a sequence of integers, got 'ab'"),
     ],
 )
-def test_prompts_that_cannot_be(prompts: list[list[int]], count: int, message: str) -> None:
+def test_prompts_that_cannot_be(prompts: Any, count: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(_model(), prompts, max_new_tokens=count)
 
@@ -185,3 +197,51 @@ def test_what_ends_a_row() -> None:
         ends = [(tokens.index(t), kind) for t, kind in ((eod, "eod"), (stop, "stop")) if t in tokens[:5]]
         count, kind = min(ends, default=(5, "stop"))
         assert (row.tokens, row.finished, len(row.logprobs)) == (tokens[:count], kind, count)
+
+
+def test_prompts_may_be_tensors() -> None:
+    model, greedy = _model(), Sampler(temperature=0)
+    rows: Any = [torch.tensor(prompt) for prompt in PROMPTS]
+    whole: Any = torch.tensor([[1, 2], [3, 4]])
+    assert generate(model, rows, max_new_tokens=3, sampler=greedy) == generate(
+        model, PROMPTS, max_new_tokens=3, sampler=greedy
+    )
+    assert generate(model, whole, max_new_tokens=3, sampler=greedy) == generate(
+        model, whole.tolist(), max_new_tokens=3, sampler=greedy
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers(temperature: float) -> None:
+    """Else greedy answers would be of token 0, and a sampled one torch's error, on a GPU an assertion of a kernel."""
+    model = _model()
+    with torch.no_grad():
+        model.embed.weight[3] = torch.nan
+    for function in (generate, complete):
+        with pytest.raises(ValueError, match=r"the model's logits must be finite, got nan for prompts\[1\]"):
+            function(model, PROMPTS, max_new_tokens=2, sampler=Sampler(temperature=temperature))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt3", "alibi", "mistral"])
+def test_caches_that_do_not_belong_to_the_tokens(name: str) -> None:
+    model, tokens = _model(**MODELS[name]), torch.ones(2, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="cache must have rows for the 6 tokens of each sequence, got 5"):
+        model(tokens, cache=model.new_cache(2, 5))
+    for batch in (1, 3):
+        with pytest.raises(ValueError, match=f"cache must be made for the 2 sequences of tokens, got one for {batch}"):
+            model(tokens, cache=model.new_cache(batch, 8))
+    cache = model.new_cache(2, 8)
+    model(tokens, cache=cache)
+    with pytest.raises(ValueError, match="cache must be made for the 1 sequences of tokens, got one for 2"):
+        model(tokens[:1, :1], cache=cache)
+    for argument in ("position_ids", "document_ids"):
+        with pytest.raises(NotImplementedError, match=f"{argument} must be None with a KV cache"):
+            model(tokens[:, :1], cache=cache, **{argument: torch.zeros(2, 1, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="max_length must be at least 0, got -1"):
+        model.new_cache(2, -1)
+
+
+def test_more_tokens_than_learned_positions() -> None:
+    with pytest.raises(ValueError, match=r"tokens must be at most 32 a sequence, got \[1, 33\]"):
+        _model(**MODELS["gpt3"])(torch.zeros(1, 33, dtype=torch.int64))

@@ -112,6 +112,15 @@ def test_several_tokens_behind_a_cache(variant: str) -> None:
             torch.testing.assert_close(found[1], whole[1, 4 + start : 4 + stop], rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_cache_with_more_rows_than_there_are_positions() -> None:
+    model = model_of("amlp").eval()
+    tokens = torch.randint(0, 97, (2, 9))
+    cache = model.new_cache(2, model.config.max_position_embeddings + 5)
+    found = torch.cat([model(part, cache=cache) for part in tokens.split((4, 5), 1)], 1)
+    torch.testing.assert_close(found, model(tokens), rtol=1e-5, atol=1e-5)
+
+
 def test_a_stage_passes_the_stream_on() -> None:
     """Cut behind a gMLP layer, and behind an attention layer."""
     model = model_of("mixed", tie_embeddings=False).eval()

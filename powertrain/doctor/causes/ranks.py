@@ -3,6 +3,7 @@
 from powertrain.doctor.causes.cause import Cause
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
+_OVERLAP = "https://docs.pytorch.org/docs/stable/distributed.html"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
 _COMPILING = (
     r"Building extension module|PyTorch extensions root|compiling and loading fused kernels|torch\.compile|inductor|"
@@ -40,6 +41,29 @@ CAUSES = (
         "GPU、驱动或工具包不支持 Userbuffers 默认使用的 NVLink multicast",
         "export UB_SKIPMC=1   # 改用 CUDA IPC；powertrain doctor --overlap 说明缺什么",
         _TE + "985",
+    ),
+    Cause(
+        "peer-gone",
+        r"PeerTimeout: rank \d+: (?P<call>.{1,200}?) cannot end: (?P<who>rank \d+ \(.{1,300}?\)) (?:is|are) gone",
+        "{who} ended, and the others waited for it in: {call}",
+        "the first error in that rank's own log is the cause (torchrun --log-dir DIR --redirects 3); where there is "
+        "none: dmesg -T | grep -i 'killed process'",
+        "{who} 已退出，其他 rank 在此调用中等待它：{call}",
+        "原因是该 rank 自己日志中的第一个错误（torchrun --log-dir DIR --redirects 3）；若没有："
+        "dmesg -T | grep -i 'killed process'",
+        _OVERLAP,
+    ),
+    Cause(
+        "calls-differ",
+        r"CollectiveMismatch: ranks must make the same calls: (?P<one>rank 0 makes .{1,400}?); "
+        r"(?P<other>rank \d+ makes .*)",
+        "ranks took different ways. {one}; {other}",
+        "make what differs in the two calls equal on all ranks: the batch's shape, the mask, the mode, a branch on the "
+        "rank or on data; uneven rows go into rows= (powertrain.parallel.Overlap.exchange_rows gathers them)",
+        "各 rank 的调用不同。{one}；{other}",
+        "使两次调用中不同之处在所有 rank 上一致：batch 的形状、掩码、模式、依赖 rank 或数据的分支；行数不同时用 rows= "
+        "（powertrain.parallel.Overlap.exchange_rows 收集）",
+        _OVERLAP,
     ),
     Cause(
         "duplicate-gpu",

@@ -46,7 +46,7 @@ from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, use_kernel
+from powertrain.runtime.dispatch import Op, is_traced, use_kernel
 from powertrain.runtime.flops import Shape
 
 
@@ -77,6 +77,11 @@ class VocabParallelEmbedding(nn.Embedding):
         self.weight = shard_parameter(self.weight, mesh, Shard(0))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        # of a GPU's the host would have to wait: there the row of a token out of range is 0
+        if tokens.device.type == "cpu" and tokens.numel() and not is_traced(tokens):
+            for worst in (tokens.min().item(), tokens.max().item()):
+                good = 0 <= worst < self.num_embeddings
+                checks.require(good, type(self).__name__, "tokens", f"be in [0, {self.num_embeddings})", worst)
         weight = local(self.weight)
         index = tokens.flatten() - self.overlap.rank * weight.shape[0]
         here = (index >= 0) & (index < weight.shape[0])
@@ -267,7 +272,10 @@ def _linear_fwd(
     overlap, terms = find(key), Terms(ignore_index, smoothing, z_loss, softcap)
     whole = overlap.transport.all_gather(x, RowCounts(tuple(counts))) if counts else x
     count, words = target.shape[0], weight.shape[0]
-    scale = (1.0 / (target != ignore_index).sum()).to(acc_dtype(x.dtype)) if reduction == "mean" else None
+    scale = None
+    if reduction == "mean":
+        # converted before it is divided: an integer's reciprocal would be float32
+        scale = (target != ignore_index).sum().to(acc_dtype(x.dtype)).reciprocal()
     early = early_scale(x.dtype, scale)
     makes_grads = need_dx or need_dw or need_db
     dx = torch.empty_like(whole) if need_dx else None

@@ -32,7 +32,6 @@ from powertrain.parallel.context.block_attention import Mask
 from powertrain.parallel.context.point_to_point import ContextGroup, all_gather_rows, to_heads, to_tokens
 from powertrain.parallel.context.ring import RingAttention
 from powertrain.parallel.context.sharding import Sharding
-from powertrain.parallel.transport.heartbeat import compare_calls
 from powertrain.runtime import checks
 
 Mode = Literal["ring", "all_gather", "all_to_all"]
@@ -170,7 +169,10 @@ class ContextParallel:
             checks.fail(op, "x", "not require a gradient (use .detach())", "one that does")
         self._check_sharding(op, sharding)
         checks.require(x.shape[dim] == sharding.length(), op, "x", f"have {sharding.length()} tokens", x.shape[dim])
-        rows = all_gather_rows(self.peers, x.movedim(dim, 0).contiguous(), sharding)
+        rows = x.movedim(dim, 0).contiguous()
+        if self.world_size > 1 and not x.is_cuda:
+            self.peers.begin(op, f"{op} of {x.dtype}, {list(rows.shape[1:])} a token, {sharding.described()}")
+        rows = all_gather_rows(self.peers, rows, sharding)
         return rows.index_select(0, sharding.order(x.device)).movedim(0, dim).contiguous()
 
     # sends and receives are not traced: torch.compile breaks the graph here
@@ -226,7 +228,7 @@ class ContextParallel:
         # one rank has the whole sequence
         if self.world_size == 1:
             return _whole(query, key, value, sharding, layout, options)
-        self._compare(choice.mode, layout, sharding, (query, key, value))
+        self._compare(choice.mode, layout, sharding, (query, key, value), options)
         if choice.mode == "all_to_all":
             return self._by_heads(query, key, value, sharding, layout, options)
         # one layout below: sequence in dim 1, or rows of packed documents
@@ -255,16 +257,21 @@ class ContextParallel:
             must = f"be made by this object's sharding(), for rank {self.rank} of {self.world_size}"
             checks.fail(op, "sharding", must, f"one for rank {got[0]} of {got[1]}")
 
-    def _compare(self, mode: Mode, layout: Layout, sharding: Sharding, tensors: Sequence[Tensor]) -> None:
+    def _compare(
+        self, mode: Mode, layout: Layout, sharding: Sharding, tensors: Sequence[Tensor], options: dict[str, Any]
+    ) -> None:
         """On the CPU, raise CollectiveMismatch where ranks' calls differ: gloo would end the process, not the call."""
         if tensors[0].is_cuda:
             return
         query, key, value = tensors
         sizes = check_qkv("context_parallel.attention", query, key, value, layout)
-        compare_calls(
+        # of tensors whether they are there: a rank may have slopes that require no gradient
+        given = {k: "a tensor" if isinstance(x, Tensor) else x for k, x in options.items() if x is not None}
+        self.peers.begin(
+            f"attention by {mode}",
             f"attention by {mode} of {query.dtype} ({layout}), batch {sizes.batch}, heads {sizes.heads} and "
-            f"{sizes.kv_heads} of {query.shape[-1]} and {value.shape[-1]}, {sharding.described()}",
-            self.peers.group,
+            f"{sizes.kv_heads} of {query.shape[-1]} and {value.shape[-1]}, {sharding.described()}, "
+            + ", ".join(f"{name} {x}" for name, x in given.items()),
         )
 
     def _check_call(

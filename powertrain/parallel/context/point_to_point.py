@@ -5,6 +5,7 @@ NCCL's sends run on a stream of its own: they are issued before the attention th
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,18 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.parallel.context.sharding import Sharding
+from powertrain.parallel.transport.heartbeat import CollectiveMismatch, Heartbeat, compare_calls
 
 
 class Transfer:
     """Messages in flight; keeps their tensors alive."""
 
-    def __init__(self, works: list[dist.Work], *tensors: Tensor | None) -> None:
-        self._works, self._tensors = works, tensors
+    def __init__(self, works: list[dist.Work], *tensors: Tensor | None, peers: "ContextGroup | None" = None) -> None:
+        self._works, self._tensors, self._peers = works, tensors, peers
 
     def wait(self) -> None:
         """On a GPU: the current stream waits, not the host."""
-        for work in self._works:
-            work.wait()
+        with nullcontext() if self._peers is None else self._peers.waiting():
+            for work in self._works:
+                work.wait()
         # the buffers may be reused from here on
         self._works, self._tensors = [], ()
 
@@ -35,6 +38,36 @@ class ContextGroup:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._connected: set[torch.device] = set()
+        # on a CPU, from the first call on
+        self._heartbeat: Heartbeat | None = None
+        self._call = ""
+
+    def begin(self, call: str, words: str | None = None) -> None:
+        """A call of all ranks begins, whose transfers wait on the host: as those of CPU tensors do, by gloo.
+
+        words   what ranks must say alike, since gloo ends the process where sizes differ: else CollectiveMismatch
+        """
+        # collective, as the call itself is
+        self._heartbeat = self._heartbeat or Heartbeat(self.group)
+        self._heartbeat.calls += 1
+        self._call = call
+        if words is not None:
+            with self.waiting():
+                compare_calls(words, self.group)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context of a wait in a call that has begun: late ranks are logged, lost ones named."""
+        if self._heartbeat is None:
+            yield
+            return
+        with self._heartbeat.waiting(self._call):
+            try:
+                yield
+            except CollectiveMismatch:
+                raise
+            except (RuntimeError, dist.DistError) as error:
+                raise self._heartbeat.lost(self._call, error) from error
 
     def connect(self, device: torch.device) -> None:
         """Connect all ranks: NCCL wants each of them there at the first message, even those that send none."""
@@ -51,7 +84,9 @@ class ContextGroup:
         if received is not None and received.numel():
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
         # batched: NCCL runs both directions at once and cannot deadlock
-        return Transfer(dist.batch_isend_irecv(operations) if operations else [], sent, received)
+        with self.waiting():
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return Transfer(works, sent, received, peers=self)
 
 
 class Chunk:
@@ -153,6 +188,8 @@ class _Exchange(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         peers, sharding, forwards = ctx.arguments
+        if not grad.is_cuda:
+            peers.begin("attention's backward by all_to_all")
         back = _gather_tokens(grad, peers, sharding) if forwards else _scatter_tokens(grad, peers, sharding)
         return back, None, None, None
 
@@ -175,7 +212,8 @@ def _scatter_tokens(x: Tensor, peers: ContextGroup, sharding: Sharding) -> Tenso
 
 
 def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], peers: ContextGroup) -> None:
-    dist.all_to_all_single(out, x, received, sent, group=peers.group)
+    with peers.waiting():
+        dist.all_to_all_single(out, x, received, sent, group=peers.group)
 
 
 def to_heads(peers: ContextGroup, tensors: tuple[Tensor, ...], sharding: Sharding) -> list[Tensor]:

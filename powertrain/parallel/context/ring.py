@@ -46,6 +46,8 @@ class RingAttention(torch.autograd.Function):
         peers, sharding, mask, is_ring = ctx.arguments
         mask = mask._replace(slopes=slopes)
         grad = grad.contiguous()
+        if not grad.is_cuda:
+            peers.begin(f"attention's backward by {'ring' if is_ring else 'all_gather'}")
         own = Chunk.of(key, value)
         dq = Sum(torch.empty_like(query, dtype=acc_dtype(query.dtype)), 0 if sharding.is_packed else 1)
         dkv = (_RingGrads if is_ring else _DirectGrads)(peers, own, sharding, mask)

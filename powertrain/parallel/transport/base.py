@@ -13,6 +13,7 @@ order. `all_to_all_async` sends different rows to each rank.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -210,6 +211,10 @@ class Transport(ABC):
         self, op: str, counts: Sequence[int], operands: Sequence[Tensor | None]
     ) -> None:
         """In debug mode: raise CollectiveMismatch unless every rank makes this very call now."""
+
+    def waiting(self, op: str, x: Tensor) -> AbstractContextManager[None]:
+        """Context of a call whose host waits for other ranks."""
+        return nullcontext()
 
     def mark_broken(self, error: Exception) -> None:  # noqa: B027
         """A call failed on this rank before it ended, if it had begun."""

@@ -52,6 +52,26 @@ def compare_calls(mine: str, group: dist.ProcessGroup) -> None:
         )
 
 
+@contextmanager
+def meeting(what: str) -> Iterator[None]:
+    """Context of the first call of ranks that do not know each other yet: none that is late or gone can be named."""
+    rank = dist.get_rank()
+    line = f"rank {rank}: {what} has waited {_QUIET:.0f} s for ranks of its group that have not begun it"
+    timer = threading.Timer(_QUIET, tracing.progress, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except CollectiveMismatch:
+        raise
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerTimeout(
+            f"rank {rank}: {what} cannot begin: a rank of its group is gone or did not come: {error}"
+        ) from error
+    finally:
+        timer.cancel()
+
+
 @dataclass(frozen=True)
 class Peer:
     """Location of a rank. `machine`: identifies a host, and a process namespace of it."""
@@ -118,7 +138,8 @@ class Heartbeat:
         self.here = Peer.here(self.rank)
         everyone: list[Any] = [None] * self.size
         # by a collective, not through the store: torchrun's may still hold entries from before a restart
-        dist.all_gather_object(everyone, (self.here, uuid4().hex), group=group)
+        with meeting("the first call of this group"):
+            dist.all_gather_object(everyone, (self.here, uuid4().hex), group=group)
         self.all: list[Peer] = [peer for peer, _ in everyone]
         # keys of this object only: earlier entries may belong to a transport that was closed since
         life = f"{group.group_name} {everyone[0][1]}"
