@@ -10,7 +10,7 @@ from powertrain.ops.activations import activation
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.ops.rope import rope
-from powertrain.ops.rope_table import rope_table
+from powertrain.ops.rope_table import RopeTable, rope_table
 from powertrain.runtime import steering
 from tests.cuda_graph import captured
 from tests.gpu.arch import ON_SM90
@@ -19,9 +19,8 @@ from tests.ops.attention.attention_launches import any_order
 pytestmark = ON_SM90
 
 
-def _chain(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _chain(x: Tensor, weight: Tensor, bias: Tensor, table: RopeTable) -> tuple[Tensor, Tensor]:
     """Each kernel reads what the one before wrote; between some is one of PyTorch's."""
-    table = rope_table(64, len(x), device=x.device)
     stream = x
     for i in range(20):
         x, stream = rms_norm(x, weight, residual=stream)
@@ -40,14 +39,15 @@ def test_chains(rows: int, width: int) -> None:
     x, weight, bias = (
         torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((rows, width), (width,), (width,))
     )
+    table = rope_table(64, rows, device="cuda")
     with torch.no_grad(), any_order():
         with mock.patch.multiple("powertrain.ops.early_start", starts_early=lambda target: False):
             steering.changed()
-            expected = _chain(x, weight, bias)
+            expected = _chain(x, weight, bias, table)
         steering.changed()
-        graph, in_graph = captured(lambda: _chain(x, weight, bias))
+        graph, in_graph = captured(lambda: _chain(x, weight, bias, table))
         for _ in range(20):
-            eager = _chain(x, weight, bias)
+            eager = _chain(x, weight, bias, table)
             graph.replay()
             for each in (eager, in_graph):
                 assert all(torch.equal(a, b) for a, b in zip(each, expected, strict=True))
