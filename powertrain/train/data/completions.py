@@ -1,7 +1,8 @@
 """Prompts with completions: records of jsonl, parquet or `datasets` to tokens, labels and a value for each completion.
 
     format      a record has                                  completions
-    messages    messages; or prompt and completion            one; the loss counts on assistant turns, or the completion
+    messages    messages, or ShareGPT's conversations; or     one; the loss counts on assistant turns, or the completion
+                prompt and completion
     pairs       chosen and rejected; prompt, unless they      two: chosen, rejected
                 begin with it: then it is what both have
     labels      prompt, completion, label: true or false      one, with value +1 or -1
@@ -35,6 +36,7 @@ from powertrain.train.data.tokenizer import ChatRefused, Tokenizer
 
 _ROUNDED = 0.01
 _SIDES = ("chosen", "rejected")
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 _LARGEST = float(np.finfo(np.float32).max)
 Format = Literal["messages", "pairs", "labels", "advantages"]
 
@@ -60,6 +62,7 @@ class CompletionEncoding:
         if self.format == "pairs":
             record = _with_prompt(raw.where, record)
             return tuple(self._completion(raw.where, record, side) for side in _SIDES)
+        record = _with_messages(raw.where, record) if self.format == "messages" else record
         if self.format == "messages" and "messages" in record:
             ids, labels = self._chat(raw.where, "messages", record["messages"], [])
             return (Completion(ids, labels),)
@@ -210,6 +213,23 @@ def _record(raw: Raw) -> dict[str, Any]:
         raise BadDocument(f"{raw.where}: must be an object, got {type(record).__name__}")
     check_surrogates(raw.where, record)
     return record
+
+
+def _with_messages(where: str, record: dict[str, Any]) -> dict[str, Any]:
+    """A record of ShareGPT's form, conversations of {from, value}, as one with messages."""
+    turns = record.get("conversations")
+    if turns is None or "messages" in record:
+        return record
+    messages = []
+    for turn in turns if isinstance(turns, list) else [turns]:
+        given: dict[str, Any] = turn if isinstance(turn, dict) else {}
+        role: Any = given.get("role", given.get("from"))
+        content: Any = given.get("content", given.get("value"))
+        if not isinstance(role, str) or content is None:
+            _bad(where, "conversations", "a list of {from, value} or {role, content}", turn)
+        rest = {key: value for key, value in given.items() if key not in ("from", "value")}
+        messages.append({**rest, "role": _ROLES.get(role, role), "content": content})
+    return {**record, "messages": messages}
 
 
 def _with_prompt(where: str, record: dict[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,22 @@ def test_only_the_assistants_turns_count() -> None:
     assert _text(rejected.ids) == "<system>s;<user>u;<assistant>bad;"
 
 
+def test_conversations_of_sharegpt_are_messages() -> None:
+    chat = [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+    ]
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names.get(m["role"], m["role"]), "value": m["content"]} for m in chat]
+    encode = CompletionEncoding(_Chat(), "messages")
+    assert encode(_raw({"conversations": turns, "id": 3})) == encode(_raw({"messages": chat}))
+    assert encode(_raw({"conversations": chat})) == encode(_raw({"messages": chat}))
+    for wrong in ("hi", [3], [{"from": "human"}], [{"value": "hi"}]):
+        with pytest.raises(BadDocument, match=r"file\.jsonl:1: conversations must be a list of \{from, value\}"):
+            encode(_raw({"conversations": wrong}))
+
+
 def test_pairs_without_a_prompt_begin_with_it() -> None:
     """TRL's implicit prompt: what both sides begin with is not learnt, a user's turn or an earlier answer."""
     turns = [("system", "s"), ("user", "u"), ("assistant", "one"), ("user", "v"), ("assistant", "two")]
