@@ -215,7 +215,7 @@ def launch_early(
     extra: None,
 ) -> int:
     """`launcher()`'s function, for a kernel that starts before the one before it has ended; `by` and `bz` are 1."""
-    early = graphs_hold_early_starts() or not torch.cuda.is_current_stream_capturing()
+    early = not torch.cuda.is_current_stream_capturing() or graphs_hold_early_starts()
     config = _config_of(gx, gy, gz, bx, shared, stream, early)
     code: int = configured_launcher()(config.address, handle, params, extra)
     return code

@@ -47,7 +47,8 @@ class Driver:
 
 @native
 def test_warm_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With programmatic stream serialization (6), but not into a graph; as others where it was not loaded so."""
+    """With programmatic stream serialization (6), into a graph where the driver holds it; as others where it was not
+    loaded so."""
 
     @kernel()
     def _early_kernel(x_ptr, N, STARTS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -57,15 +58,30 @@ def test_warm_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     namespace = _early_kernel.launch.__globals__
     namespace["launch_kernel"] = lambda: lambda *args: plain.append(args[:4]) or 0
     namespace["current_device"], namespace["current_stream"] = lambda: -1, lambda device: 77
-    for early, captures in ((True, False), (True, True), (False, False)):
+    for early, captures, held in ((True, False, False), (True, True, False), (True, True, True), (False, False, True)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        monkeypatch.setattr(driver, "graphs_hold_early_starts", lambda held=held: held)
         loaded = Loaded(["*fp32", "i32"], FACTS, driver.Function(1234, 0, 0, 0), starts_early=early)
         # found by every key
         _early_kernel._tables[-1] = type("Keys", (dict,), {"get": lambda self, key, loaded=loaded: loaded})()
         _early_kernel[(5, 2)](torch.empty(4, device="meta"), 3, STARTS_EARLY=early)
     sizes = (5, 2, 1, 128, 1, 1, 512, 77)
-    assert fake.launches == [(sizes, (6, 1)), (sizes, ())]
+    assert fake.launches == [(sizes, (6, 1)), (sizes, ()), (sizes, (6, 1))]
     assert plain == [(1234, 5, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    "code, version, held", [(0, 12020, False), (0, 12030, True), (0, 13000, True), (3, 13000, False)]
+)
+def test_drivers_whose_graphs_hold_early_starts(
+    code: int, version: int, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(address: Any) -> int:
+        address._obj.value = version
+        return code
+
+    monkeypatch.setattr(driver, "_cuda", lambda: SimpleNamespace(cuDriverGetVersion=ask))
+    assert driver.graphs_hold_early_starts.__wrapped__() is held
 
 
 @pytest.mark.parametrize("early", [True, False])
