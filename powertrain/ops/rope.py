@@ -518,9 +518,22 @@ def _cos_sin(x: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
         position = at.position_ids[0].unsqueeze(-1)
     else:
         position = at.position_ids.movedim(0, -1)[..., at.axes.long()]
+        _check_in_table(position, len(at.cos))
         pair = torch.arange(at.cos.shape[1], device=x.device)
         return at.cos[position, pair].unsqueeze(-2), at.sin[position, pair].unsqueeze(-2)
+    _check_in_table(position, len(at.cos))
     return F.embedding(position, at.cos), F.embedding(position, at.sin)
+
+
+def _check_in_table(position: Tensor, count: int) -> None:
+    """Raise IndexError for one on the CPU that a table of `count` positions does not have; of a GPU's the host would
+    have to wait."""
+    if position.device.type != "cpu" or type(position) is not Tensor or torch.compiler.is_compiling():
+        return
+    if position.numel():
+        low, high = (int(x) for x in position.aminmax())
+        if low < 0 or high >= count:
+            raise IndexError(f"rope: positions must be in [0, {count}), the table's, got {low if low < 0 else high}")
 
 
 def _positions(x: Tensor, at: Positions) -> Tensor:

@@ -20,6 +20,7 @@ from powertrain.ops.rope_table import (
     YaRN,
     rope_table,
 )
+from powertrain.runtime.settings import settings
 from powertrain.testing.numerics import check
 
 
@@ -443,3 +444,15 @@ def test_a_table_made_in_inference_mode_trains(device: torch.device) -> None:
     q = torch.randn(1, 8, 2, 16, device=device, requires_grad=True)
     rope(q, table=table).sum().backward()
     assert q.grad is not None
+
+
+@pytest.mark.skipif(settings().interpret, reason="a kernel gives NaN")
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_a_position_that_the_table_lacks_is_named_on_a_cpu(wrong: int) -> None:
+    q, ids = torch.randn(1, 2, 1, 16), torch.tensor([[3, wrong]])
+    words = rf"rope: positions must be in \[0, 8\), the table's, got {wrong}"
+    for scheme, given in ((None, ids), (MRoPE((3, 3, 2)), ids.expand(3, 1, 2))):
+        with pytest.raises(IndexError, match=words):
+            rope(q, table=rope_table(16, 8, scheme=scheme), position_ids=given)
+    with pytest.raises(IndexError, match=words):
+        rope(q[:, :1], table=rope_table(16, 8), offset=torch.tensor([wrong]))
