@@ -212,6 +212,20 @@ def test_a_sentencepiece_model_is_not_taken_for_bytes(count: int, tmp_path: Path
     assert (keys["tokenizer_type"], keys["vocab_file"]) == ("SPMTokenizer", str(tmp_path / "1/tokenizer.model"))
 
 
+def test_a_tokenizer_of_the_hub_that_is_not_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are converted without it, with a note."""
+    transformers = pytest.importorskip("transformers")
+
+    def fails(source: str) -> None:
+        raise OSError(f"We couldn't connect to the Hub for {source}")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
+    source = replace(open_weights(_small(tmp_path / "hf")), tokenizer="hf:NOBODY/NAME")
+    done = convert(source, tmp_path / "out", "hf", check=False)
+    words = "tokenizer NOBODY/NAME: cannot be read: We couldn't connect to the Hub for NOBODY/NAME"
+    assert done.notes == (f"no tokenizer: {words}",)
+
+
 @pytest.mark.parametrize("fields", [
     {"parallel_residual": True, "rotary_pct": 0.25},
     {"architecture": "deepseek", "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4,

@@ -261,7 +261,10 @@ def _transformers(source: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer {source}: cannot be read: {one_line(error)}") from None
+        words = f"tokenizer {source}: cannot be read: {one_line(error)}"
+        # a Hub that cannot be reached, or has no such tokenizer
+        is_missing = isinstance(error, OSError) and not Path(source).is_dir()
+        raise (FileNotFoundError if is_missing else ValueError)(words) from None
 
 
 _TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
