@@ -48,8 +48,9 @@ class KVCache:
         self.is_empty = True
 
     def check(self, batch: int, new: int) -> None:
-        """Raise ValueError unless so many new tokens of so many sequences belong to this cache. What the host knows is
-        checked: how many rows are filled is on the device, and writes behind the last row are dropped there."""
+        """Raise ValueError unless this cache is for `batch` sequences and has rows for `new` tokens of each.
+
+        The host does not know how many rows are filled: of later tokens, writes behind the last row are dropped."""
         if batch != len(self.lengths):
             raise ValueError(f"cache must be made for the {batch} sequences of tokens, got one for {len(self.lengths)}")
         if self.is_empty and new > self.max_length:

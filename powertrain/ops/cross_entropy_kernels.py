@@ -389,7 +389,7 @@ def launch_row_stats(
     _row_stats_kernel[(T,)](
         logits, target, scale, lse, target_logit, logit_sum, dlogits,
         V, vocab_start, vocab_size or V, logits.stride(0), 0 if dlogits is None else dlogits.stride(0), *terms,
-        **terms.modes, **vector, BLOCK=block, num_warps=max(1, block // (128 if block <= 128 else 64)),
+        **terms.modes, **vector, BLOCK=block, num_warps=1 if block <= 128 else block // 64,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
 _INTERPRETED = settings().interpret
-# For each SM: programs and elements of small kernels
+# the most programs and elements of a small kernel, for each SM
 _MOST_PROGRAMS, _MOST_ELEMENTS = 4, 8192
 
 
@@ -28,11 +28,11 @@ def starts_early(target: Target) -> bool:
 
 
 def starts_early_if_small(target: Target, programs: int, elements: int) -> bool:
-    """The value of STARTS_EARLY for a kernel that takes less time than its launch if it has so few elements.
+    """The value of STARTS_EARLY for a kernel that is small if it has few programs and elements.
 
-    An early start gives out 0.8 programs a ns on one H200, others several times as many: norms of 65536 rows took 20 %
-    longer. And programs that wait for SMs are given to those that are free first, not to all alike: 256 rows of 16384
-    took 8.3 us for 6.5."""
+    A launch that starts early distributes 0.8 programs a ns on one H200, other launches several times as many: norms of
+    65536 rows took 20 % longer. Programs that wait for an SM go to the first that is free, so that some SMs get more
+    than others: 256 rows of 16384 took 8.3 us instead of 6.5."""
     sms = target.num_sms
     return starts_early(target) and programs <= _MOST_PROGRAMS * sms and elements <= _MOST_ELEMENTS * sms
 
@@ -62,9 +62,9 @@ def wait_for_kernel_before(STARTS_EARLY: tl.constexpr):
 
 @triton.jit
 def wait_then_let_next_start(STARTS_EARLY: tl.constexpr):
-    """Both, as the first statement of a small kernel: one kernel waits at a time.
+    """Both, as the first statement of a small kernel: only one kernel waits at a time.
 
-    If each let the next start at once, programs of up to eight would fill some SMs and not others: 64 rows of 16384
-    took 4.3 us on one H200, so 3.3, without early starts 3.6."""
+    If each let the next start at once, programs of up to eight kernels would wait on some SMs and not on others: 64
+    rows of 16384 took 4.3 us on one H200, in this order 3.3, without early starts 3.6."""
     await_kernel_before(STARTS_EARLY)
     let_next_kernel_start(STARTS_EARLY)

@@ -143,7 +143,7 @@ def _taken(config: RunConfig) -> tuple[int, int]:
         checkpoint = find(Path(load)) or find(Path(load) / "checkpoints")
     facts = {} if checkpoint is None else read_facts(checkpoint)
     steps, samples = facts.get("step"), facts.get("samples")
-    # what is wrong with other facts is said where the run is resumed
+    # the restorer reports damaged facts
     return (steps, samples) if isinstance(steps, int) and isinstance(samples, int) else (0, 0)
 
 

@@ -20,7 +20,7 @@ pytestmark = ON_SM90
 
 
 def _chain(x: Tensor, weight: Tensor, bias: Tensor, table: RopeTable) -> tuple[Tensor, Tensor]:
-    """Each kernel reads what the one before wrote; between some is one of PyTorch's."""
+    """Each kernel reads the result of the previous one; after some of them a kernel of PyTorch runs."""
     stream = x
     for i in range(20):
         x, stream = rms_norm(x, weight, residual=stream)

@@ -143,7 +143,8 @@ class CompletionEncoding:
     def _header(self, chat: list[int]) -> list[int] | None:
         """The tokens of a chat of one assistant's message up to its text; None where they are not found.
 
-        Templates render no chat without messages, so the role's header is what a question's generation prompt adds.
+        A template cannot render a chat without messages. So the role's header is taken from a chat of one question: it
+        is what the generation prompt adds to it.
         """
         header, _ = self._ends_of_a_question()
         starts = range(len(chat) - len(header) + 1) if header else ()
@@ -152,7 +153,7 @@ class CompletionEncoding:
         return None if at is None else chat[: at + len(header)]
 
     def _ends_of_a_question(self) -> tuple[list[int], list[int]]:
-        """What the template writes behind a user's message: before an answer that follows, and at the end of a chat."""
+        """The tokens that the template writes after a user's message: if an answer follows, and if the chat ends."""
         question = [{"role": "user", "content": "?"}]
         asked = self.tokenizer.encode_chat(question)
         prompted = self.tokenizer.encode_chat(question, add_generation_prompt=True)

@@ -173,7 +173,7 @@ class FileTokenizer:
 
 
 def copy_files(source: Path, folder: Path) -> None:
-    """What stands beside a tokenizer.json for transformers: special tokens and chat templates."""
+    """The files that transformers reads beside a tokenizer.json: special tokens and chat templates."""
     for name in (_TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", _TEMPLATE):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

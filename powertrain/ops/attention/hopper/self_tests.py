@@ -111,17 +111,17 @@ Forward = Callable[[Operands, Plan], tuple[Tensor, Tensor]]
 
 
 def forward_defect(call: Operands, plan: Plan, forward: Forward) -> str | None:
-    """What is wrong with this forward of this plan, or None."""
+    """The defect that this forward plan shows on the small problem, or None."""
     small = SmallProblem.like(call, plan.heads_per_tile - plan.partial)
     _, query, key, value = small.inputs
     return _wrong(list(forward(Operands.of(query, key, value, small.args), plan)), [small.out, small.lse])
 
 
 def backward_defect(call: Operands, plan: BackwardPlan, schedule: Schedule | None) -> str | None:
-    """What is wrong with the backward of this plan, or None.
+    """The defect that this backward plan shows on the small problem, or None.
 
-    Of the call's schedule the small problem has what other kernels are for: heads that share keys in parts, and packed
-    sequences by length."""
+    The small problem is scheduled as the call is where that selects another kernel: whether heads that share keys are
+    split, and whether packed sequences are taken by length."""
     is_split = schedule is not None and schedule.num_splits > 1
     small = SmallProblem.like(call, 2 if is_split else 1)
     dout, query, key, value = small.inputs
