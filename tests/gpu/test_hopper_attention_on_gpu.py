@@ -179,12 +179,15 @@ def test_self_tests_pass_and_run_once() -> None:
     for d, fixed, plan in backwards:
         call = _causal_call(d, d, fixed)
         schedule = backward_plans.schedule_of(call, plan)
-        for splits in (1, 3):
+        # tiles of 96 keys cannot split the heads that share keys
+        for splits in (1,) if plan.block_n == 96 else (1, 3):
             found.append(hopper_backend.backward_fails_here(call, plan, schedule._replace(num_splits=splits)))
-    assert found == [None] * 14
+    assert found == [None] * 13
     assert hopper_backend._self_tests == {plan: {0: None} for plan in tested}
     assert hopper_backend._backward_self_tests == {
-        (*backward, is_split, False): {0: None} for backward in backwards for is_split in (False, True)
+        (*backward, is_split, False): {0: None}
+        for backward in backwards
+        for is_split in ((False,) if backward[2].block_n == 96 else (False, True))
     }
 
 
