@@ -11,6 +11,7 @@ from powertrain.models import build
 from powertrain.runtime.target import Target
 from powertrain.train.config.reader import read_config
 from powertrain.train.lint import lint, memory_of, rehearse
+from powertrain.train.mesh_shape import fewest_ranks
 
 ROOT = Path(__file__).parents[1]
 OURS = str(ROOT / "tests/train/fixtures/ours.yml")
@@ -122,6 +123,31 @@ def test_tensor_ranks_share_the_activations() -> None:
 )
 def test_memory_of_cards(name: str, gigabytes: int | None) -> None:
     assert memory_of(Target.parse(name)) == (None if gigabytes is None else gigabytes * 10**9)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["parallel.tensor=3"], "must be the number of processes, 2, got 1 * 1 * 2 * 1 * 3 (--world-size 2)"),
+        (["parallel.tensor=3", "parallel.shard=-1"], "parallel.tensor must divide the number of processes, 2, got 3"),
+        (["parallel.expert=2"], "parallel.expert"),
+        (
+            ["parallel={pipeline: 2}", "train.gradient_accumulation_steps=2", "fp8={recipe: tensor, watch: 1}"],
+            "parallel.pipeline must be 1",
+        ),
+    ],
+)
+def test_a_parallel_section_that_so_many_gpus_cannot_train_by(overrides: list[str], message: str) -> None:
+    """It was a traceback, an attention of no heads, or nothing."""
+    code, output = _run(OURS, *overrides, "--world-size", "2")
+    assert code == 2 and message in output, output
+
+
+def test_a_run_has_as_many_gpus_as_it_takes() -> None:
+    code, output = _run(OURS, "parallel={tensor: 2, context: 2}", "--arch", "A100")
+    assert code == 0, output
+    shown = read_config([OURS], ["parallel={tensor: 2, replicate: 2, shard: 3, pipeline: 2}"]).config.parallel
+    assert fewest_ranks(shown) == 24
 
 
 def test_prebuild_takes_a_training_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ _COLUMNS = (
 
 def show(files: list[str], arch: list[str]) -> None:
     """Print a table for each GPU; the command ends with 2 if there is nothing to explain."""
-    run = read_run(files)
+    run = read_run(files, world_size=None)
     from powertrain.train.explain_fp8 import explain, sent_rows, shard_ranks
 
     # wider than most terminals, since a table of twelve columns that wraps cannot be read
-    console, config = Console(width=150, highlight=False, soft_wrap=False), sized(run)
+    console, (config, _) = Console(width=150, highlight=False, soft_wrap=False), sized(run, None)
     for name in arch:
         try:
             target = Target.parse(name)

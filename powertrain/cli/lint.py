@@ -1,7 +1,7 @@
 """`powertrain lint`: a training config looked at without training."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,7 +21,9 @@ def lint(
     arch: Annotated[
         list[str] | None, typer.Option(help="a GPU or arch that need not be here; repeatable", show_default=False)
     ] = None,
-    world_size: Annotated[int, typer.Option(help="GPUs of the run", min=1)] = 1,
+    world_size: Annotated[
+        int | None, typer.Option(help="GPUs of the run; default: as few as it takes", min=1, show_default=False)
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="a key that would be ignored is an error")] = False,
     format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: recognized by content")] = None,
 ) -> None:
@@ -45,16 +47,16 @@ def lint(
     console.print(run.note, highlight=False)
     render(run.table, console)
     try:
-        report = inspect(sized(run), targets, world_size=world_size)
+        config, ranks = sized(run, world_size)
+        report = inspect(config, targets, world_size=ranks)
     except ValueError as error:  # sizes that no op takes
-        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
-        raise typer.Exit(2) from None
+        _end_with(error)
     show(report, run, console)
     if not report.passed:
         raise typer.Exit(1)
 
 
-def read_run(words: list[str], *, world_size: int = 1, strict: bool = False, format: str | None = None) -> "Run":
+def read_run(words: list[str], *, world_size: int | None, strict: bool = False, format: str | None = None) -> "Run":
     """The run of a command line's files and key=value words; its errors are printed, and the command exits with 2."""
     must_exist(missing_files(words))
     overrides = _overrides(words)
@@ -63,10 +65,14 @@ def read_run(words: list[str], *, world_size: int = 1, strict: bool = False, for
     from powertrain.train.config.yaml_source import ConfigError
 
     try:
-        return read_config(files, overrides, world_size=world_size, strict=strict, format=format)  # type: ignore[arg-type]
+        return read_config(files, overrides, world_size=world_size or 1, strict=strict, format=format)  # type: ignore[arg-type]
     except ConfigError as error:
-        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
-        raise typer.Exit(2) from None
+        _end_with(error)
+
+
+def _end_with(words: object) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(str(words), markup=False, highlight=False)
+    raise typer.Exit(2) from None
 
 
 def missing_files(words: list[str]) -> list[str]:
@@ -81,19 +87,25 @@ def _overrides(words: list[str]) -> list[str]:
     return [word for word in words if "=" in word and not Path(word).exists()]
 
 
-def sized(run: "Run") -> "RunConfig":
-    """The run's config with its vocabulary's size; a tokenizer that cannot be read is said, and ends with 2."""
+def sized(run: "Run", world_size: int | None) -> "tuple[RunConfig, int]":
+    """The run's config with its vocabulary's size, and its GPUs, by default the fewest that it takes. A tokenizer that
+    cannot be read, and a parallel section that so many GPUs cannot train by, is said and ends with 2."""
     from powertrain.train.data.sources import vocabulary_size
+    from powertrain.train.mesh_shape import check_parallel, fewest_ranks
     from powertrain.train.run import with_vocabulary
 
+    ranks = world_size or fewest_ranks(run.config.parallel)
+    try:
+        check_parallel(run.config, ranks)
+    except (ValueError, NotImplementedError) as error:
+        _end_with(f"{error} (--world-size {ranks})")
     # a size in the config spares reading the tokenizer, which may not be on this machine
     if run.config.model.vocab_size:
-        return run.config
+        return run.config, ranks
     try:
-        return with_vocabulary(run.config, vocabulary_size(run.config.data))
+        return with_vocabulary(run.config, vocabulary_size(run.config.data)), ranks
     except (ValueError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"data.tokenizer: {error}", markup=False, highlight=False)
-        raise typer.Exit(2) from None
+        _end_with(f"data.tokenizer: {error}")
 
 
 def show(report: "Report", run: "Run", console: Console) -> None:

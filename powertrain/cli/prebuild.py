@@ -30,7 +30,10 @@ def prebuild(
     ] = None,
     out: Annotated[Path, typer.Option(help="the pack to write")] = Path("kernels.ptp"),
     dtype: Annotated[Dtype, typer.Option(help="of the ops' inputs (a file chooses its own)")] = Dtype.bf16,
-    world_size: Annotated[int, typer.Option(help="GPUs of a training config's run", min=1)] = 1,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="GPUs of a training config's run; default: as few as it takes", min=1, show_default=False),
+    ] = None,
 ) -> None:
     """Compile kernels for any archs, in parallel within this machine's memory, and write them as a pack.
 
@@ -70,13 +73,14 @@ def prebuild(
         raise typer.Exit(1)
 
 
-def recorded(inputs: list[str], target: Target, dtype: Dtype, world_size: int = 1) -> "list[Spec]":
+def recorded(inputs: list[str], target: Target, dtype: Dtype, world_size: int | None = None) -> "list[Spec]":
     """The specializations that a training step, a file, or ops at their benchmark's size would launch."""
     if any(word.endswith((".yml", ".yaml", ".json")) for word in inputs):
         from powertrain.cli.lint import read_run, sized
         from powertrain.train.lint import rehearse
 
-        return rehearse(sized(read_run(inputs, world_size=world_size)), target, world_size=world_size)
+        config, ranks = sized(read_run(inputs, world_size=world_size), world_size)
+        return rehearse(config, target, world_size=ranks)
     import torch
 
     from powertrain.ops.cases import cases

@@ -1,5 +1,7 @@
 """The shape of the device mesh that a config asks for, and what it cannot train; no process group is needed."""
 
+import math
+
 from powertrain.models.parallelize import check_context, check_expert, check_pipeline, check_tensor
 from powertrain.models.pipeline import layers_of_stages
 from powertrain.train.config.schema import ParallelConfig, RunConfig
@@ -12,15 +14,34 @@ def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int
     if parallel.strategy == "ddp":
         if shard > 1:
             raise ValueError(f"parallel.shard must be 1 with parallel.strategy ddp, got {shard}")
-        shard, replicate = 1, replicate if replicate > 1 else max(world_size // model, 1)
+        shard = 1
+        if replicate == 1:
+            _check_divides({}, parallel, world_size)
+            replicate = world_size // model
     elif shard == -1:
-        shard = max(world_size // (replicate * model), 1)
+        _check_divides({"replicate": replicate}, parallel, world_size)
+        shard = world_size // (replicate * model)
     if replicate * shard * model != world_size:
         raise ValueError(
             "parallel.pipeline * replicate * shard * context * tensor must be the number of processes, "
             f"{world_size}, got {parallel.pipeline} * {replicate} * {shard} * {context} * {tensor}"
         )
     return parallel.pipeline, replicate, shard, context, tensor
+
+
+def _check_divides(outer: dict[str, int], parallel: ParallelConfig, world_size: int) -> None:
+    """Raise ValueError naming the keys above 1 whose product does not divide the number of processes."""
+    sizes = {"pipeline": parallel.pipeline, **outer, "context": parallel.context, "tensor": parallel.tensor}
+    sizes = {f"parallel.{name}": size for name, size in sizes.items() if size > 1}
+    if world_size % math.prod(sizes.values()):
+        got = " * ".join(map(str, sizes.values()))
+        raise ValueError(f"{' * '.join(sizes)} must divide the number of processes, {world_size}, got {got}")
+
+
+def fewest_ranks(parallel: ParallelConfig) -> int:
+    """The smallest number of processes whose mesh has these sizes."""
+    shard = parallel.expert if parallel.shard == -1 else parallel.shard
+    return parallel.pipeline * parallel.replicate * shard * parallel.context * parallel.tensor
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:

@@ -120,11 +120,15 @@ def test_mesh_shape(parallel: dict[str, Any], shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "parallel, message",
     [
+        ({"tensor": 3}, "parallel.tensor must divide the number of processes, 8, got 3"),
+        ({"pipeline": 16}, "parallel.pipeline must divide the number of processes, 8, got 16"),
+        ({"context": 4, "replicate": 3}, r"parallel.replicate \* parallel.context must divide .* 8, got 3 \* 4"),
+        ({"tensor": 16, "strategy": "ddp"}, "parallel.tensor must divide the number of processes, 8, got 16"),
         (
-            {"tensor": 3},
-            r"parallel.pipeline \* replicate \* shard \* context \* tensor must .* 8, got 1 \* 1 \* 2 \* 1 \* 3",
+            {"shard": 4},
+            r"parallel.pipeline \* replicate \* shard \* context \* tensor must .* 8, got 1 \* 1 \* 4 \* 1 \* 1",
         ),
-        ({"shard": 4}, r"8, got 1 \* 1 \* 4 \* 1 \* 1"),
+        ({"shard": 0}, "parallel.shard must be at least 1, or -1 for the remaining factor, got 0"),
         ({"strategy": "ddp", "shard": 8}, "parallel.shard must be 1 with parallel.strategy ddp, got 8"),
     ],
 )

@@ -487,7 +487,6 @@ def test_mlp_type_llama(activation: str, kind: str, tmp_path: Path) -> None:
     [
         (8, 4, 2, 2, 2, (1, 1, 4, 1)),  # 1 data-parallel rank there, 4 here
         (8, 2, 1, 4, 1, (2, 1, 8, 1)),
-        (1, 4, 1, 4, 3, (4, 3, 1, 1)),  # fewer ranks than stages
         (12, 3, 2, 6, 2, (2, 2, 6, 1)),
         (6, 3, 2, 16, 2, (16, 2, 1, 3)),  # 3 ranks share each sequence
         (24, 12, 2, 4, 8, (4, 2, 4, 3)),  # a quarter of the steps, and 3 ranks share each sequence
@@ -547,13 +546,20 @@ def test_what_stages_do_not_train_is_sharded(keys: dict[str, Any], tmp_path: Pat
 
 
 def test_a_batch_that_stages_cannot_share_is_refused(tmp_path: Path) -> None:
-    """Ranks that share a sequence have no dropout in attention; and 5 ranks are not so many pairs."""
-    for world, stages, dropout in ((6, 6, 0.1), (5, 2, 0.0)):
-        with pytest.raises(UnsupportedConfig, match=f"{world} ranks cannot share a global batch of"):
-            _read(
-                tmp_path, world, pipe_parallel_size=stages, gradient_accumulation_steps=4, attention_dropout=dropout,
-                train_batch_size=...,
-            )  # fmt: skip
+    """Ranks that share a sequence have no dropout in attention."""
+    with pytest.raises(UnsupportedConfig, match="6 ranks cannot share a global batch of"):
+        _read(
+            tmp_path, 6, pipe_parallel_size=6, gradient_accumulation_steps=4, attention_dropout=0.1,
+            train_batch_size=...,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("world, stages, tensor", [(1, 4, 1), (5, 2, 1), (8, 3, 2), (4, 4, 2)])
+def test_stages_must_divide_the_ranks(world: int, stages: int, tensor: int, tmp_path: Path) -> None:
+    """GPT-NeoX asks the same."""
+    message = rf"pipe_parallel_size must divide the number of ranks \({world}\) .* \({tensor}\), got {stages}"
+    with pytest.raises(ConfigError, match=message):
+        _read(tmp_path, world, pipe_parallel_size=stages, model_parallel_size=tensor)
 
 
 def test_exit_interval(tmp_path: Path) -> None:

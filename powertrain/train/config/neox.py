@@ -101,6 +101,9 @@ def _parallel(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     }
     keys.add_row("zero_optimization", "mapped", f"parallel.strategy: {words[stage]}", {"stage": 0})
     stages = keys.get("pipe_parallel_size", 0)
+    if stages > 1 and world_size % (tensor * stages):
+        must = f"must divide the number of ranks ({world_size}) over those of model_parallel_size ({tensor})"
+        keys.wrong(("pipe_parallel_size",), f"{must}, got {stages}")
     _, _, context, pipeline = _batch(keys, world_size)
     if pipeline > 1:
         keys.add_row("pipe_parallel_size", "honoured", "parallel.pipeline: as many stages, by 1F1B")

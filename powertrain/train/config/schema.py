@@ -329,6 +329,13 @@ class ParallelConfig(Section):
     transport: Literal["auto", "symmetric", "pipelined", "sequential"] = "auto"
     timeout_minutes: Above0 = 30.0
 
+    @field_validator("shard")
+    @classmethod
+    def _of_ranks(cls, shard: int) -> int:
+        if shard != -1 and shard < 1:
+            raise ValueError(f"parallel.shard must be at least 1, or -1 for the remaining factor, got {shard}")
+        return shard
+
 
 class FP8Config(Section):
     """Linear layers whose products are FP8 (docs/fp8.md).
