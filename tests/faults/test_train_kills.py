@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -192,6 +193,19 @@ def test_a_worker_that_dies_twice_is_forgiven_and_three_times_named(tmp_path: Pa
     lives.write_bytes(b"xxxxxx")
     with pytest.raises(UnreadableSample, match=r"samples 6 to 7 .* data worker \d+ was killed by SIGKILL \(out of mem"):
         rows(batches(Numbers(20, 7, lives), micro_batch_size=2, num_workers=2))
+
+
+def test_more_workers_than_this_process_may_start() -> None:
+    """Each needs open files. Those that started end, and a run of few batches starts as few."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"num_workers must be at most \d+ here, got 1000 \(Too many open files"):
+            rows(batches(Numbers(4000), micro_batch_size=2, num_workers=1000))
+        assert not data_workers()
+        assert rows(batches(Numbers(6), micro_batch_size=2, num_workers=1000)) == list(range(6))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_worker_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -39,9 +39,12 @@ class WorkerLost(RuntimeError):
 
 
 def read_ahead(read: Callable[[Any], Any], keys: Sequence[Any], count: int) -> Iterator[Any]:
-    """`read(key)` of every key, in order, by `count` processes. Raises WorkerLost."""
-    workers = [_Worker(read) for _ in range(count)]
+    """`read(key)` of every key, in order, by `count` processes. Raises WorkerLost; OSError if so many do not start."""
+    workers: list[_Worker] = []
+    count = min(count, len(keys))
     try:
+        for _ in range(count):
+            workers.append(_started(read, len(workers), count))
         asked = 0
         for n in range(len(keys)):
             # batch n belongs to worker n % count, so arrival order is reading order without sorting
@@ -54,6 +57,15 @@ def read_ahead(read: Callable[[Any], Any], keys: Sequence[Any], count: int) -> I
             worker.end()
 
 
+def _started(read: Callable[[Any], Any], before: int, count: int) -> "_Worker":
+    try:
+        return _Worker(read)
+    except OSError as error:
+        # three files each, and a process
+        why = f"{error.strerror}: `ulimit -n` limits open files, `ulimit -u` processes"
+        raise OSError(f"num_workers must be at most {before} here, got {count} ({why})") from None
+
+
 class _Worker:
     """A process that reads, and those that follow it."""
 
@@ -63,7 +75,11 @@ class _Worker:
         self._deaths = 0
         # before multiprocessing waits for children at the end of the program
         self.end = Finalize(self, self._kill, exitpriority=10)
-        self._start()
+        try:
+            self._start()
+        except OSError:
+            self.end.cancel()
+            raise
 
     def _start(self) -> None:
         self._arriving = _Message()
@@ -75,8 +91,13 @@ class _Worker:
             daemon=True,
             name="powertrain-data",
         )
-        with children_without_signals():
-            process.start()
+        try:
+            with children_without_signals():
+                process.start()
+        except OSError:
+            self._pipe.close()
+            theirs.close()
+            raise
         # without this end here, the worker's death is an end of file on our end
         theirs.close()
         self._process = process
@@ -135,7 +156,10 @@ class _Worker:
         # no wait after the first death; then a little, in case memory was short
         time.sleep(_LOOK * (self._deaths - 1))
         self._kill()
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            raise WorkerLost(key, f"{death}, and no other one could start ({error.strerror})") from None
 
     def _kill(self) -> None:
         self._pipe.close()
