@@ -30,6 +30,7 @@ from powertrain.train.config.schema import RunConfig, ScheduleConfig
 from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.model_setup import is_base, reset_magnitudes
 from powertrain.train.optim import Optimizer
+from powertrain.train.update_rules import KINDS
 
 
 @dataclass
@@ -242,14 +243,17 @@ class Restorer:
         return facts
 
     def _refuse_other_optimizer(self, facts: dict[str, Any], checkpoint: Path) -> None:
-        """One that keeps numbers for each weight that the checkpoint has none of."""
+        """One that keeps other numbers for each weight than the checkpoint has: Lion's average is not AdamW's."""
         theirs, ours = (facts.get("config") or {}).get("optimizer") or {}, self.config.optimizer
-        stored = {name.partition(".")[0] for name in checkpoint_store.dtypes(checkpoint)}
-        for name in ("kind", "momentum") if not stored >= set(self.optimizer.kinds) else ():
+        kinds, stored = set(self.optimizer.kinds), {n.partition(".")[0] for n in checkpoint_store.dtypes(checkpoint)}
+        stored &= set().union(*KINDS.values())
+        for name in ("kind", "momentum") if kinds and kinds != stored else ():
             if theirs.get(name) != getattr(ours, name):
+                missing = kinds - stored
+                holds = f"no {', '.join(sorted(missing))}" if missing else ", ".join(sorted(stored))
                 raise ValueError(
-                    f"optimizer.{name} must be {theirs.get(name)} as in {checkpoint}, which holds no "
-                    f"{', '.join(sorted(set(self.optimizer.kinds) - stored))}, got {getattr(ours, name)}; "
+                    f"optimizer.{name} must be {theirs.get(name)} as in {checkpoint}, which holds {holds}, "
+                    f"got {getattr(ours, name)}; "
                     "another logging.folder with checkpoint.load and checkpoint.load_optimizer: false begins it anew"
                 )
 

@@ -125,6 +125,11 @@ def test_another_vocabulary_is_named(tmp_path: Path) -> None:
             "optimizer.kind must be sgd as in {}, which holds no exp_avg, exp_avg_sq, got adamw",
         ),
         ("kind: lion", "kind: adamw", "optimizer.kind must be lion as in {}, which holds no exp_avg_sq, got adamw"),
+        (
+            "kind: adamw",
+            "kind: lion",
+            "optimizer.kind must be adamw as in {}, which holds exp_avg, exp_avg_sq, got lion",
+        ),
         ("kind: sgd", "kind: sgd, momentum: 0.9", "optimizer.momentum must be 0.0 as in {}, which holds no momentum_"),
     ],
 )

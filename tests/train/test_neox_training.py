@@ -262,6 +262,14 @@ def test_what_cannot_go_on_is_refused(
     assert "\n" not in str(raised.value)
 
 
+def test_lion_does_not_take_the_average_of_adam(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
+    _checkpoint(tmp_path, stopped)
+    lion = ("optimizer.kind=lion", "optimizer.betas=[0.9,0.99]")
+    with pytest.raises(ValueError, match=r"must have exp_avg alone for each parameter, .* got exp_avg, exp_avg_sq; set"):
+        _again(tmp_path, *lion)
+    assert _again(tmp_path, *lion, "checkpoint.load_optimizer=false").progress.step == AT
+
+
 def test_random_states_need_no_load_rng_where_they_count(tmp_path: Path) -> None:
     """Dropout's draws here are others; without dropout there is nothing to go on with."""
     dropout = ("train.precision=bf16", "model.hidden_dropout=0.1")

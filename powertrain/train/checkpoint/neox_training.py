@@ -13,7 +13,7 @@ fp16/unfused_optimizer.py, fp16/loss_scaler.py, zero/stage_1_and_2.py, zero/stag
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -172,12 +172,8 @@ class NeoXTraining:
             for group, places in zip(groups, self._places(mp, len(groups)), strict=True):
                 # one number of steps is read back, so groups that differ are refused below
                 steps.add(group.step)
+                self._refuse_other_optimizer(kinds, group.kinds.keys() - {"master"})
                 for kind in wanted:
-                    if kind not in group.kinds:
-                        got = ", ".join(sorted(group.kinds.keys() - {"master"})) or "none"
-                        raise ValueError(
-                            f"{self.folder}: the optimizer must have {kind} for each parameter, got {got}; {_ADVICE}"
-                        )
                     tensors = _cut(group.kinds[kind], places) if group.is_flat else group.kinds[kind]
                     for place, tensor in zip(places, tensors, strict=True):
                         # an embedding that is tied is in the first stage and in the last
@@ -187,6 +183,20 @@ class NeoXTraining:
                 f"{self.folder}: all parameters must have the same number of optimizer steps, got {sorted(steps)}"
             )
         return shards, steps.pop()
+
+    def _refuse_other_optimizer(self, wanted: Sequence[str], held: Set[str]) -> None:
+        got = ", ".join(sorted(held)) or "none"
+        for kind in wanted:
+            if kind not in held:
+                raise ValueError(
+                    f"{self.folder}: the optimizer must have {kind} for each parameter, got {got}; {_ADVICE}"
+                )
+        # Adam's average of gradients has the name of Lion's
+        if wanted and "exp_avg_sq" in held and "exp_avg_sq" not in wanted:
+            raise ValueError(
+                f"{self.folder}: the optimizer must have {', '.join(wanted)} alone for each parameter, as this "
+                f"optimizer.type has, got {got}; {_ADVICE}"
+            )
 
     def _groups(self, mp: int) -> list[_Parameters]:
         if self._zero:
