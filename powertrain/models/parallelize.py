@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -38,6 +39,7 @@ from powertrain.nn.tensor_parallel.lora import ColumnParallelLoRA, RowParallelLo
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens
 from powertrain.parallel.context.api import context_parallel
 from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.transport.heartbeat import compare_calls, meeting
 from powertrain.runtime.positional import hinted
 
 # a layer may return its input's residual stream as a view; nothing here writes into it in place
@@ -72,9 +74,16 @@ def parallelize(
     transport   of tensor ranks and of ranks that share experts; see Overlap
     expert      number of consecutive `shard` ranks that divide each layer's experts; FSDP shards them over the others
     Returns the tensor ranks' overlap, None if there is one rank.
-    Raises ValueError naming the key for sizes that `tensor` does not divide, and for another mesh.
+    Raises ValueError naming the key for sizes that `tensor` does not divide, and for another mesh; CollectiveMismatch
+    where ranks give different arguments.
     """
-    mesh = _with_all_axes(mesh)
+    sizes = _sizes(mesh)
+    _compare_ranks(
+        f"parallelize({' x '.join(f'{axis} {size}' for axis, size in sizes.items())}, param_dtype={param_dtype}, "
+        f"reduce_dtype={reduce_dtype}, reshard_after_forward={reshard_after_forward}, transport={transport!r}, "
+        f"expert={expert})"
+    )
+    mesh = _with_all_axes(mesh, sizes)
     context = mesh["context"]
     # context ranks need the same parameters for parts of one sequence, so FSDP shards over shard x context
     if context.size() > 1:
@@ -114,10 +123,21 @@ def parallelize(
     return overlap
 
 
-def _with_all_axes(mesh: DeviceMesh) -> DeviceMesh:
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     if not sizes or list(sizes) != [axis for axis in AXES if axis in sizes]:
         raise ValueError(f"parallelize: mesh must have axes among {', '.join(AXES)}, in this order, got {mesh}")
+    return sizes
+
+
+def _compare_ranks(call: str) -> None:
+    """Raise CollectiveMismatch unless all ranks make this call: with meshes that differ gloo ends the process."""
+    assert dist.group.WORLD is not None
+    with meeting("parallelize"):
+        compare_calls(call, dist.group.WORLD)
+
+
+def _with_all_axes(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
     if len(sizes) == len(AXES):
         return mesh
     # a missing axis has size one, so the code below has one form

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from powertrain.models.parallelize import parallelize
 from powertrain.ops.moe import moe_permute
 from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_reduce_scatter
 from powertrain.parallel.context.api import context_parallel
@@ -111,6 +113,12 @@ def context(other: int) -> Calls:
     }  # fmt: skip
 
 
+def models(other: int) -> None:
+    """A model over a mesh whose axes this rank divides otherwise."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor" if other else "shard",))
+    parallelize(torch.nn.Module(), mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)  # type: ignore[arg-type]
+
+
 def main(transport: str, seeds: int) -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
@@ -120,6 +128,7 @@ def main(transport: str, seeds: int) -> None:
     # a group of its own: an overlap that is open stays as it is
     another, way = dist.new_group(), "sequential" if other else "pipelined"
     calls["overlap.transport"] = lambda: Overlap(another, transport=way)
+    calls["models.mesh"] = lambda: models(other)
     for seed in range(seeds):
         calls |= splits(overlap, seed % overlap.size == overlap.rank, seed)
     for name, call in calls.items():

@@ -24,7 +24,7 @@ NAMES = [
                                      "overlapped_width")),
     *(f"context.{mode}.{name}" for mode in ("ring", "all_gather", "all_to_all")
       for name in ("heads", "dim", "documents", "late_document", "dtype", "causal", "scale", "softcap", "sinks")),
-    "context.mode", "context.unshard.width", "context.unshard.dtype", "overlap.transport",
+    "context.mode", "context.unshard.width", "context.unshard.dtype", "overlap.transport", "models.mesh",
 ]  # fmt: skip
 
 

@@ -265,7 +265,7 @@ def test_what_cannot_go_on_is_refused(
 def test_lion_does_not_take_the_average_of_adam(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
     _checkpoint(tmp_path, stopped)
     lion = ("optimizer.kind=lion", "optimizer.betas=[0.9,0.99]")
-    with pytest.raises(ValueError, match=r"must have exp_avg alone for each parameter, .* got exp_avg, exp_avg_sq; set"):
+    with pytest.raises(ValueError, match=r"must have exp_avg alone .* got exp_avg, exp_avg_sq; set"):
         _again(tmp_path, *lion)
     assert _again(tmp_path, *lion, "checkpoint.load_optimizer=false").progress.step == AT
 
