@@ -210,8 +210,8 @@ class _Plan(NamedTuple):
 
 
 @tunable("NVIDIA H200, 2026-11-28")
-def _plan(M: int, N: int, only_sums: bool, target: Target) -> _Plan:
-    """only_sums: a bias's gradient where nothing is dropped."""
+def _plan(M: int, N: int, drops: bool, only_sums: bool, target: Target) -> _Plan:
+    """drops: p is above 0. only_sums: a bias's gradient where nothing is dropped."""
     # us, one H200, bf16, 2^26 elements, p = 0 forward, backward, p = 0.1 forward, backward; 256 columns a warp before:
     #   104 98, 57, 209, 206; 198, 94, 216, 232    128 98, 56, 172, 173; 162, 82, 177, 193    208 98, 60, 200, 212; 198,
     #   97, 215, 235    1594 -, 64, 149, 151; -, 66, 147, 190    1024 -, 54, -, -; -, 57, -, -    4096 -, 53; -, 59
@@ -223,6 +223,11 @@ def _plan(M: int, N: int, only_sums: bool, target: Target) -> _Plan:
         # nothing hides the time of a load: one vector a thread. us, one H200, in a graph, p = 0, this, four words a
         # program: 65536 elements 0.94, 1.01; 131072 1.02, 1.16; 262144 1.60, 1.20
         block_m, parts = max(1, 256 // block_n), words
+        if drops:
+            # nor that of Philox, 70 instructions a counter in a row. us, with the kernel that draws the seed, p = 0.1,
+            # a word on 1, 4 warps, all words on 8; torch.compile: 2x768 4.05 3.57 3.72; 3.48. 2x14336 4.16 3.74 3.86;
+            # 3.69. 64x1024 4.25 3.95 3.95; 3.85. 32x4096 4.37 4.12 3.99; 4.03. 100x159 4.17 3.77 3.76; 3.71
+            parts, warps = (words, 4) if 4 * M * N <= _FEW * target.num_sms else (1, 8)
     elif words == 1:
         block_m, per_sm = 1024 // block_n, 32
     elif N % 8:
@@ -243,7 +248,7 @@ def _bda_fwd(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tens
     rows, residual = as_rows(x), None if residual is None else as_rows(residual)
     M, N = rows.shape
     target = Target.of(x.device)
-    plan = _plan(M, N, False, target)
+    plan = _plan(M, N, seed is not None, False, target)
     programs = cdiv(M, plan.block_m) * plan.groups * plan.parts
     _bias_dropout_add_fwd_kernel[(programs,)](
         rows, bias, residual, seed, y, M, N, plan.groups, rows.stride(0), 0 if residual is None else residual.stride(0),
@@ -280,7 +285,7 @@ def _bda_bwd(
     dx, dbias = _bda_bwd_outputs(dy, seed, p, x_dtype, bias_dtype, need_dx, need_dbias)
     rows = as_rows(dy)
     M, N = rows.shape
-    plan = _plan(M, N, seed is None and not need_dx, Target.of(dy.device))
+    plan = _plan(M, N, seed is not None, seed is None and not need_dx, Target.of(dy.device))
     programs = plan.programs if need_dbias else cdiv(M, plan.block_m)
     partial = dy.new_empty((programs, N), dtype=torch.float32) if need_dbias else None
     _bias_dropout_add_bwd_kernel[(programs * plan.groups,)](

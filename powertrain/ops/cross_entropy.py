@@ -33,10 +33,11 @@ from powertrain.ops.cross_entropy_kernels import (
     Terms,
     launch_dlogits,
     launch_losses,
+    launch_mean_scale,
     launch_row_stats,
-    scale_of_mean,
     scale_rows_,
 )
+from powertrain.ops.cross_entropy_short_rows import LONGEST_ROW, launch_short_dlogits, launch_short_rows
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
@@ -118,18 +119,28 @@ def _cross_entropy_fwd(
     with_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
-    T, V = logits.shape
-    loss = logits.new_empty((T,) if reduction == "none" else (), dtype=torch.float32)
-    lse, target_logit = (loss.new_empty(T) for _ in range(2))
-    logit_sum = lse.new_empty(lse.shape) if label_smoothing else None
-    scale = scale_of_mean(target, terms) if reduction == "mean" else None
-    dlogits = logits.new_empty((T, V)) if with_grad else None
-    launch_row_stats(
-        logits, target, terms, lse, target_logit, logit_sum, scale=early_scale(logits.dtype, scale), dlogits=dlogits
+    outputs = _cross_entropy_fwd_outputs(
+        logits, target, ignore_index, reduction, label_smoothing, z_loss, softcap, with_grad
     )
-    out = dict(losses=loss) if reduction == "none" else dict(loss=loss)
-    launch_losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, **out)
-    return loss, lse, lse.new_empty(0) if scale is None else scale, empty(logits) if dlogits is None else dlogits
+    loss, lse, scale, dlogits = outputs
+    into = dict(losses=loss) if reduction == "none" else dict(loss=loss)
+    if reduction == "mean":
+        into["scale"] = scale
+    grad_scale = early_scale(logits.dtype, into.get("scale"))
+    if logits.shape[1] <= LONGEST_ROW:
+        launch_short_rows(logits, target, terms, lse, **into)
+        # one kernel for both took as long as two: its registers left few programs on an SM
+        if with_grad:
+            launch_short_dlogits(logits, target, lse, None, terms, dlogits, scale=grad_scale)
+        return outputs
+    target_logit = lse.new_empty(lse.shape)
+    logit_sum = lse.new_empty(lse.shape) if label_smoothing else None
+    if with_grad and grad_scale is not None:
+        launch_mean_scale(target, terms, grad_scale)
+    made = dlogits if with_grad else None
+    launch_row_stats(logits, target, terms, lse, target_logit, logit_sum, scale=grad_scale, dlogits=made)
+    launch_losses(lse, target_logit, logit_sum, target, terms, logits.shape[1], **into)
+    return outputs
 
 
 def early_scale(dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
@@ -171,7 +182,8 @@ def _cross_entropy_bwd(
 ) -> Tensor:
     dlogits = logits.new_empty(logits.shape)
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
-    launch_dlogits(logits, target, lse, dloss, terms, dlogits, scale=scale)
+    launch = launch_short_dlogits if logits.shape[1] <= LONGEST_ROW else launch_dlogits
+    launch(logits, target, lse, dloss, terms, dlogits, scale=scale)
     return dlogits
 
 

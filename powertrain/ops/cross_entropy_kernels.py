@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,7 +50,7 @@ def _edges(start, end, VEC: tl.constexpr):
 
 
 @triton.jit
-def _load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
+def load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
     x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)  # the shape of mask
     if CAPPED:
         x = tl.where(mask, capped_logits(x, softcap), float("-inf"))
@@ -59,7 +58,7 @@ def _load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _other_gradient(z, lse, slope, offset, softcap, CAPPED: tl.constexpr):
+def other_gradient(z, lse, slope, offset, softcap, CAPPED: tl.constexpr):
     """The gradient of logits that are not the target."""
     d = tl.exp(z - lse) * slope - offset
     if CAPPED:
@@ -77,7 +76,7 @@ def _target_gradient(z, lse, slope, offset, hit, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss):
+def row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss):
     """dlogit = softmax * slope - offset, and hit less at the target. All are 0 where ignored, nan out of range."""
     # a kernel raises no error: a target out of range makes the row NaN, which is seen
     factor = tl.where((target >= 0) & (target < vocab_size), grad, float("nan"))
@@ -91,12 +90,12 @@ def _edge_gradients(
     CAPPED: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     edge, exists = _edges(start, start + V, VEC)
-    z = _load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
+    z = load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
     at_target = edge - start == local_target
     d = tl.where(
         at_target & kept,
         _target_gradient(z, lse, slope, offset, hit, softcap, CAPPED),
-        _other_gradient(z, lse, slope, offset, softcap, CAPPED),
+        other_gradient(z, lse, slope, offset, softcap, CAPPED),
     )
     tl.store(dlogits_ptr + shift + edge, d.to(dlogits_ptr.dtype.element_ty), mask=exists)  # [2 * VEC]
 
@@ -149,7 +148,7 @@ def _row_stats_kernel(
     reads = tl.where(kept, count, 0)
     for block in range(0, reads, BLOCK):
         mask = tl.broadcast_to(block + vectors < reads, (BLOCK, VEC))
-        z = _load_logits(base + (block + vectors) * VEC + lanes, mask, softcap, CAPPED)
+        z = load_logits(base + (block + vectors) * VEC + lanes, mask, softcap, CAPPED)
         if sum_ptr is not None:
             # masked lanes hold -inf, which a sum would not survive
             z_sum += tl.sum(tl.where(mask, z, 0.0), axis=1)
@@ -161,7 +160,7 @@ def _row_stats_kernel(
     row_sum = tl.sum(z_sum, axis=0)
     if EDGES:
         edge, exists = _edges(start, start + V, VEC)
-        edge_z = _load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
+        edge_z = load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
         new_peak = tl.maximum(row_peak, tl.max(edge_z, axis=0))
         row_total = row_total * tl.exp(row_peak - new_peak) + tl.sum(tl.exp(edge_z - new_peak), axis=0)
         row_peak = new_peak
@@ -179,7 +178,7 @@ def _row_stats_kernel(
         grad = 1.0
         if scale_ptr is not None:
             grad = tl.load(scale_ptr)  # scalar
-        slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
+        slope, offset, hit = row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
         dtype = dlogits_ptr.dtype.element_ty
         shift = row * stride_dm - start
         # first + shift is a multiple of VEC; so written, the compiler knows
@@ -189,8 +188,8 @@ def _row_stats_kernel(
         for step in range(0, blocks):
             vector = (blocks - 1 - step) * BLOCK + vectors
             mask = tl.broadcast_to(vector < count, (BLOCK, VEC))
-            z = _load_logits(base + vector * VEC + lanes, mask & kept, softcap, CAPPED)
-            d = _other_gradient(z, lse, slope, offset, softcap, CAPPED)
+            z = load_logits(base + vector * VEC + lanes, mask & kept, softcap, CAPPED)
+            d = other_gradient(z, lse, slope, offset, softcap, CAPPED)
             tl.store(out + vector * VEC + lanes, d.to(dtype), mask=mask)  # [BLOCK, VEC]
         if EDGES:
             _edge_gradients(
@@ -239,7 +238,7 @@ def _dlogits_kernel(
         grad = tl.load(grad_ptr + row * step_grad)  # scalar
     if scale_ptr is not None:
         grad *= tl.load(scale_ptr)  # scalar
-    slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
+    slope, offset, hit = row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
     dtype = dlogits_ptr.dtype.element_ty
     start = row * stride_lm
     shift = row * stride_dm - start
@@ -248,8 +247,8 @@ def _dlogits_kernel(
     vectors = block * BLOCK + tl.arange(0, BLOCK)[:, None]
     mask = tl.broadcast_to(vectors < count, (BLOCK, VEC))
     columns = vectors * VEC + tl.arange(0, VEC)[None, :]
-    z = _load_logits(logits_ptr + first + columns, mask & kept, softcap, CAPPED)
-    d = _other_gradient(z, lse, slope, offset, softcap, CAPPED)
+    z = load_logits(logits_ptr + first + columns, mask & kept, softcap, CAPPED)
+    d = other_gradient(z, lse, slope, offset, softcap, CAPPED)
     # first + shift is a multiple of VEC; so written, the compiler knows
     out = dlogits_ptr + (first + shift) // VEC * VEC
     tl.store(out + columns, d.to(dtype), mask=mask)  # [BLOCK, VEC]
@@ -297,8 +296,10 @@ def _loss_kernel(
     z_loss,
     BLOCK: tl.constexpr,
 ):
-    """Every row's loss, or their sum times the scale (one program then)."""
+    """Every row's loss, or their sum (one program then), with scale_ptr divided by the number of kept tokens; the
+    divisor's reciprocal is written there."""
     total = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0) * BLOCK, T, tl.num_programs(0) * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         mask = rows < T
@@ -312,10 +313,14 @@ def _loss_kernel(
         if losses_ptr is not None:
             tl.store(losses_ptr + rows, loss, mask=mask)  # [BLOCK]
         total += loss
+        # counted as integers: float32 counts are exact to 2^24 only
+        count += (target != ignore_index).to(tl.int32)
     if loss_ptr is not None:
         loss_sum = tl.sum(total, axis=0)
         if scale_ptr is not None:
-            loss_sum *= tl.load(scale_ptr)  # scalar
+            scale = 1.0 / tl.sum(count, axis=0).to(tl.float32)
+            tl.store(scale_ptr, scale)  # scalar
+            loss_sum *= scale
         tl.store(loss_ptr, loss_sum)  # scalar
 
 
@@ -383,7 +388,6 @@ def launch_row_stats(
     vector = _vector(logits, logits if dlogits is None else dlogits)
     # one H200, 8192 x 128256 bf16, ms (x 50257): 256 vectors by 4 warps 0.481 (0.207), 512 by 8 0.480 (0.215), 1024 by
     # 16 0.489 (0.249); with the gradient, x 50257: 1024 by 16 0.55, 1024 by 32 0.60, 512 by 8 0.60.
-    # 32768 x 1000, us: 128 vectors by 1 warp 50.5, by 2 54.8: no sums across warps
     most = 1024 if dlogits is not None else _stats_block(T, Target.of(logits.device))
     block = min(most, next_power_of_2(max(1, V // vector["VEC"])))
     _row_stats_kernel[(T,)](
@@ -409,9 +413,9 @@ def launch_losses(
     terms: Terms,
     vocab_size: int,
     *,
-    scale: Tensor | None,
     losses: Tensor | None = None,  # [T], written
-    loss: Tensor | None = None,  # [], written: their sum times scale
+    loss: Tensor | None = None,  # [], written: their sum, times scale
+    scale: Tensor | None = None,  # [] float32, written: 1 / number of kept tokens, for the mean
 ) -> None:
     """The loss from the results of `launch_row_stats` for the whole vocabulary."""
     T = target.shape[0]
@@ -443,22 +447,21 @@ def launch_dlogits(
     blocks = triton.cdiv(max(1, V // vector["VEC"]), block)
     _dlogits_kernel[(T * blocks,)](
         logits, target, lse, dloss, scale, dlogits,
-        V, vocab_start, vocab_size or V, blocks, logits.stride(0), dlogits.stride(0), _row_stride(dloss), *terms,
+        V, vocab_start, vocab_size or V, blocks, logits.stride(0), dlogits.stride(0), row_stride(dloss), *terms,
         **terms.modes, **vector, BLOCK=block, num_warps=max(1, block // 128),
     )  # fmt: skip
 
 
-def _row_stride(dloss: Tensor | None) -> int:
+def row_stride(dloss: Tensor | None) -> int:
     return dloss.stride(0) if dloss is not None and dloss.dim() else 0
 
 
-def scale_of_mean(target: Tensor, terms: Terms) -> Tensor:
-    scale = target.new_empty((), dtype=torch.float32)
+def launch_mean_scale(target: Tensor, terms: Terms, scale: Tensor) -> None:
+    """scale [] float32 = 1 / number of kept tokens, ahead of a gradient that is made in forward."""
     T = target.shape[0]
     # one program: of 32768 rows 16384 at a time took 4 us less than 4096
     block, warps = (16384, 32) if T > 4096 else (4096, 8)
     _mean_scale_kernel[(1,)](target, scale, T, terms.ignore_index, BLOCK=block, num_warps=warps)
-    return scale
 
 
 def scale_rows_(x: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
@@ -467,5 +470,5 @@ def scale_rows_(x: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
     block = min(8192, next_power_of_2(max(1, N)))
     grid = min(M * triton.cdiv(N, block), Target.of(x.device).num_sms * 8)
     _scale_kernel[(grid,)](
-        x, dloss, scale, M, N, _row_stride(dloss), BLOCK=block, num_warps=max(1, min(8, block // 256))
+        x, dloss, scale, M, N, row_stride(dloss), BLOCK=block, num_warps=max(1, min(8, block // 256))
     )

@@ -41,8 +41,8 @@ from powertrain.ops.cross_entropy_kernels import (
     Terms,
     launch_dlogits,
     launch_losses,
+    launch_mean_scale,
     launch_row_stats,
-    scale_of_mean,
 )
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.runtime import checks
@@ -191,8 +191,10 @@ def _linear_cross_entropy_fwd(
     T, V = x.shape[0], weight.shape[0]
     target_logit = lse.new_empty(lse.shape)
     logit_sum = lse.new_empty(lse.shape) if label_smoothing else None
-    mean_scale = scale.copy_(scale_of_mean(target, terms)) if reduction == "mean" else None
+    mean_scale = scale if reduction == "mean" else None
     makes_grads = reduction != "none" and (need_dx or need_dw or need_db)
+    if makes_grads and mean_scale is not None:
+        launch_mean_scale(target, terms, mean_scale)
     # float32 over all blocks, rounded once
     db_sum = db.new_zeros(V, dtype=torch.float32) if makes_grads and need_db else None
 

@@ -1,5 +1,6 @@
 """cross_entropy: every option, size class and error, and the vocabulary in shards."""
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import powertrain
-from powertrain.ops import cross_entropy_kernels
+from powertrain.ops import cross_entropy_kernels, cross_entropy_short_rows
 from powertrain.ops.cases.cross_entropy import plain_loss, tokens
 from powertrain.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
 
 REDUCTIONS = ["mean", "sum", "none"]
+
+
+@pytest.fixture(params=[cross_entropy_short_rows.LONGEST_ROW, 0], ids=["several", "one"])
+def rows_of_a_program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rows by the kernels that take several a program, and by those that take one, as shards of a vocabulary."""
+    monkeypatch.setattr(sys.modules["powertrain.ops.cross_entropy"], "LONGEST_ROW", request.param)
 
 
 def _tensors(T: int, V: int, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
@@ -28,9 +35,9 @@ def _check(tensors: dict[str, Tensor | None], **options: Any) -> None:
     check(ours, partial(cross_entropy_ref, **options), partial(cross_entropy_ref, **options), tensors)
 
 
-# 1: one class; 5: no whole vector; 2049: two blocks of 1024 float32; 9001: rows at every alignment, ragged end, two
-# blocks of few rows' 8192 float32
-@pytest.mark.parametrize("V", [1, 5, 2049, 9001], ids=lambda v: f"V{v}")
+# 1: one class; 5: no whole vector; 70, 300, 1000: short rows of one chunk, of two, of four; 2049: two blocks of 1024
+# float32; 9001: rows at every alignment, ragged end, two blocks of few rows' 8192 float32
+@pytest.mark.parametrize("V", [1, 5, 70, 300, 1000, 2049, 9001], ids=lambda v: f"V{v}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
 def test_sizes(V: int, dtype: torch.dtype, grad_in_forward: bool, device: torch.device) -> None:
@@ -43,6 +50,15 @@ def test_sizes(V: int, dtype: torch.dtype, grad_in_forward: bool, device: torch.
 def test_blocks_of_many_rows(V: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy_kernels, "_stats_block", lambda T, target: 256)
     _check(_tensors(3, V, device, dtype), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("V", [10, 300], ids=lambda v: f"V{v}")
+@pytest.mark.kernels
+def test_short_rows_of_several_tiles_a_program(V: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy_short_rows, "_PROGRAMS", 4)
+    _check(_tensors(700 if V == 10 else 21, V, device), label_smoothing=0.1)
+    for tiles, programs in ((0, 0), (1, 1), (4, 4), (5, 3), (9, 3), (13, 4)):
+        assert cross_entropy_short_rows._programs(tiles) == programs
 
 
 def test_few_rows_take_larger_blocks_unless_bits_must_not_depend_on_their_number() -> None:
@@ -60,6 +76,7 @@ def test_long_rows_take_two_kernels(V: int, device: torch.device, monkeypatch: p
     _check(_tensors(3, V, device, torch.bfloat16), grad_in_forward=True, **options)
 
 
+@pytest.mark.usefixtures("rows_of_a_program")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
@@ -72,6 +89,7 @@ def test_options(
     _check(_tensors(6, 70, device), **options, grad_in_forward=True)
 
 
+@pytest.mark.usefixtures("rows_of_a_program")
 @pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
 def test_misaligned_and_strided_logits(grad_in_forward: bool, device: torch.device) -> None:
     flat = torch.randn(4 * 70 + 3, device=device, dtype=torch.bfloat16)
@@ -93,6 +111,7 @@ def test_leading_dims_int32_and_ignore_index(device: torch.device) -> None:
     torch.testing.assert_close(cross_entropy(logits, target, ignore_index=7, reduction="none"), expected.view(2, 3))
 
 
+@pytest.mark.usefixtures("rows_of_a_program")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
 def test_none_kept_is_nan_with_zero_gradient(grad_in_forward: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -102,6 +121,7 @@ def test_none_kept_is_nan_with_zero_gradient(grad_in_forward: bool, dtype: torch
     assert loss.isnan() and not logits.grad.any()
 
 
+@pytest.mark.usefixtures("rows_of_a_program")
 @pytest.mark.parametrize("T", [0, 1])
 def test_empty_and_one_row(T: int, device: torch.device) -> None:
     logits = torch.randn(T, 9, device=device, requires_grad=True)
@@ -113,6 +133,7 @@ def test_empty_and_one_row(T: int, device: torch.device) -> None:
     assert logits.grad.shape == (T, 9)
 
 
+@pytest.mark.usefixtures("rows_of_a_program")
 @pytest.mark.kernels
 def test_target_out_of_range_is_nan(device: torch.device) -> None:
     logits = torch.randn(4, 10, device=device, requires_grad=True)
@@ -123,6 +144,7 @@ def test_target_out_of_range_is_nan(device: torch.device) -> None:
     assert logits.grad.isnan().all(1).tolist() == [False, True, True, False]
 
 
+@pytest.mark.usefixtures("rows_of_a_program")
 def test_masked_vocabulary(device: torch.device) -> None:
     logits = torch.randn(3, 40, device=device)
     logits[:, 5:20] = float("-inf")
@@ -134,6 +156,7 @@ def test_masked_vocabulary(device: torch.device) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits))
 
 
+@pytest.mark.usefixtures("rows_of_a_program")
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_gradient_made_in_forward(dtype: torch.dtype, device: torch.device) -> None:
@@ -184,7 +207,7 @@ def test_vocabulary_in_shards(dtype: torch.dtype, device: torch.device) -> None:
         stats.append((lse, target_logit, logit_sum))
     lse = torch.logsumexp(torch.stack([s[0] for s in stats]), 0).where(target != -100, 0)
     target_logit, logit_sum = (sum(s[i] for s in stats) for i in (1, 2))
-    scale, loss = cross_entropy_kernels.scale_of_mean(target, terms), torch.empty((), device=device)
+    scale, loss = torch.empty((), device=device), torch.empty((), device=device)
     cross_entropy_kernels.launch_losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, loss=loss)
     leaf = logits.clone().requires_grad_()
     expected = cross_entropy(leaf, target, label_smoothing=0.1, z_loss=1e-2)

@@ -34,7 +34,9 @@ def plain_loss(
     return loss + z_loss * (torch.logsumexp(z, -1)[kept] ** 2).mean() if z_loss else loss
 
 
-def _case(label: str, shape: tuple[int, int], run: dict[str, Any], **options: Any) -> Case:
+def _case(
+    label: str, shape: tuple[int, int], run: dict[str, Any], small: tuple[int, int] = (7, 1301), **options: Any
+) -> Case:
     return Case(
         "cross_entropy",
         label,
@@ -42,16 +44,18 @@ def _case(label: str, shape: tuple[int, int], run: dict[str, Any], **options: An
         partial(cross_entropy_ref, **options),
         partial(plain_loss, **options),
         _inputs,
-        (7, 301),
+        small,
         shape,
     )
 
 
-FULL, ODD = (8192, 128256), (8192, 50257)
+FULL, ODD, SHORT = (8192, 128256), (8192, 50257), (32768, 1000)
 CASES = [
     _case("", FULL, {}),
     _case("odd", ODD, {}, reduction="sum"),
     _case("none", FULL, {}, reduction="none"),
     _case("smoothing-z_loss-softcap", FULL, {}, label_smoothing=0.1, z_loss=1e-2, softcap=2.0),
     _case("grad_in_forward", FULL, {"grad_in_forward": True}),
+    _case("short rows", SHORT, {}, small=(7, 301)),
+    _case("short rows, grad_in_forward-smoothing", SHORT, {"grad_in_forward": True}, (7, 301), label_smoothing=0.1),
 ]
