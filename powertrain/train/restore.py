@@ -179,12 +179,25 @@ class Restorer:
 
     def _fill_training(self, weights: Weights, training: NeoXTraining) -> None:
         fitted(weights, self.config.model)
-        ours = self._named("", without="scaler.")
+        self._refuse_new_parts(weights)
+        ours = {n: t for n, t in self._named("", without="scaler.").items() if not fp8.is_statistic(n)}
         fill(ours, self._of_training(training))
         scaler = self.optimizer.scaler
         values = training.scaler(scaler.config) if scaler and scaler.config.static is None else None
         for name, value in (values or {}).items():
             scaler.tensors()[name].fill_(value)  # type: ignore[union-attr]
+
+    def _refuse_new_parts(self, weights: Weights) -> None:
+        """Adapters and a value head, of which a GPT-NeoX training has no state to go on with."""
+        train = self.config.train
+        new = {"train.objective": ("value head", "reward")} if train.objective == "reward" else {}
+        if train.lora is not None:
+            new["train.lora"] = ("adapters", f"rank {train.lora.rank}")
+        for key, (part, got) in new.items():
+            raise ValueError(
+                f"{key} must be as in {weights.path}, which holds no {part}, got {got}; checkpoint.finetune: true "
+                "begins from its weights, checkpoint.load_optimizer: false goes on with a new optimizer"
+            )
 
     def _of_training(self, training: NeoXTraining) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in training.tensors(self.optimizer.kinds):

@@ -1,6 +1,7 @@
 """Going on from DeepSpeed's checkpoints: the same bits as a run that was not interrupted."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -260,6 +261,49 @@ def test_what_cannot_go_on_is_refused(
     with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
         _again(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "train.objective=reward",
+            "train.objective must be as in .*, which holds no value head, got reward; checkpoint.f",
+        ),
+        ("train.lora.rank=2", "train.lora must be as in .*, which holds no adapters, got rank 2; checkpoint.finetune"),
+    ],
+)
+def test_parts_that_its_training_did_not_have(
+    override: str, message: str, stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path
+) -> None:
+    _checkpoint(tmp_path, stopped)
+    (tmp_path / "again").mkdir()
+    pairs = [{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in range(1, 40)]
+    (tmp_path / "again/pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = (f"data.train={tmp_path}/again/pairs.jsonl",) if "reward" in override else ()
+    with pytest.raises(ValueError, match=message):
+        _again(tmp_path, override, *data)
+    assert _again(tmp_path, override, *data, "checkpoint.load_optimizer=false").progress.step == AT
+
+
+def test_statistics_of_fp8_begin_anew(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
+    _checkpoint(tmp_path, stopped)
+    again = _again(tmp_path, "fp8.recipe=tensor-delayed")
+    assert again.progress.step == AT and torch.equal(
+        again.optimizer.tensors()["model.norm.weight"], stopped[0]["model.norm.weight"]
+    )
+
+
+def test_a_reward_model_is_named(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
+    """train_impl rm has rm_linear in place of final_linear."""
+    step = _checkpoint(tmp_path, stopped)
+    file = step / "mp_rank_00_model_states.pt"
+    module = load_pickle(file)["module"]
+    name = next(name for name in module if name.endswith("final_linear.weight"))
+    module[name.replace("final_linear", "rm_linear")] = module.pop(name)[:1].clone()
+    _edit(file, module=module)
+    with pytest.raises(ValueError, match=r"must hold a language model, got rm_linear.weight of train_impl rm"):
+        open_weights(step)
 
 
 def test_lion_does_not_take_the_average_of_adam(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:

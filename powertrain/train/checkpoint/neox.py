@@ -77,6 +77,10 @@ def trained_steps(folder: Path) -> int:
     return int(match[1]) if match else 0
 
 
+# of a reward model, in its last layer
+VALUE = "rm_linear.weight"
+
+
 class NeoXCheckpoint:
     """A global_step folder: `config`, and `tensors()` in our names and layout, merged over tensor-parallel ranks.
 
@@ -143,6 +147,11 @@ class NeoXCheckpoint:
     def _check_layers(self) -> None:
         present = set(self.layer_indices())
         n = self.config.num_layers
+        if any(VALUE in shard for shard in self._layer(max(present))):
+            raise ValueError(
+                f"{self.folder} must hold a language model, got {VALUE} of train_impl rm in place of its output layer: "
+                "GPT-NeoX's reward models are not read; objective reward trains one from a language model"
+            )
         expected = {0, *range(2, n + 2), n + 3} | (set() if self.config.tie_embeddings else {n + 4})
         # layer 1 and the one before the norm are functions without parameters in their pipeline
         if present != expected:
