@@ -143,11 +143,15 @@ class CausalLM(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device, in their dtype."""
-        weight = self.embed.weight
+        """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device.
+
+        In the dtype of keys and values: the weights', or autocast's.
+        """
+        device, dtype = self.embed.weight.device, self.embed.weight.dtype
+        if torch.is_autocast_enabled(device.type) and dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
         rows = [layer.cache_row for layer in self.layers]
-        # the cache has the weights' dtype, as keys and values have
-        return KVCache(rows, batch, max_length, device=weight.device, dtype=weight.dtype)
+        return KVCache(rows, batch, max_length, device=device, dtype=dtype)
 
 
 class Unsharded:

@@ -1,9 +1,10 @@
 """New tokens from a model, one forward each, over a KV cache."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,16 +28,16 @@ class Sampler:
         self, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
     ) -> None:
         # so written that nan is refused
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
-        if top_k is not None and not (isinstance(top_k, int) and top_k >= 0):
-            raise ValueError(f"top_k must be an integer of at least 0, got {top_k}")
-        if top_p is not None and not 0 <= top_p <= 1:
-            raise ValueError(f"top_p must be in [0, 1], got {top_p}")
+        if not 0 <= (heat := _number(temperature)) < math.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, got {temperature!r}")
+        if (k := _integer(top_k or 0)) < 0:
+            raise ValueError(f"top_k must be an integer of at least 0, got {top_k!r}")
+        if not 0 <= (p := _number(top_p or 0.0)) <= 1:
+            raise ValueError(f"top_p must be in [0, 1], got {top_p!r}")
         # what torch.Generator takes
-        if not (isinstance(seed, int) and -(2**63) <= seed < 2**64):
-            raise ValueError(f"seed must be an integer in [-2**63, 2**64), got {seed}")
-        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k or None, top_p or None, seed
+        if not -(2**63) <= (begun := _integer(seed)) < 2**64:
+            raise ValueError(f"seed must be an integer in [-2**63, 2**64), got {seed!r}")
+        self.temperature, self.top_k, self.top_p, self.seed = heat, k or None, p or None, begun
         self._generator: torch.Generator | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -67,6 +68,22 @@ class Sampler:
         return logits
 
 
+def _number(value: Any) -> float:
+    """A number of any kind; nan for what is none."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _integer(value: Any) -> int:
+    """An integer of any kind, NumPy's too; for what is none one below all that are taken."""
+    try:
+        return int(index(value))
+    except TypeError:
+        return -(2**64)
+
+
 @torch.no_grad()
 def stream(
     model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampler: Sampler | None = None
@@ -90,7 +107,7 @@ def _steps(
     """(tokens [B], the logits [B, V] that they were drawn from)."""
     device, prompts = model.embed.weight.device, _checked(prompts, model.config.vocab_size)
     longest = max(map(len, prompts))
-    _check_length(longest, max_new_tokens, model.config.max_position_embeddings)
+    max_new_tokens = _checked_length(longest, max_new_tokens, model.config.max_position_embeddings)
     # dropout would make continuations random even at temperature 0
     model.eval()
     cache = model.new_cache(len(prompts), longest + max_new_tokens)
@@ -127,16 +144,17 @@ def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int
     return rows
 
 
-def _check_length(longest: int, max_new_tokens: int, limit: int) -> None:
+def _checked_length(longest: int, max_new_tokens: int, limit: int) -> int:
     if longest >= limit:
         raise ValueError(f"prompts must have fewer than model.max_position_embeddings ({limit}) tokens, got {longest}")
-    if not (isinstance(max_new_tokens, int) and max_new_tokens >= 0):
-        raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens}")
+    if _integer(max_new_tokens) < 0:
+        raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
     if longest + max_new_tokens > limit:
         raise ValueError(
             f"max_new_tokens must be at most {limit - longest} after a prompt of {longest} tokens "
             f"(model.max_position_embeddings is {limit}), got {max_new_tokens}"
         )
+    return index(max_new_tokens)
 
 
 def _check_finite(logits: Tensor) -> None:
@@ -156,7 +174,7 @@ def generate(
     eod: int | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to its first `eod` (left out). See `stream`."""
-    steps: list[Tensor] = []
+    prompts, steps = list(prompts), list[Tensor]()
     ended: Tensor | None = None
     for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler):
         steps.append(tokens)
@@ -198,6 +216,7 @@ def complete(
 
     It ends when every row has. Each step waits for the device, which `generate` does every 16 steps. See `stream`.
     """
+    prompts = list(prompts)
     rows = [Row() for _ in prompts]
     going = set(range(len(rows)))
     for tokens, logits in _steps(model, prompts, max_new_tokens, sampler or Sampler()):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -52,6 +53,34 @@ def test_greedy_is_the_argmax_of_the_full_forward(name: str) -> None:
     found = generate(model, PROMPTS, max_new_tokens=8, sampler=Sampler(temperature=0))
     assert found == [_greedy_by_full_forward(model, prompt, 8) for prompt in PROMPTS]
     assert len({tuple(row) for row in found}) == 3
+
+
+LAYERS = {**MODELS, "amlp": {"layer_types": ["amlp", "attention"], "gmlp_attention_dim": 8}}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_under_autocast(name: str) -> None:
+    """The cache has the dtype that keys and values then have."""
+    model = _model(**LAYERS[name])
+    with torch.autocast("cpu", torch.bfloat16):
+        # a few whole forwards: close logits may be ordered otherwise in 16 bits
+        (row, *_) = complete(model, PROMPTS[1:], max_new_tokens=4, sampler=Sampler(temperature=0))
+        whole = model(torch.tensor([[*PROMPTS[1], *row.tokens]]))[0].float().log_softmax(-1)
+    wanted = whole[len(PROMPTS[1]) - 1 : -1].gather(-1, torch.tensor(row.tokens)[:, None]).squeeze(-1)
+    assert torch.allclose(torch.tensor(row.logprobs), wanted, atol=0.1)
+
+
+def test_numbers_of_other_libraries() -> None:
+    model, ours = _model(), Sampler(temperature=0.5, top_k=5, top_p=0.9, seed=3)
+    theirs = Sampler(
+        temperature=np.float32(0.5),
+        top_k=np.int64(5),
+        top_p=torch.tensor(0.9, dtype=torch.float64),
+        seed=np.uint8(3),  # type: ignore[arg-type]
+    )
+    found = generate(model, (prompt for prompt in PROMPTS), max_new_tokens=np.int32(4), sampler=theirs)  # type: ignore[arg-type]
+    assert found == generate(model, PROMPTS, max_new_tokens=4, sampler=ours)
+    assert [row.tokens for row in complete(model, iter(PROMPTS), max_new_tokens=0)] == [[], [], []]  # type: ignore[arg-type]
 
 
 def test_up_to_the_last_position() -> None:
@@ -143,6 +172,8 @@ def test_what_is_sampled(options: dict[str, Any], expected: list[float]) -> None
         ({"seed": 1.5}, r"seed must be an integer in .*, got 1.5"),
         ({"top_k": -1}, "top_k must be an integer of at least 0, got -1"),
         ({"top_k": 2.5}, "top_k must be an integer of at least 0, got 2.5"),
+        ({"temperature": "1"}, "temperature must be at least 0 and finite, got '1'"),
+        ({"top_p": "x"}, r"top_p must be in \[0, 1\], got 'x'"),
         ({"top_p": -0.1}, r"top_p must be in \[0, 1\], got -0.1"),
         ({"top_p": 1.1}, r"top_p must be in \[0, 1\], got 1.1"),
     ],
