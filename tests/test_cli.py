@@ -33,6 +33,21 @@ def test_help_teaches_and_groups() -> None:
         assert _run(command, "--help")[0] == 0
 
 
+def test_lines_of_files_are_no_emoji(tmp_path: Path) -> None:
+    """rich's own console makes one of `:100:`."""
+    config = tmp_path / "run.yml"
+    config.write_text("#\n" * 99 + "nonsense: 3\n")
+    code, output = _run("lint", str(config))
+    assert code == 2 and f"{config}:100: nonsense" in output
+
+
+def test_every_command_has_our_console() -> None:
+    """`powertrain.runtime.console`; the builder's views are given one."""
+    files = [*(ROOT / "powertrain/cli").glob("*.py"), *(ROOT / "powertrain/train").rglob("*.py")]
+    own = {str(file.relative_to(ROOT)) for file in files if "from rich.console import Console" in file.read_text()}
+    assert own == {f"powertrain/train/{name}.py" for name in ("config/table", "reporting/progress", "reporting/sinks")}
+
+
 def test_help_imports_no_torch_and_is_fast() -> None:
     code = (
         "import sys\nfrom powertrain.cli import app\n"
@@ -153,7 +168,7 @@ def test_check_of_an_unknown_op() -> None:
     assert code == 2 and "no op rms_form" in output and "rms_norm" in output
 
 
-@pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", "cpu:1", "cpu:x"])
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", "cpu:1", "cpu:x", "cpu:", "cpu:00"])
 def test_check_of_an_unknown_device(device: str) -> None:
     code, output = _run("check", "rms_norm", "--device", device)
     assert code == 2 and "--device must be cpu or one of the" in output and f"got {device}" in output

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import platformdirs
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
     from powertrain.builder.history import History, Record

@@ -8,11 +8,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from powertrain.cli.generate import device_of
+from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from powertrain.cli.paths import must_exist, unwritten
+from powertrain.runtime.console import Console
 
 
 class Kind(str, Enum):

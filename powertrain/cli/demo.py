@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+
+from powertrain.runtime.console import Console
 
 VOCABULARY = 256  # bytes
 PROMPT = "def "

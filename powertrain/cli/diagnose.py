@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+
+from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
     from powertrain.doctor.diagnose import Diagnosis

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from powertrain.cli.generate import device_of
 from powertrain.cli.paths import end_unwritten, must_exist, must_take_a_file, one_line
+from powertrain.runtime.console import Console
 
 
 def evaluate(

@@ -4,9 +4,9 @@ import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from powertrain.cli import explain_fp8
+from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
     from powertrain.ops.attention.explain import Column, Explanation

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from powertrain.cli.lint import read_run, sized
+from powertrain.runtime.console import Console
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from powertrain.runtime.console import Console
 from powertrain.runtime.settings import VARIABLES, settings
 from powertrain.runtime.target import Target, known_cards
 

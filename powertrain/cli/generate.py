@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from powertrain.cli.paths import end_unwritten, must_exist, one_line
+from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -142,7 +142,7 @@ class _Writer:
             return
         for completion in completer(asked):
             self.console.rule(style="dim")
-            self.console.print(completion.prompt + completion.text, markup=False, highlight=False)
+            _show(self.console, completion.prompt + completion.text + "\n")
             if self.logprobs:
                 row = completion.row
                 pieces = [completer.tokenizer.decode([token]) for token in row.tokens]
@@ -192,9 +192,8 @@ def device_of(name: str | None) -> "torch.device":
     import torch
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, number = name.partition(":")
-    count = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(kind, 0)
-    if not (number or "0").isdecimal() or int(number or 0) >= count:
+    here = ["cpu", "cpu:0", *(["cuda"] if torch.cuda.device_count() else [])]
+    if name not in [*here, *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]:
         raise ValueError(f"--device must be cpu or one of the {torch.cuda.device_count()} GPUs here, got {name}")
     return torch.device(name)
 
@@ -206,12 +205,18 @@ def _write(console: Console, text: str, ids: list[int], tokens: "Iterator[Tensor
     for number, token in enumerate(tokens):
         # not before: an error in the prompt is printed instead of it
         if number == 0:
-            console.print(text, end="", style="bold", markup=False, highlight=False)
+            _show(console, text, bold=True)
         if int(token) == tokenizer.eod:
             break
         ids.append(int(token))
         new = tokenizer.decode(ids)[start:]
         if not new.endswith("\ufffd"):
-            console.print(new[len(shown) :], end="", markup=False, highlight=False)
+            _show(console, new[len(shown) :])
             shown = new
-    console.print()
+    _show(console, tokenizer.decode(ids)[start + len(shown) :] + "\n")
+
+
+def _show(console: Console, text: str, *, bold: bool = False) -> None:
+    """Print a text as it is: `console.print` would make spaces of its tabs."""
+    console.file.write(typer.style(text, bold=True) if bold and console.is_terminal else text)
+    console.file.flush()

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from powertrain.cli.paths import end_unwritten, must_exist
 from powertrain.runtime.atomic_file import write_whole
+from powertrain.runtime.console import Console
 
 TINY = """\
   architecture: llama

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from powertrain.cli.paths import must_exist
+from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
     from powertrain.runtime.compile.kernel_store import Entry

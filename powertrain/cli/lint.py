@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from powertrain.cli.paths import must_exist
+from powertrain.runtime.console import Console
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:

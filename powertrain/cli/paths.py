@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import typer
-from rich.console import Console
+
+from powertrain.runtime.console import Console
 
 
 def must_exist(paths: Sequence[str | Path], code: int = 2) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from powertrain.cli.check import Dtype
 from powertrain.cli.paths import end_unwritten, must_take_a_file
+from powertrain.runtime.console import Console
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:

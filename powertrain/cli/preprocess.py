@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from powertrain.cli.paths import unwritten
+from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
     from powertrain.train.data.encode import Counts, Encoding

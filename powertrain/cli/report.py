@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from powertrain.cli.paths import must_exist
+from powertrain.runtime.console import Console
 
 
 def report(

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from powertrain.runtime.console import Console
 
 STUCK_SECONDS = 8  # how long we watch torch's loader do nothing
 # for two ranks from their start to the end of a screen that takes about twelve

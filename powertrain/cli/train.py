@@ -14,8 +14,7 @@ from powertrain.cli.lint import missing_files, read_run
 from powertrain.cli.paths import must_exist
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from powertrain.runtime.console import Console
     from powertrain.train.config.reader import Run
     from powertrain.train.reporting.metrics import Sink
     from powertrain.train.trainer import Trainer

@@ -4,10 +4,10 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from powertrain.cli.check import Dtype
+from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
     from powertrain.ops.cases import Case

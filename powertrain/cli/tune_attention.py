@@ -18,9 +18,8 @@ from powertrain.runtime.errors import PowertrainError
 from powertrain.testing.bench import measure
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from powertrain.ops.attention.problem import AttentionProblem
+    from powertrain.runtime.console import Console
 
 TOKENS = 16384
 _HEADS = {(128, 128): 16, (64, 64): 32, (256, 256): 8, (192, 128): 16}

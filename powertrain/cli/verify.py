@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from powertrain.runtime.console import Console
 
 _NOTHING = "must be a run, a checkpoint or a data set, got nothing of the kind"
 

@@ -12,7 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from powertrain.cli import app
+from powertrain.cli.generate import _write
 from powertrain.models.generate import Sampler, complete, generate
+from powertrain.runtime.console import Console
 from powertrain.train.checkpoint.load import load_model
 from powertrain.train.completion import Completer, cut
 from powertrain.train.data.tokenizer import ByteTokenizer
@@ -120,6 +122,14 @@ def test_an_answer_ends_before_a_text_or_a_token(run: Path) -> None:
         output = _said(run, "--prompt", PROMPTS[0], *words).output
         assert output.rstrip("\n").endswith(PROMPTS[0] + whole[: whole.index(end)])
     assert cut("a stop b end", ["end", "stop", "none"]) == "a " and cut("a", []) == cut("a", ["b"]) == "a"
+
+
+def test_a_streamed_answer_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tabs stay tabs, and what looks like an emoji's name too; of a character that is cut off its sign is shown."""
+    prompt, answer = "if x:\n\t", b"[b]:100:\t\xc3\xa9\r\n \xe2\x82"
+    tokens = [torch.tensor([byte]) for byte in answer]
+    _write(Console(soft_wrap=True), prompt, list(prompt.encode()), iter(tokens), ByteTokenizer())
+    assert capsys.readouterr().out == f"{prompt}[b]:100:\té\r\n \ufffd\n"
 
 
 def test_the_keyboard(run: Path) -> None:

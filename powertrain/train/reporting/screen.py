@@ -6,9 +6,8 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
-from rich.console import Console
-
 from powertrain.runtime import tracing
+from powertrain.runtime.console import Console
 
 
 def screen(*, quiet: bool = False) -> Console:
@@ -19,7 +18,7 @@ def screen(*, quiet: bool = False) -> Console:
     rich answers the closed pipe with SystemExit.
     """
     # None: a process whose stdout was closed when it started
-    return Console(file=None if sys.stdout is None else _Lasting(sys.stdout), quiet=quiet)  # type: ignore[arg-type]
+    return Console(file=None if sys.stdout is None else _Lasting(sys.stdout), quiet=quiet)
 
 
 class _Lasting:
