@@ -31,34 +31,40 @@ def chunk_table(numels: tuple[int, ...], chunk: int, device: torch.device) -> Te
     return torch.stack((owner, within), dim=1).to(torch.int32).to(device)
 
 
+def upload_stream(device: torch.device) -> Any:
+    """The stream for which a table is uploaded: another has not waited for it. An object of its own during a capture,
+    whose upload happens at each replay of that graph, and at no other time."""
+    if device.type != "cuda":
+        return None
+    return object() if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device)
+
+
 class DeviceTable:
     """Numbers on the device, uploaded (not waiting for it) when they differ from the last ones."""
 
     def __init__(self) -> None:
         self.values: tuple[Any, ...] = ()
         self.table: Tensor | None = None
-        self.captured: list[Tensor] = []
+        self.captured: list[tuple[Tensor, Tensor]] = []
 
     def get(self, numbers: list[int], device: torch.device) -> Tensor:
-        on_gpu = device.type == "cuda"
-        # another stream has not waited for the last upload
-        values = (torch.cuda.current_stream(device) if on_gpu else None, *numbers)
+        values = (upload_stream(device), *numbers)
         if self.table is None or values != self.values:
             host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            if on_gpu:
+            if device.type == "cuda":
                 host = host.pin_memory()
-                if torch.cuda.is_current_stream_capturing():
-                    # every replay copies from it
-                    self.captured.append(host)
             self.table, self.values = host.to(device, non_blocking=True), values
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # every replay copies from one to the other
+                self.captured.append((host, self.table))
         return self.table
 
 
 def distances_of(tensors: Sequence[Tensor]) -> tuple[list[int], bool]:
     """Offset of each tensor from the first, in elements, and whether all are aligned to 16 bytes."""
-    addresses = [t.data_ptr() for t in tensors]
+    addresses = list(map(Tensor.data_ptr, tensors))
     first, size = addresses[0], tensors[0].element_size()
-    return [(a - first) // size for a in addresses], not any(a % 16 for a in addresses)
+    return [(a - first) // size for a in addresses], not any([a % 16 for a in addresses])
 
 
 def is_dense(t: Tensor) -> bool:

@@ -1,6 +1,10 @@
 """AdamW and clip_grad_norm_ beside torch's own: values, dtypes, state dicts, GradScaler, layouts."""
 
 import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 from torch import Tensor
 
 import powertrain
-from powertrain.ops import adamw as module
+from powertrain.ops import adamw_kernels as module
 from powertrain.ops.adamw import AdamW, adamw_ref
 from powertrain.ops.grad_norm import clip_grad_norm_
 from powertrain.runtime.recording import record
@@ -399,10 +403,130 @@ def test_tables_are_built_once(device: torch.device, monkeypatch: pytest.MonkeyP
     optimizer = AdamW(params, **OPTIONS)
     _set_grads(params, 0)
     optimizer.step()
-    (table,) = optimizer._tables.values()
-    before, misses = table.table, module.chunk_table.cache_info().misses
     optimizer.step()
-    assert table.table is before and module.chunk_table.cache_info().misses == misses
+    ((update, _),) = optimizer._located[0].updates
+    before, misses = update._table, module.chunk_table.cache_info().misses
+    optimizer.step()
+    assert update._table is before and module.chunk_table.cache_info().misses == misses
+
+
+MOVES: dict[str, Callable[[AdamW, list[Tensor]], Any]] = {
+    "gradients": lambda optimizer, params: [setattr(p, "grad", p.grad.clone()) for p in params],
+    "one gradient": lambda optimizer, params: setattr(params[1], "grad", params[1].grad.clone()),
+    "no gradient": lambda optimizer, params: setattr(params[0], "grad", None),
+    "parameters": lambda optimizer, params: [setattr(p, "data", p.data.clone()) for p in params],
+    "state": lambda optimizer, params: [
+        s.update({name: t.clone() for name, t in s.items()}) for s in optimizer.state.values()
+    ],
+    "state's data": lambda optimizer, params: [
+        setattr(t, "data", t.data.clone()) for s in optimizer.state.values() for t in s.values()
+    ],
+    "state's dict": lambda optimizer, params: [
+        optimizer.state.update({p: {name: t.clone() for name, t in optimizer.state[p].items()}}) for p in params
+    ],
+    "loaded": lambda optimizer, params: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "order": lambda optimizer, params: optimizer.param_groups[0]["params"].reverse(),
+    "layout": lambda optimizer, params: setattr(params[1], "grad", params[1].grad.t().clone().t()),
+    "a group more": lambda optimizer, params: optimizer.add_param_group(
+        {"params": [torch.zeros(5, device=params[0].device)]}
+    ),
+    "nothing": lambda optimizer, params: None,
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clips"])
+@pytest.mark.parametrize("master", [False, True], ids=["", "master"])
+def test_what_lies_elsewhere_is_found(
+    move: Callable[[AdamW, list[Tensor]], Any], max_norm: float | None, master: bool, device: torch.device
+) -> None:
+    """Each step's update is that of an optimizer which has no step behind it, whatever moved between the steps."""
+    params = [*_params(device, shapes=[(40,), (6, 4)]), *_params(device, torch.bfloat16, [(9,)])]
+    optimizer = AdamW(params, **OPTIONS, master_weights=master)
+    for seed in range(4):
+        _set_grads(params, seed)
+        if seed > 1:
+            move(optimizer, params)
+        twin = copy.deepcopy(optimizer)
+        optimizer.step(max_norm=max_norm)
+        twin.step(max_norm=max_norm)
+        for group, others in zip(optimizer.param_groups, twin.param_groups, strict=True):
+            for p, q in zip(group["params"], others["params"], strict=True):
+                assert torch.equal(p, q)
+                for name, value in optimizer.state[p].items():
+                    assert torch.equal(value, twin.state[q][name])
+
+
+def test_state_that_is_moved_away_is_freed(device: torch.device) -> None:
+    params = _params(device)
+    optimizer = AdamW(params, **OPTIONS)
+    for seed in range(2):
+        _set_grads(params, seed)
+        optimizer.step()
+    held = [weakref.ref(t) for s in optimizer.state.values() for t in s.values()]
+    for s in optimizer.state.values():
+        s.update({name: t.clone() for name, t in s.items()})
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clips"])
+def test_a_step_calls_one_function_a_parameter(max_norm: float | None) -> None:
+    """Tensor.__hash__, by which its state is found. Hundreds of small parameters, as of LoRA, are host time."""
+    calls = []
+    for count in (10, 110):
+        params = _params(torch.device("meta"), shapes=[(16, 8)] * count)
+        for p in params:
+            p.grad = torch.empty_like(p)
+        optimizer = AdamW(params, **OPTIONS)
+        with record("sm_90"):
+            optimizer.step(max_norm=max_norm)
+            optimizer.step(max_norm=max_norm)
+            found = []
+            sys.setprofile(lambda frame, event, arg, found=found: found.append(frame) if event == "call" else None)
+            optimizer.step(max_norm=max_norm)
+            sys.setprofile(None)
+        calls.append(len(found))
+    assert calls[1] - calls[0] <= 100 + 20
+
+
+@pytest.mark.gpu
+def test_a_graph_has_tables_of_its_own(device: torch.device) -> None:
+    """Captured on the stream of eager steps, whose tables are made anew when gradients move."""
+    params = _params(device)
+    others = _copies(params)
+    optimizer, expected = AdamW(params, **OPTIONS), torch.optim.AdamW(others, **OPTIONS)
+    _set_grads(params, 0)
+    fixed = [p.grad for p in params]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer.step(max_norm=0.5)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        optimizer.step(max_norm=0.5)
+    with torch.cuda.stream(stream):
+        for i in range(3):
+            optimizer.step(max_norm=0.5)  # the captured gradients, not yet replayed at first
+            for p in params:
+                p.grad = p.grad.clone()
+            optimizer.step(max_norm=0.5)
+            for p, g in zip(params, fixed, strict=True):
+                p.grad = g
+            filled = [torch.full((4096,), 2**40 + i, device=device) for _ in range(8)]  # where freed tables lay
+            graph.replay()
+            del filled
+    torch.cuda.synchronize()
+    for p, g in zip(others, fixed, strict=True):
+        p.grad = g.clone()
+    norm = torch.nn.utils.get_total_norm(fixed)
+    for p in others:
+        p.grad *= (0.5 / (norm + 1e-6)).clamp(max=1)
+    for _ in range(1 + 3 * 3):
+        expected.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
 
 
 @pytest.mark.gpu
