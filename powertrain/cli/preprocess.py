@@ -101,11 +101,12 @@ def _write_completions(
     console: Console,
 ) -> None:
     from powertrain.train.data.completions import CompletionEncoding, files_of, warn_without_end, write_completions
-    from powertrain.train.data.corpus import raw_documents
+    from powertrain.train.data.corpus import raw_documents, refuse_pipes
     from powertrain.train.data.indexed import folder_of
 
     folder_of(output)
     if tokenizer.eod is None:
+        refuse_pipes(files, "its first record is looked at for the end of a text, which the tokenizer does not name")
         warn_without_end(next(raw_documents(files), None))
     encoding = CompletionEncoding(tokenizer, form.value)
     count, bad = write_completions(raw_documents(files), output, encoding, skip_bad=skip_bad, overwrite=overwrite)
@@ -118,12 +119,13 @@ def _write_completions(
 def _tokenizer(
     files: list[Path], name: str, size: int | None, key: str, skip_bad: bool, overwrite: bool, console: Console
 ) -> "Tokenizer":
-    from powertrain.train.data.corpus import texts
+    from powertrain.train.data.corpus import refuse_pipes, texts
     from powertrain.train.data.tokenizer import load_tokenizer, train_tokenizer
 
     if size is None:
         return load_tokenizer(name)
     path = Path(name)
+    refuse_pipes(files, "--train-tokenizer trains on it first")
     if path.suffix != ".json":
         raise ValueError(f"--tokenizer must be the .json file to write when --train-tokenizer is given, got {name!r}")
     # another tokenizer under the same name would give existing data sets other meanings
@@ -149,13 +151,13 @@ def _encoded(
 ) -> "Counts":
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from powertrain.train.data.corpus import LINES, raw_documents
+    from powertrain.train.data.corpus import is_lines, raw_documents
     from powertrain.train.data.encode import encode
     from powertrain.train.data.indexed import IndexedWriter, folder_of
 
     folder_of(output)
     # of compressed files the final size is not known, so there is no total to show
-    compressed = any(file.name.endswith(LINES) and file.suffix in (".zst", ".gz") for file in files)
+    compressed = any(is_lines(file) and file.suffix.lower() in (".zst", ".gz") for file in files)
     total = None if compressed else sum(file.stat().st_size for file in files)
     columns = (
         TextColumn("{task.description}"),

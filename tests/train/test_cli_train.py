@@ -30,6 +30,8 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
         ("data.train={0}/empty", "{0}/empty: must hold a file that is not hidden"),
         ("data.train={0}/rows.csv", "{0}/rows.csv: must be text, jsonl or parquet, got csv"),
         ("data.validation={0}/rows.JSON.gz", "{0}/rows.JSON.gz: must be text, jsonl or parquet, got json"),
+        ("data.train={0}/text.txt.gz", "{0}/text.txt.gz: must be unpacked first, got .gz; jsonl alone is read as .gz"),
+        ("data.train={0}/pipe", "{0}/pipe: must be a file or a folder, got a pipe, which cannot be read twice"),
         ("data.tokenizer={0}/no.json", "{0}/no.json"),
         ("data.split=0,0,0", "data.split must be one to three shares"),
         ("train.seed=-1", "train.seed must be greater than or equal to 0, got '-1'"),
@@ -49,7 +51,8 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
 )
 def test_what_cannot_begin_ends_with_2(word: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for name in ("rows.csv", "rows.JSON.gz"):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("rows.csv", "rows.JSON.gz", "text.txt.gz"):
         (tmp_path / name).write_text("{}")
     code, output = _train(tmp_path, *word.format(tmp_path).split())
     assert code == 2 and said.format(tmp_path) in output.replace("\n", "")

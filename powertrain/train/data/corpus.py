@@ -24,6 +24,7 @@ _ZST_BLOCK = 1 << 12
 LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".ndjson")
 # records that are not one a line
 _RECORDS = (".json", ".csv", ".tsv", ".xlsx", ".arrow", ".feather")
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz")
 
 
 # a chat, as `datasets` and transformers have it: {"role": ..., "content": ...}
@@ -73,12 +74,27 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
 def _refuse_tables(path: Path) -> None:
     """A file of records that would be read as one text, with its braces and commas. In a folder, as of source code, it
     is text like the others."""
-    ending = next((e for e in _RECORDS if path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(e)), None)
+    name = path.name.lower()
+    ending = next((e for e in _RECORDS if name.removesuffix(".gz").removesuffix(".zst").endswith(e)), None)
     if ending is not None:
         raise ValueError(
             f"{path}: must be text, jsonl or parquet, got {ending[1:]}; with one JSON object a line name it .jsonl, "
             "else convert it (`datasets` writes jsonl by to_json); to train on the file as it is, name it .txt"
         )
+    if name.endswith(_PACKED) and not is_lines(path):
+        raise ValueError(f"{path}: must be unpacked first, got {path.suffix}; jsonl alone is read as .gz and .zst too")
+
+
+def refuse_pipes(files: Iterable[Path], why: str) -> None:
+    """Raise ValueError for one that would be empty when it is read again."""
+    for path in files:
+        if path.is_fifo():
+            raise ValueError(f"{path}: must be a file or a folder, got a pipe, which cannot be read twice: {why}")
+
+
+def is_lines(path: Path) -> bool:
+    """Whether each line of a file is a document."""
+    return path.name.lower().endswith(LINES)
 
 
 def _hidden(path: Path) -> bool:
@@ -88,7 +104,7 @@ def _hidden(path: Path) -> bool:
 def raw_documents(files: Iterable[Path]) -> Iterator[Raw]:
     """Every document, undecoded, in order. Empty lines are skipped; line numbers count from 1, empty lines included."""
     for path in files:
-        if path.name.endswith(LINES):
+        if is_lines(path):
             with _open(path) as file:
                 yield from _lines(path, file)
         else:
@@ -96,10 +112,11 @@ def raw_documents(files: Iterable[Path]) -> Iterator[Raw]:
 
 
 def _open(path: Path) -> IO[bytes] | io.BufferedReader | gzip.GzipFile:
-    if path.suffix == ".zst":
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
         # buffered, for readline would otherwise call the decompressor for every piece of a line
         return io.BufferedReader(_Zst(path), 1 << 20)
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+    return gzip.open(path, "rb") if suffix == ".gz" else path.open("rb")
 
 
 class _Zst(io.RawIOBase):
@@ -237,7 +254,8 @@ def _shortened(text: str) -> str:
 
 
 def digest(files: Sequence[Path]) -> str:
-    """A hash of the contents and order of the files, at about 1 GB/s."""
+    """A hash of the contents and order of the files, at about 1 GB/s. Raises ValueError for a pipe."""
+    refuse_pipes(files, "a run looks for its tokens in the cache, then tokenizes it; `powertrain preprocess` takes it")
     total = hashlib.blake2b(digest_size=16)
     for path in files:
         one = hashlib.blake2b(digest_size=32)
@@ -245,5 +263,5 @@ def digest(files: Sequence[Path]) -> str:
             while block := file.read(1 << 22):
                 one.update(block)
         # the same bytes are one document as .txt and many as .jsonl
-        total.update(one.digest() + (b"j" if path.name.endswith(LINES) else b"t"))
+        total.update(one.digest() + (b"j" if is_lines(path) else b"t"))
     return total.hexdigest()

@@ -1,11 +1,13 @@
 """`powertrain preprocess`."""
 
 import json
+import os
 import resource
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -83,6 +85,19 @@ def test_wrong_arguments(tmp_path: Path, jsonl: Path) -> None:
     ):
         code, said = run(*arguments)
         assert code == 1 and words in said, said
+
+
+def test_pipes_that_would_be_read_twice(tmp_path: Path) -> None:
+    """The second time they are empty: nothing was written, without a word."""
+    os.mkfifo(tmp_path / "pipe")
+    words = (tmp_path / "pipe", "--output", tmp_path / "o", "--tokenizer", tmp_path / "t.json")
+    code, said = run(*words, "--train-tokenizer", 300)
+    assert code == 1 and f"{tmp_path / 'pipe'}: must be a file or a folder, got a pipe, which cannot be read tw" in said
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("some text",))
+    writer.start()
+    code, said = run(*words[:-1], "bytes")
+    writer.join()
+    assert code == 0 and IndexedData(tmp_path / "o")[0].tolist() == list(b"some text")
 
 
 def test_output_that_cannot_be_written_is_named(tmp_path: Path, jsonl: Path) -> None:

@@ -30,14 +30,14 @@ TEXTS = ["one fish\n", "two fish, r\u00e9d fish \U0001f41f", "blue fish " * 30]
 LINES = "".join(json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(TEXTS)).encode()
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst", ".jsonl.gz"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst", ".jsonl.gz", ".JSONL", ".Jsonl.GZ", ".jsonl.ZST"])
 def test_jsonl(tmp_path: Path, ending: str) -> None:
     two_frames = zstandard.compress(LINES[:50]) + zstandard.compress(LINES[50:])
-    data = {".jsonl": LINES, ".jsonl.zst": two_frames, ".jsonl.gz": gzip.compress(LINES)}[ending]
+    data = {".jsonl": LINES, ".jsonl.zst": two_frames, ".jsonl.gz": gzip.compress(LINES)}[ending.lower()]
     path = tmp_path / f"a{ending}"
     path.write_bytes(data)
     assert list(texts([path])) == TEXTS
-    path.write_bytes(data[: len(data) // 2] if ending != ".jsonl" else data[:20])
+    path.write_bytes(data[: len(data) // 2] if ending.lower() != ".jsonl" else data[:20])
     with pytest.raises(BadDocument, match=rf"{path}:\d+: must be "):
         list(texts([path]))
 
