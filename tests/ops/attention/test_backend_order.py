@@ -26,6 +26,9 @@ from powertrain.runtime import settings as settings_module
 from powertrain.runtime import tracing
 from powertrain.runtime.target import Target
 from tests.ops.attention.attention_launches import any_order
+from tests.torch_setup import INTERPRET
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="a choice is the same in the interpreter's run")
 
 PACKAGES = {"none": (), "all": (("flash-attn", "2.8.3"), ("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0b36"))}
 MASKS = {

@@ -50,7 +50,7 @@ def _machine_code(cubin: bytes, folder: Path) -> Counter[str]:
     """How often each instruction occurs."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
-    text = subprocess.run([NVDISASM, "-c", path], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([NVDISASM, "-c", "-ndf", path], capture_output=True, text=True, check=True).stdout
     return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\w+(?:\.DEPBAR)?)", text, re.MULTILINE))
 
 

@@ -173,7 +173,7 @@ def test_products_run_beside_everything_else(
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == adds * sum(pieces) // 8
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(entry.members["cubin"])
-    sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run([NDISASM, "-c", "-ndf", cubin], capture_output=True, text=True, check=True).stdout
     # each consumer waits for scores, dp and both products of them, at 64 in the loop and outside; the server by parts
     ahead = head_dim <= 96 and not given.get("softcap") and not given.get("deterministic")
     waits = 2 * (6 if ahead else 3) + (parts if need[0] else 0)
@@ -220,7 +220,7 @@ def test_wide_products_run_beside_everything_else(
     assert facts["shared"] <= 232448
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(entry.members["cubin"])
-    sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run([NDISASM, "-c", "-ndf", cubin], capture_output=True, text=True, check=True).stdout
     parts_of_heads = sum(need[1:]) if given.get("repeats") == 8 else 0
     in_turn = given.get("deterministic", False)
     ptx = zlib.decompress(entry.members["ptx"]).decode()
@@ -260,7 +260,7 @@ def test_products_of_96_keys_run_beside_everything_else(
     assert facts["shared"] <= 232448
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(entry.members["cubin"])
-    sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run([NDISASM, "-c", "-ndf", cubin], capture_output=True, text=True, check=True).stdout
     # in each consumer scores, dp, dv, dq, dk and the last dv
     assert sass.count("WARPGROUP.DEPBAR") == 3 * (5 + need[0])
     scores = 10 if head_dim <= 160 else 12

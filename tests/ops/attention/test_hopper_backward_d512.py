@@ -34,13 +34,13 @@ from powertrain.ops.attention.triton import sequences
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.recording import record
-from powertrain.runtime.settings import settings
+from tests.torch_setup import INTERPRET
 
 META = torch.device("meta")
-
-
 NDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 TILE = 128
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="launches nothing: the same as in the run on the CPU")
 
 
 class _Pointer:
@@ -381,7 +381,6 @@ def _launches(head_dim: int, dtype: torch.dtype, need: list[bool], queries: int,
     return wanted.specs
 
 
-@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 def test_launches() -> None:
     """Once a chunk; without float32 sums where the heads that share keys are in one."""
     scores, products = "_hopper_attention_bwd_d512_scores_kernel", "_hopper_attention_bwd_d512_products_kernel"
@@ -400,7 +399,6 @@ def _slow(*values: Any, id: str) -> Any:
     return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
-@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 @pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "need", "given"),
@@ -430,7 +428,7 @@ def test_products_run_beside_everything_else(
         ptx = zlib.decompress(entry.members["ptx"]).decode()
         cubin = tmp_path / "kernel.cubin"
         cubin.write_bytes(entry.members["cubin"])
-        sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([NDISASM, "-c", "-ndf", cubin], capture_output=True, text=True, check=True).stdout
         assert "red.relaxed" not in ptx  # a fixed order
         if "scores" in spec.kernel.name:
             # of two consumers; each waits for a chunk when the next one is asked for, and at last for dp

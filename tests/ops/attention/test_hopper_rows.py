@@ -12,8 +12,15 @@ from torch import Tensor
 
 from powertrain.ops.attention.hopper import forward_store, forward_tiles, plans, softmax
 from powertrain.ops.shapes import cdiv, next_power_of_2
+from tests.torch_setup import INTERPRET
 
 ROWS = 64  # of a consumer
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="launches nothing: the same as in the run on the CPU")
+# random problems; these have all consumers with all head dims, packed and not, and heads of a tile of every kind: one,
+# numbers that divide its rows, 32 and odd ones
+_SOME = {0, 1, 3, 4, 6, 7, 9, 19, 23, 25, 29, 31, 32, 33, 37, 41, 50, 56}
+SEEDS = [pytest.param(seed, marks=() if seed in _SOME else pytest.mark.slow) for seed in range(60)]
 
 
 class _Registers(Tensor):
@@ -269,7 +276,7 @@ class _Tile(NamedTuple):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_every_row_of_whole_tiles_is_stored_once(seed: int) -> None:
     """By tensor maps, and at the end of packed sequences by ordinary stores."""
     launch = _Launch.random(seed, whole=True)
@@ -279,7 +286,7 @@ def test_every_row_of_whole_tiles_is_stored_once(seed: int) -> None:
     _check(launch, o, lse)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_heads_that_a_tile_lacks_are_another_ones(seed: int) -> None:
     """By ordinary stores: of a list's whole tiles, and of splits."""
     launch = _Launch.random(seed, whole=False)
@@ -289,7 +296,7 @@ def test_heads_that_a_tile_lacks_are_another_ones(seed: int) -> None:
     _check(launch, o, lse)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_parts_of_a_list_leave_all_their_rows(seed: int) -> None:
     """What the combination reads of a part: its rows by whole queries, consumer behind consumer."""
     launch = _Launch.random(seed, whole=False, is_packed=True)
