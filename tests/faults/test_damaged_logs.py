@@ -109,8 +109,8 @@ def test_twice_as_much_takes_about_twice_as_long(piece: str, lines: bool) -> Non
         data = unit * times
         return _quickest(lambda: (diagnose(data), first_error(data)), enough)
 
-    most = 30 * max(read(300, 0.0), 2e-3)
-    large = read(2400, most)  # 8 times as much; quadratic would be 64
+    most = 30 * max(read(150, 0.0), 2e-3)
+    large = read(1200, most)  # 8 times as much; quadratic would be 64
     assert large < most, (large, most)
 
 

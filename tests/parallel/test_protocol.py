@@ -332,7 +332,7 @@ def _release_before_use(model: Model, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("fault", [_dropped_signal, _missing_wait, _signal_before_copy, _release_before_use])
 def test_a_fault_is_seen(fault: Callable[[Model, random.Random], None]) -> None:
-    """Not in every order of events does a fault show; of 150 orders of 8 calls, in some."""
+    """Not in every order of events does a fault show; of 150 orders of 8 calls, in more than three."""
     seen = 0
     for seed in range(150):
         rng = random.Random(seed)
@@ -343,6 +343,8 @@ def test_a_fault_is_seen(fault: Callable[[Model, random.Random], None]) -> None:
             model.run(rng)
         except Wrong:
             seen += 1
+        if seen > 3:
+            break
     assert seen > 3, f"{fault.__name__}: seen in {seen} of 150"
 
 

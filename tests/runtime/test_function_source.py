@@ -1,5 +1,6 @@
 """Sources of our device functions are found without the tokenizer, and are the ones that `inspect` finds."""
 
+import functools
 import gc
 import importlib
 import inspect
@@ -91,6 +92,7 @@ print(hashlib.sha256("\\n".join(tokens).encode()).hexdigest())
 """
 
 
+@functools.cache  # this Python's is compared with each of the others'
 def _hash_of(python: str) -> str | None:
     files = [
         function_source.__file__,

@@ -49,7 +49,7 @@ def test_a_layer_that_began_with_fake_tensors_computes(options: dict[str, Any]) 
         assert isinstance(fake(mode.from_tensor(x)), FakeTensor)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("options", LAYERS)
 def test_compiled_layers_do_not_compute_them(options: dict[str, Any], dynamic: bool) -> None:
     layer, x = SelfAttention(32, 4, **options), torch.randn(2, 6, 32)
@@ -68,7 +68,8 @@ def test_compiled_layers_do_not_compute_them(options: dict[str, Any], dynamic: b
     assert "self.G_" in graph.code
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+# what is guarded is a table's identity, of which sizes are no part
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_with_other_tables_have_graphs_of_their_own(dynamic: bool) -> None:
     options: list[dict[str, Any]] = [
         {"rotary": Rotary(8, 77)}, {"rotary": Rotary(8, 77, 50.0)}, {"sparsity": BlockSparsity(block=2, before=1)},
