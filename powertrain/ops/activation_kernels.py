@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
+from powertrain.ops.flat_elements import BLOCK, WARPS, flat_places, goes_flat
 from powertrain.ops.shapes import as_rows, cdiv, empty, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
@@ -161,6 +162,35 @@ def _activation_fwd_kernel(
     else:
         y, _ = activate(x, KIND)
     tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
+
+
+@kernel()
+def _activation_fwd_flat_kernel(
+    x_ptr, up_ptr, bias_ptr, up_bias_ptr, y_ptr, size, N, inverse, stride_xm, stride_um, limit, alpha,
+    KIND: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows that flat_elements.py says are better taken flat. DENSE: so are those of x, and of up."""
+    places, first_row, rows, cols = flat_places(N, inverse, BLOCK)
+    mask = places < size
+    x = _load_flat(x_ptr, bias_ptr, places, first_row, rows, cols, stride_xm, mask, DENSE)
+    if up_ptr is not None:
+        up = _load_flat(up_ptr, up_bias_ptr, places, first_row, rows, cols, stride_um, mask, DENSE)
+        y, _, _ = activate_gated(x, up, limit, alpha, KIND)
+    else:
+        y, _ = activate(x, KIND)
+    tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
+
+
+@triton.jit
+def _load_flat(x_ptr, bias_ptr, places, first_row, rows, cols, stride_m, mask, DENSE: tl.constexpr):
+    if DENSE:
+        x = tl.load(x_ptr + places, mask=mask, other=0.0)  # [BLOCK]
+    else:
+        x = tl.load(x_ptr + first_row * stride_m + (rows * stride_m + cols), mask=mask, other=0.0)  # [BLOCK]
+    x = x.to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK]
+    return x
 
 
 @triton.jit
@@ -329,11 +359,18 @@ def activation_fwd(
     target = Target.of(x.device)
     for gate, up_rows, out in parts:
         M, N = gate.shape
+        stride_xm, stride_um = gate.stride(0), 0 if up_rows is None else up_rows.stride(0)
+        if M * N > _FEW * target.num_sms and goes_flat(N, x.element_size(), stride_xm, stride_um):
+            _activation_fwd_flat_kernel[(cdiv(M * N, BLOCK),)](
+                gate, up_rows, gate_bias, up_bias, out, M * N, N, 1 / N, stride_xm, stride_um, limit, alpha,
+                KIND=kind, DENSE=stride_xm == N and (up_rows is None or stride_um == N), BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+            continue
         plan = _plan(M, N, 8 if gated else 32, target)
         programs = plan.row_blocks * plan.col_blocks
         _activation_fwd_kernel[(programs,)](
             gate, up_rows, gate_bias, up_bias, out,
-            M, N, gate.stride(0), 0 if up_rows is None else up_rows.stride(0), limit, alpha,
+            M, N, stride_xm, stride_um, limit, alpha,
             KIND=kind, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
             STARTS_EARLY=starts_early_if_small(target, programs, M * N), num_warps=plan.num_warps,
         )  # fmt: skip

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
+from powertrain.ops.flat_elements import BLOCK, WARPS, flat_places, goes_flat
 from powertrain.ops.philox import dropout_seed, halves, philox, threshold
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, empty, next_power_of_2, wanted
 from powertrain.runtime import checks
@@ -113,6 +114,19 @@ def _bias_dropout_add_fwd_kernel(
             y += residuals[word].to(tl.float32)
         # [BLOCK_M, BLOCK_N]
         tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
+
+
+@kernel()
+def _bias_add_flat_kernel(x_ptr, bias_ptr, residual_ptr, y_ptr, size, N, inverse, BLOCK: tl.constexpr):
+    """Without dropout, dense rows that flat_elements.py says are better taken flat."""
+    places, _, _, cols = flat_places(N, inverse, BLOCK)
+    mask = places < size
+    y = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)  # [BLOCK]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK]
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)  # [BLOCK]
+    tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
 
 
 @triton.jit
@@ -248,6 +262,12 @@ def _bda_fwd(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tens
     rows, residual = as_rows(x), None if residual is None else as_rows(residual)
     M, N = rows.shape
     target = Target.of(x.device)
+    is_dense = rows.is_contiguous() and (residual is None or residual.is_contiguous())
+    if seed is None and is_dense and M * N > _FEW * target.num_sms and goes_flat(N, x.element_size()):
+        _bias_add_flat_kernel[(cdiv(M * N, BLOCK),)](
+            rows, bias, residual, y, M * N, N, 1 / N, BLOCK=BLOCK, num_warps=WARPS
+        )
+        return y
     plan = _plan(M, N, seed is not None, False, target)
     programs = cdiv(M, plan.block_m) * plan.groups * plan.parts
     _bias_dropout_add_fwd_kernel[(programs,)](

@@ -92,6 +92,29 @@ def test_dense_memory_of_odd_rows(N: int, dtype: torch.dtype, device: torch.devi
     torch.testing.assert_close(dup.float(), F.silu(gate.float()), rtol=1.6e-2, atol=1e-2)
 
 
+# 9: the narrowest; 341: three rows a block; 1727: one block and part of another
+@pytest.mark.parametrize("M, N", [(120, 9), (7, 341), (3, 1727)], ids=lambda n: str(n))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.kernels
+def test_odd_rows_taken_flat(
+    M: int, N: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_kernels, "_FEW", 0)
+    flat: list[bool] = []
+    goes = activation_kernels.goes_flat
+    monkeypatch.setattr(activation_kernels, "goes_flat", lambda *sizes: flat.append(goes(*sizes)) or flat[-1])
+    x, wide = _randn(M, N, device=device, dtype=dtype), _randn(M, 2 * N, device=device, dtype=dtype)
+    bias = _randn(N, device=device, dtype=dtype)
+    _check(activation, activation_ref, {"x": x, "bias": bias}, kind="gelu")
+    _check(gated_activation, gated_activation_ref, {"x": wide}, kind="swiglu")
+    both = _randn(2 * N, device=device, dtype=dtype)
+    _check(gated_activation, gated_activation_ref, {"x": wide, "bias": both}, kind="geglu", order="up_first")
+    strided, one_row = wide.detach()[:, 1 : N + 1], _randn(1, N, device=device, dtype=dtype).detach().expand(M, N)
+    for up in (strided, one_row):
+        _check(gated_activation, gated_activation_ref, {"x": x, "up": up, "bias": None}, kind="reglu")
+    assert flat and all(flat)
+
+
 def test_mixed_dtypes(device: torch.device) -> None:
     x, up, bias = _randn(4, 24, device=device, dtype=torch.bfloat16), _randn(4, 24, device=device), None
     _check(gated_activation, gated_activation_ref, {"x": x, "up": up, "bias": bias}, kind="swiglu")

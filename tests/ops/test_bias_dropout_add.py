@@ -14,6 +14,7 @@ from powertrain.ops.bias_dropout_add import (
     bias_dropout_add_ref,
     dropout_keep,
 )
+from powertrain.ops.flat_elements import BLOCK, goes_flat
 from powertrain.ops.philox import dropout_seed, halves, philox
 from powertrain.testing.numerics import check
 
@@ -87,6 +88,35 @@ def test_share_dropped_and_independence() -> None:
 @pytest.mark.parametrize("M, N", [(70, 33), (6, 260), (3, 1024), (5, 2100)])
 def test_sizes(M: int, N: int, device: torch.device) -> None:
     _check(_tensors(device, M, N))
+
+
+@pytest.mark.parametrize("M, N", [(120, 9), (7, 341), (3, 1727)])
+@pytest.mark.parametrize("left_out", [(), ("bias",), ("residual",), ("bias", "residual")], ids="-".join)
+@pytest.mark.kernels
+def test_odd_rows_taken_flat(
+    M: int, N: int, left_out: tuple[str, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op_module, "_FEW", 0)
+    flat: list[bool] = []
+    goes = op_module.goes_flat
+    monkeypatch.setattr(op_module, "goes_flat", lambda *sizes: flat.append(goes(*sizes)) or flat[-1])
+    _check(_tensors(device, M, N) | dict.fromkeys(left_out), 0.0)
+    assert flat and all(flat)
+
+
+def test_places_of_flat_elements_are_exact() -> None:
+    """The quotient in float32, at every width's worst places: the last element of a row, and the first."""
+    for N in (9, 11, 341, 1023, 1025, 99_999, 2**19 + 1, *range(2**20 - 9, 2**20)):
+        assert goes_flat(N, 2) == (N % 8 != 0)
+        inverse = torch.tensor(1 / N, dtype=torch.float32)
+        behind = (
+            torch.arange(N + BLOCK - 1)
+            if N < 2000
+            else torch.cat([torch.arange(2000), N + torch.arange(-2000, BLOCK - 1)])
+        )
+        rows = ((behind.float() + 0.5) * inverse).int()
+        assert torch.equal(rows, (behind // N).int())
+    assert not goes_flat(2**20 + 1, 2) and not goes_flat(7, 2) and not goes_flat(159, 2, 2**22)
 
 
 @pytest.mark.parametrize("left_out", [("bias",), ("residual",), ("bias", "residual")], ids="-".join)

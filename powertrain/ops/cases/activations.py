@@ -49,10 +49,17 @@ def _plain_up_first(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(gate) * up
 
 
-def _case(kind: Any, label: str, plain: Callable[..., Any], inputs: Any, **options: Any) -> Case:
+def _case(
+    kind: Any,
+    label: str,
+    plain: Callable[..., Any],
+    inputs: Any,
+    full: tuple[int, int] = (16384, 14336),
+    **options: Any,
+) -> Case:
     op, ref = (gated_activation, gated_activation_ref) if "glu" in kind else (activation, activation_ref)
     run, reference = (partial(f, kind=kind, **options) for f in (op, ref))
-    return Case(op.__name__, label, run, reference, plain, inputs, (7, 120), (16384, 14336))
+    return Case(op.__name__, label, run, reference, plain, inputs, (7, 120), full)
 
 
 CASES = [
@@ -61,4 +68,6 @@ CASES = [
     _case("swiglu", "swiglu", partial(_plain_gated, F.silu), _inputs_packed),
     _case("swiglu", "swiglu-two", partial(_plain_gated, F.silu), _inputs_two),
     _case("geglu", "geglu-up_first-bias", _plain_up_first, _inputs_packed_bias, order="up_first"),
+    _case("swiglu", "swiglu-odd", partial(_plain_gated, F.silu), _inputs_packed, (16384, 1727)),
+    _case("gelu", "gelu-bias-odd", _plain_gelu, _inputs_bias, (16384, 1727)),
 ]

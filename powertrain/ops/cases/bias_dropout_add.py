@@ -41,4 +41,8 @@ CASES = [
         "bias_dropout_add", "p0", _call(bias_dropout_add, 0.0), _call(bias_dropout_add_ref, 0.0), _plain,
         _inputs, (3, 2, 40), FULL,
     ),
+    Case(
+        "bias_dropout_add", "p0-odd", _call(bias_dropout_add, 0.0), _call(bias_dropout_add_ref, 0.0), _plain,
+        _inputs, (3, 2, 41), (16384, 1727),
+    ),
 ]  # fmt: skip
