@@ -43,6 +43,14 @@ def test_sections_may_be_spread_over_files(tmp_path: Path) -> None:
     assert (config.train.seed, config.train.steps, config.evaluation.steps) == (7, 100, 3)
 
 
+def test_the_model_may_be_on_the_command_line(tmp_path: Path) -> None:
+    """Without it the file was read as GPT-NeoX's."""
+    file = _file(tmp_path, "data: {train: a}\ntrain: {steps: 3, seq_length: 8}\n")
+    run = read_config([file], ["model=llama-1b"])
+    assert run.config.model.hidden_size == 2048 and "`train:`" in run.note
+    assert _message(file) == "a.yml: model must be a section or the name of a preset, got None"
+
+
 def test_overrides_have_the_schemas_types() -> None:
     overrides = ["train.steps=5", "optimizer.betas=[0.8, 0.9]", "checkpoint.folder=2024", "logging.wandb=null"]
     overrides += ["train.precision=bf16"]
@@ -141,6 +149,7 @@ def test_a_wrong_entry_of_a_list_is_one_line(entry: str) -> None:
     "override, words",
     [
         ("model.preset=foo", "model.preset must be one of"),
+        ("model.architecture=3", "model.architecture must be a name, got 3"),
         ("model.hidden_size=65", "model.hidden_size must be a multiple of num_heads (4)"),
         # the key that the message begins with stands in the file
         ("model.num_heads=5", "model.hidden_size must be a multiple of num_heads (5)"),

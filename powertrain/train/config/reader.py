@@ -59,7 +59,7 @@ def read_config(
     overrides    "train.steps=100" for ours, "train_iters=100" or "optimizer.params.lr=1e-3" for GPT-NeoX's
     world_size   ranks of the run: GPT-NeoX's batch arithmetic and sharding need it
     strict       a key that would be ignored is an error
-    format       None: by content, ours has the section `model:`
+    format       None: by content, ours has a section `model:`, `train:` or `data:`
     Raises ConfigError naming file:line or the command line, key, expected and given value; UnsupportedConfig,
     a NotImplementedError too, where a config asks for something that is not there and would change the result.
     """
@@ -73,10 +73,9 @@ def read_config(
     if format not in (None, *get_args(Format)):
         raise ConfigError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
     documents = parse_files([_found(Path(path)) for path in paths])
-    # the section that only ours has
-    has_model = any("model" in document.values for document in documents)
-    reason = "given" if format else "it has the section `model:`" if has_model else "no section `model:`"
-    kind: Format = format or ("powertrain" if has_model else "gpt_neox")
+    section = next((name for name in _SECTIONS if any(name in document.values for document in documents)), None)
+    reason = "given" if format else f"it has the section `{section}:`" if section else "no section `model:`"
+    kind: Format = format or ("powertrain" if section else "gpt_neox")
     source = merge(documents, ours=kind == "powertrain")
     for override in overrides:
         # overrides come last: the command line wins over every file
@@ -127,6 +126,8 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"overrides must be key=value words, got {word!r}")
 
 
+# that only our configs have; the model may be on the command line
+_SECTIONS = ("model", "train", "data")
 _NAMES = {"powertrain": "Powertrain", "gpt_neox": "GPT-NeoX"}
 
 
@@ -216,8 +217,9 @@ def _model(value: Any, source: Source) -> ModelConfig:
         value = {"preset": value}
     if not isinstance(value, dict):
         raise ValueError(f"model must be a section or the name of a preset, got {value!r}")
-    if not all(isinstance(value.get(key, ""), str) for key in ("preset", "architecture")):
-        raise ValueError("model.preset and model.architecture must be names")
+    for key in ("preset", "architecture"):
+        if not isinstance(value.get(key, ""), str):
+            raise ValueError(f"model.{key} must be a name, got {value[key]!r}")
     return configure(**value)
 
 
