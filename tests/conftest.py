@@ -1,4 +1,4 @@
-"""CPU seconds of each test; torch's setup (torch_setup.py) where tests run."""
+"""CPU seconds of each test, few collections of cycles, and torch's setup (torch_setup.py) where tests run."""
 
 import os
 import sys
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+
+import tests.few_collections  # noqa: F401
 
 
 def pytest_configure(config: pytest.Config) -> None:

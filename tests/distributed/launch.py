@@ -22,7 +22,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "SLURM_", "TORCHELASTIC_")
-_IMPORTED = ["pytest", "torch.distributed.fsdp", "powertrain.train.run", "powertrain.train.reporting.sinks"]
+_IMPORTED = [
+    "tests.few_collections",
+    "pytest",
+    "torch.distributed.fsdp",
+    "powertrain.train.run",
+    "powertrain.train.reporting.sinks",
+]
 
 
 class Started(Protocol):
