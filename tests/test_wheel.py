@@ -80,33 +80,39 @@ def _required(wheel: Path, extra: str) -> set[str]:
     return found
 
 
-def _environment(folder: Path, wheel: Path, extra: str) -> Path:
-    """A virtual environment of the wheel and links to what it requires; nothing else of this one's packages."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    site = next(folder.glob("lib/python*/site-packages"))
-    for name in _required(wheel, extra):
+def _link(site: Path, names: set[str]) -> None:
+    """Links to distributions of this environment."""
+    for name in names:
         found = distribution(name)
         for top in {Path(str(file)).parts[0] for file in found.files or ()} - {".."}:
             if not (site / top).exists():
                 (site / top).symlink_to(Path(str(found.locate_file(top))))
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment of the wheel and links to what it requires; nothing else of this one's packages."""
+    folder = tmp_path_factory.mktemp("bare") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    _link(next(folder.glob("lib/python*/site-packages")), _required(wheel, ""))
     install = ["-m", "pip", "--python", str(folder), "install", "--no-deps", "--no-index", "-q", str(wheel)]
     subprocess.run([sys.executable, *install], check=True, capture_output=True)
     return folder / "bin"
 
 
 @pytest.fixture(scope="module")
-def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _environment(tmp_path_factory.mktemp("bare") / "venv", wheel, "")
+def extra(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the extra `train` requires beside, as a folder for PYTHONPATH: a second environment took 4 s."""
+    folder = tmp_path_factory.mktemp("extra")
+    _link(folder, _required(wheel, "train") - _required(wheel, ""))
+    return folder
 
 
-@pytest.fixture(scope="module")
-def full(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _environment(tmp_path_factory.mktemp("full") / "venv", wheel, "train")
-
-
-def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], folder: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "POWERTRAIN_INTERPRET")}
     environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "200"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
     )
@@ -143,17 +149,17 @@ def test_a_missing_extra_in_python(bare: Path, tmp_path: Path) -> None:
 SMALL = ["model.num_layers=1", "train.seq_length=32", "train.micro_batch_size=1"]
 
 
-def test_the_first_run(full: Path, tmp_path: Path) -> None:
-    quick = _run([str(full / "powertrain"), "train", "quickstart", *SMALL, "train.steps=2"], tmp_path)
+def test_the_first_run(bare: Path, extra: Path, tmp_path: Path) -> None:
+    quick = _run([str(bare / "powertrain"), "train", "quickstart", *SMALL, "train.steps=2"], tmp_path, extra)
     assert quick.returncode == 0, quick.stdout + quick.stderr
     assert (tmp_path / "runs/quickstart/checkpoints/step_00000002/checkpoint.json").is_file()
 
 
 @pytest.mark.slow  # tests/test_cli_init.py reads what `init` writes, and the run above starts from the wheel
-def test_a_run_of_ones_own_text(full: Path, tmp_path: Path) -> None:
+def test_a_run_of_ones_own_text(bare: Path, extra: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("to be or not to be, that is the question. " * 200)
-    written = _run([str(full / "powertrain"), "init", "--data", "book.txt", "--steps", "2"], tmp_path)
+    written = _run([str(bare / "powertrain"), "init", "--data", "book.txt", "--steps", "2"], tmp_path, extra)
     assert written.returncode == 0, written.stderr
-    own = _run([str(full / "powertrain"), "train", "run.yml", *SMALL], tmp_path)
+    own = _run([str(bare / "powertrain"), "train", "run.yml", *SMALL], tmp_path, extra)
     assert own.returncode == 0 and "validation loss" in own.stdout, own.stdout + own.stderr
     assert "runs/run/checkpoints" in own.stdout and list((tmp_path / "runs/run/checkpoints").glob("step_*"))

@@ -39,7 +39,7 @@ def _run(names: str, code: str, environment: dict[str, str], tmp_path: Path, *fl
     return result.stderr + result.stdout
 
 
-# parts of two scripts, which `failures` runs
+# parts of a script, which `failures` runs
 METADATA = """
     import importlib, importlib.metadata as metadata, importlib.util, sys
     given = %r
@@ -267,34 +267,31 @@ EXAMPLES = """
 """
 
 
-# the libraries of a process, and its parts in this order: the first looks at modules that are not imported yet
-PROCESSES = {
-    ",".join(LIBRARIES): {"metadata": METADATA, "examples": EXAMPLES},
-    "flash_attn": {"modules": MODULES, "transformers": TRANSFORMERS},
-}
+# in this order in one process with all libraries: the first looks at modules that are not imported yet, the last
+# replaces a function of torch
+PARTS = {"metadata": METADATA, "modules": MODULES, "examples": EXAMPLES, "transformers": TRANSFORMERS}
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Of each part: what it raised, or nothing."""
-    found: dict[str, str] = {}
-    for names, parts in PROCESSES.items():
-        folder = tmp_path_factory.mktemp("shim")
-        for name, part in parts.items():
-            (folder / f"part_{name}.py").write_text(textwrap.dedent(part))
-        code = f"""
-        import json, traceback
-        found = {{}}
-        for name in {list(parts)}:
-            try:
-                path = f"{folder}/part_{{name}}.py"
-                exec(compile(open(path).read(), path, "exec"), {{"__name__": name}})
-                found[name] = ""
-            except BaseException:
-                found[name] = traceback.format_exc()
-        print(json.dumps(found))
-        """
-        found |= json.loads(_run(names, code, _environment(folder), folder).splitlines()[-1])
+    folder = tmp_path_factory.mktemp("shim")
+    for name, part in PARTS.items():
+        (folder / f"part_{name}.py").write_text(textwrap.dedent(part))
+    code = f"""
+    import json, traceback
+    found = {{}}
+    for name in {list(PARTS)}:
+        try:
+            path = f"{folder}/part_{{name}}.py"
+            exec(compile(open(path).read(), path, "exec"), {{"__name__": name}})
+            found[name] = ""
+        except BaseException:
+            found[name] = traceback.format_exc()
+    print(json.dumps(found))
+    """
+    said = _run(",".join(LIBRARIES), code, _environment(folder), folder)
+    found: dict[str, str] = json.loads(said.splitlines()[-1])
     return found
 
 
