@@ -25,7 +25,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # Most of their time they wait: for deadlines, for processes that they kill, for a compiler made up. A process of their
 # own runs them beside the others, whose cores they would hold idle.
-WAITING = ("tests/builder", "tests/faults/test_build_kills.py", "tests/faults/test_train_kills.py")
+WAITING = (
+    "tests/builder", "tests/faults/test_build_kills.py", "tests/faults/test_compile_kills.py",
+    "tests/faults/test_lost_ranks.py", "tests/faults/test_train_kills.py", "tests/runtime/test_faults.py",
+)  # fmt: skip
 
 SLOWEST = 20  # tests whose time is printed at the end, and files whose CPU time is
 GPU_PROCESSES = 14  # each holds a CUDA context and at most a few GiB: less than an eighth of an 80 GiB card
@@ -91,13 +94,13 @@ def main(options: list[str]) -> int:
         rest = ["-n", str(count), "--dist", "worksteal", *rest]
     if gpu:
         return _close(run("on the GPU", rest, {}))
-    interpreted = run(
-        "kernels in Triton's interpreter", [*rest, "tests/ops"], {"POWERTRAIN_INTERPRET": "1", **HIDE_GPUS}
-    )
+    kernels = ("kernels in Triton's interpreter", [*rest, "tests/ops"], {"POWERTRAIN_INTERPRET": "1", **HIDE_GPUS})
     if rest[0] != "-n":
-        return _close(interpreted + run("on the CPU", [*rest, "tests"], HIDE_GPUS))
+        return _close(run(*kernels) + run("on the CPU", [*rest, "tests"], HIDE_GPUS))
     with ThreadPoolExecutor(1) as thread:
+        # from the beginning: there are more of them than the second run would have time for beside its own
         waiting = thread.submit(run, "tests that wait", [*rest[4:], *WAITING], HIDE_GPUS, beside=True)
+        interpreted = run(*kernels)
         others = run("on the CPU", [*rest, *(f"--ignore={path}" for path in WAITING), "tests"], HIDE_GPUS)
     return _close(interpreted + others + waiting.result())
 
