@@ -2,13 +2,18 @@
 
 Rows of such a width begin at any address, so a kernel that goes over rows loads and stores them element by element, and
 idles lanes behind the end of each. Over the flat tensor accesses are whole vectors, whatever the width is; rows and
-columns are found by the place of an element. For kernels that work element by element.
+columns are found by the place of an element. For kernels that work element by element; the last elements, which are no
+whole vector, are a block of their own.
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK, WARPS = 1024, 4
+REST = tl.constexpr(16)  # elements of a block for those behind the whole vectors
 # the quotient by the width is taken in float32: exact, as (1 + BLOCK / N) * 2^-23 is below 0.5 / N
 _WIDTHS = range(9, 1 << 20)
 _MOST_STRIDE = 1 << 21  # times the rows of a block, an int32
@@ -23,11 +28,24 @@ def goes_flat(N: int, itemsize: int, *strides: int) -> bool:
 
 
 @triton.jit
-def flat_places(N, inverse, BLOCK: tl.constexpr):
-    """Of this program's BLOCK elements of [rows, N]: their places in the flat tensor, the first one's row, and how many
-    rows behind it and in which column each is. `inverse` is 1 / N."""
-    base = tl.program_id(0).to(tl.int64) * BLOCK
+def flat_places(base, N, inverse, BLOCK: tl.constexpr):
+    """Of the BLOCK elements of [rows, N] from the int64 place `base` on: their places in the flat tensor; the first
+    one's row, how far behind its beginning each is, and how many rows behind it. `inverse` is 1 / N."""
     first_row = base // N
     behind = (base - first_row * N).to(tl.int32) + tl.arange(0, BLOCK)
-    rows = ((behind.to(tl.float32) + 0.5) * inverse).to(tl.int32)
-    return base + tl.arange(0, BLOCK), first_row, rows, behind - rows * N
+    return base + tl.arange(0, BLOCK), first_row, behind, ((behind.to(tl.float32) + 0.5) * inverse).to(tl.int32)
+
+
+@triton.jit
+def whole_vectors(size):
+    """The part of `size` in whole vectors of 16 elements; so written, the compiler knows that a mask cuts none."""
+    return size // 16 * 16
+
+
+def rows_of_eight(*tensors: Tensor | None) -> list[list[Any]]:
+    """Dense tensors [rows, N] of one shape as [rows // 8, 8 N], whose rows begin at multiples of 16 bytes, and the rest
+    as [rows % 8, N], if there are any: for sums over rows, which are then 8 for each column."""
+    M, N = next(x.shape for x in tensors if x is not None)
+    whole = M // 8 * 8
+    parts = [[None if x is None else x[:whole].view(-1, 8 * N) for x in tensors]] if whole else []
+    return parts + ([[None if x is None else x[whole:] for x in tensors]] if whole < M else [])
