@@ -1,4 +1,4 @@
-"""SwiGLU and tanh GELU, forward and backward, beside torch.compile and Liger."""
+"""SwiGLU, tanh GELU and GELU with a bias, forward and backward, beside torch.compile and Liger."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,11 +10,11 @@ from benchmarks.peers import peer
 from powertrain.ops.activations import gelu, swiglu
 from powertrain.testing.bench import measure, table
 
-# 4304: SigLIP's
-SIZES = ((16384, 14336), (25000, 4304))
+# 4304: SigLIP's; 3072: BERT's; 2049: rows that begin at odd addresses
+SIZES = ((16384, 14336), (25000, 4304), (21845, 3072), (32752, 2049))
 
 
-OURS = {"swiglu": swiglu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
+OURS = {"swiglu": swiglu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "gelu with a bias": gelu}
 
 
 def _theirs(op: str) -> dict[str, Callable[..., Tensor]]:
@@ -22,6 +22,8 @@ def _theirs(op: str) -> dict[str, Callable[..., Tensor]]:
         found = {
             "torch.compile": torch.compile(lambda x: F.gelu(x, approximate="tanh"), dynamic=False),
         }
+    elif op == "gelu with a bias":
+        found = {"torch.compile": torch.compile(lambda x, bias: F.gelu(x + bias), dynamic=False)}
     else:
         liger = peer("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
         found = {
@@ -33,20 +35,22 @@ def _theirs(op: str) -> dict[str, Callable[..., Tensor]]:
 
 def _measure(op: str, leaves: list[Tensor], dy: Tensor) -> Iterator[str]:
     variants, (M, N) = {"powertrain": OURS[op]} | _theirs(op), dy.shape
+    large = sum(x.dim() == 2 for x in leaves)
     with torch.no_grad():
         forward = measure({name: lambda f=f: f(*leaves) for name, f in variants.items()})
-    yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=(len(leaves) + 1) * 2 * M * N)
+    yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=(large + 1) * 2 * M * N)
     outputs = {name: f(*leaves) for name, f in variants.items()}
     backward = measure(
         {n: lambda y=y: torch.autograd.grad(y, leaves, dy, retain_graph=True) for n, y in outputs.items()}
     )
-    yield table(f"{op} {M}x{N} bf16 bwd", backward, num_bytes=(2 * len(leaves) + 1) * 2 * M * N)
+    yield table(f"{op} {M}x{N} bf16 bwd", backward, num_bytes=(2 * large + 1) * 2 * M * N)
 
 
 def _inputs(size: tuple[int, int], device: str) -> tuple[dict[str, list[Tensor]], Tensor]:
     """Of each op, and the result's gradient."""
     gate, up = (torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    return {"swiglu": [gate, up], "gelu_tanh": [gate]}, torch.randn_like(gate)
+    bias = torch.randn(size[1], device=device, dtype=torch.bfloat16, requires_grad=True)
+    return {"swiglu": [gate, up], "gelu_tanh": [gate], "gelu with a bias": [gate, bias]}, torch.randn_like(gate)
 
 
 def launch() -> None:

@@ -1,4 +1,4 @@
-"""What the host spends: small calls of rms_norm, attention, decode and a Llama-8B layer; one launch; first use."""
+"""What the host spends: calls of rms_norm, attention, decode, a Llama-8B layer and AdamW; one launch; first use."""
 
 import os
 import subprocess
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from powertrain import attention, decode_attention
 from powertrain.ops import norm, norm_fwd_kernels
+from powertrain.ops.adamw import AdamW
 from powertrain.runtime.extras import MissingExtra
 from powertrain.testing.bench import Variants, host_us, measure_host, note
 
@@ -156,6 +157,29 @@ def _layer(device: str = "cuda") -> Iterator[str]:
     yield from _rows(f"{label}, with backward", steps)
 
 
+def _lora_params(device: str) -> list[torch.Tensor]:
+    """As many as LoRA has for the seven products of 32 layers."""
+    params = [torch.randn(16, 4096, device=device, requires_grad=True) for _ in range(448)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def _optimizer() -> Iterator[str]:
+    ours, theirs = (_lora_params("cuda") for _ in range(2))
+    mine, fused = AdamW(ours), torch.optim.AdamW(theirs, fused=True)
+
+    def clip_then_step() -> None:
+        torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        fused.step()
+
+    label = "AdamW, 448 tensors of 16x4096, host"
+    yield from _rows(f"{label}, step", {"powertrain": mine.step, "torch": fused.step})
+    # gradients that are clipped once are within the norm: ours are clipped at each step, torch's at the first
+    clipped = {"powertrain": lambda: mine.step(max_norm=0.5), "torch": clip_then_step}
+    yield from _rows(f"{label}, clipping step", clipped)
+
+
 def _rows(label: str, variants: Variants) -> Iterator[str]:
     for name, timing in measure_host(variants).items():
         note(label, name, timing)
@@ -183,6 +207,9 @@ def launch() -> None:
     inputs = _attention_inputs("meta")
     torch.autograd.grad(_causal(*inputs), inputs, torch.empty_like(inputs[0]))
     _causal(*(x.detach() for x in inputs))
+    optimizer = AdamW(_lora_params("meta"))
+    optimizer.step()
+    optimizer.step(max_norm=0.5)
     decode_attention(*_decode_inputs("meta"))
     with suppress(MissingExtra):
         _, ours, x, dy = _layer_inputs("meta")
@@ -199,6 +226,7 @@ def run() -> Iterator[str]:
     yield from _rows(f"{label}, with backward", {name: partial(_step, op, *leaves, dy) for name, op in ops.items()})
     yield from _attention()
     yield from _decode()
+    yield from _optimizer()
     try:
         yield from _layer()
     except MissingExtra as error:
