@@ -8,7 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
-from powertrain.ops.flat_elements import BLOCK, REST, WARPS, flat_places, goes_flat, rows_of_eight, whole_vectors
+from powertrain.ops.flat_elements import (
+    BLOCK,
+    REST,
+    WARPS,
+    flat_places,
+    goes_by_eights,
+    goes_flat,
+    rows_of_eight,
+    whole_vectors,
+)
 from powertrain.ops.shapes import as_rows, cdiv, empty, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
@@ -469,9 +478,9 @@ def activation_bwd(
         grads = (None if d is None else as_rows(d) for d in (dgate, dup_half))
         grad_rows = as_rows(dy)
         part = [grad_rows, *_halves(x, up, order, gated), *grads]
-        is_odd = need_dbias and goes_flat(grad_rows.shape[1], x.element_size())
         all_dense = all(t.is_contiguous() for t in part if t is not None)
-        parts = rows_of_eight(*part) if is_odd and all_dense else [part]
+        by_eights = need_dbias and all_dense and goes_by_eights(len(grad_rows), grad_rows.shape[1], x.element_size())
+        parts = rows_of_eight(*part) if by_eights else [part]
     gate_bias, up_bias = _bias_halves(bias, order, gated)
     sums = []
     for grad, gate, up_rows, dgate, dup_half in parts:
@@ -483,12 +492,13 @@ def activation_bwd(
             partial = x.new_empty((2 if gated else 1, programs, N), dtype=torch.float32)
         stride_dm = next((d.stride(0) for d in (dgate, dup_half) if d is not None), N)
         bias_size = N if gate_bias is None else gate_bias.shape[0]
+        stages = _stages(plan, gated, bias_size != N) if need_dbias else 1
         _activation_bwd_kernel[(programs * plan.col_blocks,)](
             grad, gate, up_rows, gate_bias, up_bias, dgate, dup_half,
             None if partial is None else partial[0], None if partial is None or not gated else partial[1],
             M, N, bias_size, grad.stride(0), gate.stride(0), 0 if up_rows is None else up_rows.stride(0), stride_dm,
             limit, alpha, KIND=kind, REPEATS=bias_size != N, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            STAGES=_stages(plan, gated, bias_size != N), num_warps=plan.num_warps,
+            STAGES=stages, num_warps=plan.num_warps,
         )  # fmt: skip
         if partial is not None:
             sums.append(partial.view(partial.shape[0], programs * (N // max(1, bias_size)), bias_size).sum(1))

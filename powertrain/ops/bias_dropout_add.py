@@ -25,7 +25,16 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
-from powertrain.ops.flat_elements import BLOCK, REST, WARPS, flat_places, goes_flat, rows_of_eight, whole_vectors
+from powertrain.ops.flat_elements import (
+    BLOCK,
+    REST,
+    WARPS,
+    flat_places,
+    goes_by_eights,
+    goes_flat,
+    rows_of_eight,
+    whole_vectors,
+)
 from powertrain.ops.philox import dropout_seed, halves, philox, threshold
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, empty, next_power_of_2, wanted
 from powertrain.runtime import checks
@@ -37,7 +46,6 @@ from powertrain.runtime.tuning import tunable
 
 GROUP, LANES = 1024, 256  # columns of one counter's four words, and how far apart they are
 _FEW = 1024  # elements for each SM
-_MANY_ODD = 1 << 22  # below it a launch for the rows that are no eight costs more than vectors save
 
 
 def bias_dropout_add_ref(
@@ -323,9 +331,9 @@ def _bda_bwd(
     rows = as_rows(dy)
     M, N = rows.shape
     target = Target.of(dy.device)
-    are_odd = seed is None and not need_dx and M * N >= _MANY_ODD and goes_flat(N, dy.element_size())
+    by_eights = seed is None and not need_dx and rows.is_contiguous() and goes_by_eights(M, N, dy.element_size())
     sums = []
-    for (part,) in rows_of_eight(rows) if are_odd and rows.is_contiguous() else [[rows]]:
+    for (part,) in rows_of_eight(rows) if by_eights else [[rows]]:
         M, N = part.shape
         plan = _plan(M, N, seed is not None, seed is None and not need_dx, target)
         programs = plan.programs if need_dbias else cdiv(M, plan.block_m)

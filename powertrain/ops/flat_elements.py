@@ -17,6 +17,7 @@ REST = tl.constexpr(16)  # elements of a block for those behind the whole vector
 # the quotient by the width is taken in float32: exact, as (1 + BLOCK / N) * 2^-23 is below 0.5 / N
 _WIDTHS = range(9, 1 << 20)
 _MOST_STRIDE = 1 << 21  # times the rows of a block, an int32
+_MANY = 1 << 22  # elements; of fewer, a launch for the rows that are no eight costs more than vectors save
 
 
 def goes_flat(N: int, itemsize: int, *strides: int) -> bool:
@@ -40,6 +41,11 @@ def flat_places(base, N, inverse, BLOCK: tl.constexpr):
 def whole_vectors(size):
     """The part of `size` in whole vectors of 16 elements; so written, the compiler knows that a mask cuts none."""
     return size // 16 * 16
+
+
+def goes_by_eights(M: int, N: int, itemsize: int) -> bool:
+    """Whether sums over M rows of N elements are better taken over `rows_of_eight`."""
+    return M * N >= _MANY and goes_flat(N, itemsize)
 
 
 def rows_of_eight(*tensors: Tensor | None) -> list[list[Any]]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powertrain.ops import activation_kernels
+from powertrain.ops import activation_kernels, flat_elements
 from powertrain.ops.activations import (
     activation,
     activation_ref,
@@ -100,6 +100,8 @@ def test_odd_rows_taken_flat(
     M: int, N: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activation_kernels, "_FEW_OF_ODD_ROWS", 0)
+    monkeypatch.setattr(flat_elements, "_MANY", 0)
+    assert flat_elements.goes_by_eights(M, N, 2)
     flat: list[bool] = []
     goes = activation_kernels.goes_flat
     monkeypatch.setattr(activation_kernels, "goes_flat", lambda *sizes: flat.append(goes(*sizes)) or flat[-1])
