@@ -162,7 +162,8 @@ class Tensors(NamedTuple):
     masters: list[Tensor | None]
 
     def at(self, places: list[int]) -> "Tensors":
-        return Tensors(*([row[i] for i in places] for row in self))
+        rows: Any = ([row[i] for i in places] for row in self)
+        return Tensors(*rows)
 
 
 class Update:
@@ -206,7 +207,8 @@ class Update:
         found_inf: Tensor | None,
         grad_factor: Tensor | None,
     ) -> None:
-        p, grad, exp_avg, exp_avg_sq, step = (row[0] for row in first[:_NUMEL])
+        rows: Any = first[:_NUMEL]
+        p, grad, exp_avg, exp_avg_sq, step = (row[0] for row in rows)
         factors = torch.empty(3, count, dtype=torch.float32, device=p.device)
         lr, (beta1, beta2) = group["lr"], group["betas"]
         lr_on_device = lr if isinstance(lr, Tensor) and lr.device == p.device else None
