@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.shapes import cdiv
 from powertrain.ops.tensor_tables import DeviceTable, chunk_table, distances_of, tensor_at
 from powertrain.runtime.launch import kernel
 
@@ -212,7 +213,7 @@ class Update:
         factors = torch.empty(3, count, dtype=torch.float32, device=p.device)
         lr, (beta1, beta2) = group["lr"], group["betas"]
         lr_on_device = lr if isinstance(lr, Tensor) and lr.device == p.device else None
-        _adamw_step_kernel[(triton.cdiv(count, 128),)](
+        _adamw_step_kernel[(cdiv(count, 128),)](
             self._table, step, factors, lr_on_device, found_inf,
             count, 0.0 if lr_on_device is not None else float(lr), _log(beta1), _log(beta2),
             float(group["weight_decay"]), BLOCK=128, num_warps=4,

@@ -421,7 +421,7 @@ def launch_losses(
     T = target.shape[0]
     # one program adds up all rows: with many rows it is bound by the latency of its loads, of which this many are ahead
     block = 8192 if losses is None and T > 2048 else 1024
-    _loss_kernel[(1 if losses is None else triton.cdiv(T, block),)](
+    _loss_kernel[(1 if losses is None else cdiv(T, block),)](
         lse, target_logit, logit_sum, target, scale, losses, loss,
         T, vocab_size, terms.ignore_index, terms.label_smoothing, terms.z_loss, BLOCK=block, num_warps=block // 256,
     )  # fmt: skip
@@ -444,7 +444,7 @@ def launch_dlogits(
     vector = _vector(logits, dlogits)
     # one H200, 8192 x 128256 bf16, ms: 256 vectors by 2 warps 1.005, by 4 1.068, 512 by 8 1.091, 1024 by 16 1.064
     block = min(256, next_power_of_2(max(1, V // vector["VEC"])))
-    blocks = triton.cdiv(max(1, V // vector["VEC"]), block)
+    blocks = cdiv(max(1, V // vector["VEC"]), block)
     _dlogits_kernel[(T * blocks,)](
         logits, target, lse, dloss, scale, dlogits,
         V, vocab_start, vocab_size or V, blocks, logits.stride(0), dlogits.stride(0), row_stride(dloss), *terms,
@@ -468,7 +468,7 @@ def scale_rows_(x: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
     """x *= dloss * scale, in place, one factor for all or one a row; no synchronization; x is not read if it is 1."""
     M, N = (1, x.numel()) if dloss.dim() == 0 else (dloss.shape[0], x.numel() // max(1, dloss.shape[0]))
     block = min(8192, next_power_of_2(max(1, N)))
-    grid = min(M * triton.cdiv(N, block), Target.of(x.device).num_sms * 8)
+    grid = min(M * cdiv(N, block), Target.of(x.device).num_sms * 8)
     _scale_kernel[(grid,)](
         x, dloss, scale, M, N, row_stride(dloss), BLOCK=block, num_warps=max(1, min(8, block // 256))
     )

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -44,7 +43,7 @@ from powertrain.ops.cross_entropy_kernels import (
     launch_mean_scale,
     launch_row_stats,
 )
-from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
+from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, cdiv, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
@@ -81,7 +80,7 @@ def _accumulate_kernel(total_ptr, part_ptr, grad_ptr, scale_ptr, N, BLOCK: tl.co
 
 def _accumulate_(total: Tensor, part: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
     N = total.numel()
-    _accumulate_kernel[(triton.cdiv(N, 2048),)](total, part, dloss, scale, N, BLOCK=2048, num_warps=4)
+    _accumulate_kernel[(cdiv(N, 2048),)](total, part, dloss, scale, N, BLOCK=2048, num_warps=4)
 
 
 def blocks_within_scratch(total: int, others: int, element_size: int, least: int = 1) -> list[slice]:
