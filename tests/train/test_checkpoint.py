@@ -61,6 +61,18 @@ def test_the_last_n_stay(tmp_path: Path) -> None:
     assert found is not None and found.name == "step_00000010"
 
 
+def test_of_a_linked_checkpoint_the_link_is_removed(tmp_path: Path) -> None:
+    """Somebody keeps it elsewhere; its files were deleted."""
+    for step in (1, 2):
+        Checkpoints(tmp_path / "run").save(_tensors(), {"step": step}, asynchronous=False)
+        if step == 1:
+            kept = (tmp_path / "run/step_00000001").rename(tmp_path / "kept")
+            (tmp_path / "run/step_00000001").symlink_to(kept)
+    Checkpoints(tmp_path / "run", keep_last=1).save(_tensors(), {"step": 3}, asynchronous=False)
+    assert [path.name for path in sorted((tmp_path / "run").glob("step_*"))] == ["step_00000003"]
+    assert read_facts(kept)["step"] == 1
+
+
 def test_what_a_kill_left_is_removed_and_never_found(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(_tensors(), {"step": 1}, asynchronous=False)
     left = tmp_path / "step_00000002.partial"

@@ -220,8 +220,11 @@ def _discard(checkpoint: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint's files in a folder, and the folder if nothing else is in it."""
+    """Delete a checkpoint's files in a folder, and the folder if nothing else is in it. Of a link the link alone."""
     try:
+        if folder.is_symlink():
+            folder.unlink()
+            return
         # checkpoint.json first: without it the rest is not taken for a checkpoint
         for file in sorted(folder.iterdir()):
             if _OURS.fullmatch(file.name) and (file.is_file() or file.is_symlink()):
