@@ -91,7 +91,7 @@ def test_compat_exports_its_modules() -> None:
 
 @pytest.fixture(scope="module")
 def first_call() -> subprocess.CompletedProcess[str]:
-    """What a process says of its first call of attention, a line for each of these questions."""
+    """The output of a process that calls attention once: a line for each question that the tests below ask."""
     return _python(
         "import gc, sys, torch; before = set(sys.modules); import powertrain\n"
         "found = []\n"

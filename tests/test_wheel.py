@@ -91,7 +91,7 @@ def _link(site: Path, names: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment of the wheel and links to what it requires; nothing else of this one's packages."""
+    """A virtual environment with the wheel and links to the packages that it requires, and no other package."""
     folder = tmp_path_factory.mktemp("bare") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     _link(next(folder.glob("lib/python*/site-packages")), _required(wheel, ""))
@@ -102,7 +102,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def extra(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the extra `train` requires beside, as a folder for PYTHONPATH: a second environment took 4 s."""
+    """A folder for PYTHONPATH with the packages that the extra `train` adds. Making a second environment took 4 s."""
     folder = tmp_path_factory.mktemp("extra")
     _link(folder, _required(wheel, "train") - _required(wheel, ""))
     return folder

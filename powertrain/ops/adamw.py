@@ -72,7 +72,7 @@ class _Located(NamedTuple):
 
     facts: list[Any]  # all that its launches depend on but where gradients are
     addresses: list[int]  # of the gradients
-    updates: list[tuple[Update, list[int]]]  # with the places of their parameters
+    updates: list[tuple[Update, list[int]]]  # each with the positions of its parameters in the group
 
 
 class AdamW(torch.optim.AdamW):

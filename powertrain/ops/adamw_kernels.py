@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.shapes import cdiv
-from powertrain.ops.tensor_tables import DeviceTable, chunk_table, distances_of, tensor_at
+from powertrain.ops.tensor_tables import DeviceTable, chunk_of_program, chunk_table, distances_of, tensor_at
 from powertrain.runtime.launch import kernel
 
 # elements of one program: AdamW at 1e9 parameters on an H200 took 6.64 ms with chunks of 1024, 6.76 with 2048 and 6.96
@@ -117,10 +117,8 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
 ):
     # param_ptr … master_ptr are the first tensors of their rows
-    chunk = tl.program_id(0)
-    tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
     # chunks of all tensors in one launch: hundreds of small launches cost more than the updates
-    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
+    tensor, start = chunk_of_program(chunks_ptr, CHUNK)
     table_ptr += tensor
     p_ptr = tensor_at(table_ptr, _PARAM, count, param_ptr, ALIGNED) + start
     g_ptr = tensor_at(table_ptr, _GRAD, count, grad_ptr, ALIGNED) + start

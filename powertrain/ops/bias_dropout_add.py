@@ -203,8 +203,8 @@ def _bias_dropout_add_bwd_kernel(
     # 16384x4096 bf16, ten rounds, H200: 0.116 ms with num_stages=2, 0.134 with 1
     for block in tl.range(program, tl.cdiv(M, BLOCK_M), programs, num_stages=2):
         rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        # all loads ahead of the first store, past which the compiler moves none: odd widths, whose loads of 2 bytes are
-        # not pipelined, waited for each word's in turn
+        # all loads come before the first store, because the compiler moves no load past a store. Loads of 2 bytes, at
+        # odd widths, are not pipelined: with stores between them each load waited for the one before
         dys = ()
         for word in tl.static_range(WORDS):
             mask = (rows < M) & (cols + word * 256 < N)
@@ -263,9 +263,9 @@ def _plan(M: int, N: int, drops: bool, only_sums: bool, target: Target) -> _Plan
         # program: 65536 elements 0.94, 1.01; 131072 1.02, 1.16; 262144 1.60, 1.20
         block_m, parts = max(1, 256 // block_n), words
         if drops:
-            # nor that of Philox, 70 instructions a counter in a row. us, with the kernel that draws the seed, p = 0.1,
-            # a word on 1, 4 warps, all words on 8; torch.compile: 2x768 4.05 3.57 3.72; 3.48. 2x14336 4.16 3.74 3.86;
-            # 3.69. 64x1024 4.25 3.95 3.95; 3.85. 32x4096 4.37 4.12 3.99; 4.03. 100x159 4.17 3.77 3.76; 3.71
+            # nor the latency of Philox, 70 dependent instructions a counter. us, with the kernel that draws the seed,
+            # p = 0.1, a word on 1 and 4 warps, all words on 8; torch.compile: 2x768 4.05 3.57 3.72; 3.48. 2x14336 4.16
+            # 3.74 3.86; 3.69. 64x1024 4.25 3.95 3.95; 3.85. 32x4096 4.37 4.12 3.99; 4.03. 100x159 4.17 3.77 3.76; 3.71
             parts, warps = (words, 4) if 4 * M * N <= _FEW * target.num_sms else (1, 8)
     elif words == 1:
         block_m, per_sm = 1024 // block_n, 32

@@ -180,7 +180,7 @@ def _plan(V: int, target: Target) -> _Plan:
 
 
 def _programs(tiles: int) -> int:
-    """Of as many tiles each as possible: 6250 tiles are two for each of 3125 programs."""
+    """The number of programs, which have equal numbers of tiles: 6250 tiles are two for each of 3125 programs."""
     return cdiv(tiles, max(1, cdiv(tiles, _PROGRAMS)))
 
 

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 1024, 4
-REST = tl.constexpr(16)  # elements of a block for those behind the whole vectors
+REST = tl.constexpr(16)  # elements of the block for what lies behind the whole vectors
 # the quotient by the width is taken in float32: exact, as (1 + BLOCK / N) * 2^-23 is below 0.5 / N
 _WIDTHS = range(9, 1 << 20)
 _MOST_STRIDE = 1 << 21  # times the rows of a block, an int32
-_MANY = 1 << 22  # elements; of fewer, a launch for the rows that are no eight costs more than vectors save
+_MANY = 1 << 22  # elements; with fewer, the second launch, for the last rows, takes longer than vectors save
 
 
 def goes_flat(N: int, itemsize: int, *strides: int) -> bool:

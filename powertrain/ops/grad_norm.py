@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.shapes import acc_dtype
-from powertrain.ops.tensor_tables import DeviceTable, chunk_table, distances_of, is_dense, tensor_at
+from powertrain.ops.tensor_tables import DeviceTable, chunk_of_program, chunk_table, distances_of, is_dense, tensor_at
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.launch import kernel
 
@@ -50,9 +50,7 @@ def _norm_partials_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each chunk's sum of squares, sum of magnitudes, or largest magnitude."""
-    chunk = tl.program_id(0)
-    tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
-    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
+    tensor, start = chunk_of_program(chunks_ptr, CHUNK)
     g_ptr = tensor_at(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
     size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)  # scalar
     total = tl.zeros([BLOCK], tl.float32)
@@ -69,7 +67,7 @@ def _norm_partials_kernel(
         result = tl.where(tl.sum(bad, axis=0) > 0, float("nan"), tl.max(total, axis=0))
     else:
         result = tl.sum(total, axis=0)
-    tl.store(partial_ptr + chunk, result)  # scalar
+    tl.store(partial_ptr + tl.program_id(0), result)  # scalar
 
 
 # the factor lies behind the norm, at no multiple of 16 bytes
@@ -112,9 +110,7 @@ def _scale_tensors_kernel(
     """Gradients times the factor, which touches no memory if it is 1."""
     factor = tl.load(factor_ptr)  # scalar
     if factor != 1.0:
-        chunk = tl.program_id(0)
-        tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
-        start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
+        tensor, start = chunk_of_program(chunks_ptr, CHUNK)
         g_ptr = tensor_at(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
         size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)  # scalar
         whole = size // BLOCK * BLOCK

@@ -21,6 +21,14 @@ def tensor_at(table_ptr, row, count, first_ptr, ALIGNED: tl.constexpr):
     return first_ptr + distance
 
 
+@triton.jit
+def chunk_of_program(chunks_ptr, CHUNK: tl.constexpr):
+    """By `chunk_table`: which tensor this program's chunk is of, and the chunk's first element in it, int64."""
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
+    return tensor, tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
+
+
 @functools.lru_cache(maxsize=64)
 def chunk_table(numels: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
     """[chunks, 2] int32: whose chunk, and which of its chunks."""

@@ -68,7 +68,7 @@ def test_compiled_layers_do_not_compute_them(options: dict[str, Any], dynamic: b
     assert "self.G_" in graph.code
 
 
-# what is guarded is a table's identity, of which sizes are no part
+# the guard is on the table's identity, which sizes do not change: so dynamic=True is a slow test
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_with_other_tables_have_graphs_of_their_own(dynamic: bool) -> None:
     options: list[dict[str, Any]] = [

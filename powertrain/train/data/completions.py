@@ -143,8 +143,8 @@ class CompletionEncoding:
     def _header(self, chat: list[int]) -> list[int] | None:
         """The tokens of a chat of one assistant's message up to its text; None where they are not found.
 
-        A template cannot render a chat without messages. So the role's header is taken from a chat of one question: it
-        is what the generation prompt adds to it.
+        A template cannot render a chat without messages. So the role's header is taken from a chat of one question: the
+        header is the text that the generation prompt appends to that chat.
         """
         header, _ = self._ends_of_a_question()
         starts = range(len(chat) - len(header) + 1) if header else ()
