@@ -55,7 +55,12 @@ SECTIONS: dict[str, tuple[Part, ...]] = {
     "attention": (_attention("CASES", "GROUPED"),),
     "head-dims": (_attention("HEAD_DIMS"),),
     "few-rows": (_module("few_rows"),),
-    "ops": tuple(map(_module, ("linear_cross_entropy", "norm", "activations", "rope", "adamw"))),
+    "ops": tuple(
+        map(
+            _module,
+            ("linear_cross_entropy", "cross_entropy", "norm", "activations", "bias_dropout_add", "rope", "adamw"),
+        )
+    ),
 }
 
 

@@ -28,7 +28,10 @@ KERNELS = {
     },
     "attention": {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_attention_fwd_kernel"},
     "head-dims": {"_hopper_attention_fwd_d512_kernel", "_attention_dkdv_kernel"},
-    "few-rows": {"_norm_fwd_kernel", "_activation_fwd_kernel", "_bias_dropout_add_fwd_kernel"},
+    "few-rows": {
+        "_norm_fwd_kernel", "_norm_bwd_kernel", "_activation_fwd_kernel", "_activation_bwd_kernel",
+        "_bias_dropout_add_fwd_kernel", "_bias_dropout_add_bwd_kernel", "_column_sums_kernel",
+    },
     "ops": {
         "_row_stats_kernel", "_dlogits_kernel", "_norm_bwd_kernel", "_activation_bwd_kernel", "_rope_kernel",
         "_adamw_kernel", "_norm_partials_kernel",

@@ -128,12 +128,17 @@ def _activation(source: random.Random, sizes: Sizes = _rows) -> Draw:
     rows, width = sizes(source, 65536)
     gated = source.random() < 0.6
     kind = source.choice(("swiglu", "geglu", "geglu_tanh") if gated else ("gelu", "gelu_tanh", "silu", "relu_squared"))
+    biased = source.random() < 0.3
 
     def build(device: str) -> tuple[Callable[[], Any], list[Tensor]]:
-        x = _randn(rows, 2 * width if gated else width, device=device)
-        return (lambda: gated_activation(x, kind)) if gated else (lambda: activation(x, kind)), [x]
+        wide = 2 * width if gated else width
+        x = _randn(rows, wide, device=device)
+        b = _randn(wide, device=device) if biased else None
+        leaves = [x] if b is None else [x, b]
+        return (lambda: gated_activation(x, kind, bias=b) if gated else activation(x, kind, b)), leaves
 
-    def plain(x: Tensor) -> Tensor:
+    def plain(x: Tensor, b: Tensor | None = None) -> Tensor:
+        x = x if b is None else x + b
         gate = x[:, :width]
         if "gelu" in kind or "geglu" in kind:
             y = F.gelu(gate, approximate="tanh" if kind.endswith("tanh") else "none")
@@ -143,7 +148,8 @@ def _activation(source: random.Random, sizes: Sizes = _rows) -> Draw:
 
     each = rows * width * 2
     forward, backward = (3, 5) if gated else (2, 3)
-    return Draw(kind, f"{rows}x{width}", build, _copy(forward * each), _copy((forward + backward) * each), plain)
+    floors = _copy(forward * each), _copy((forward + backward) * each)
+    return Draw(kind, f"{rows}x{width}{' bias' * biased}", build, *floors, plain)
 
 
 def _rope(source: random.Random) -> Draw:
@@ -353,12 +359,12 @@ def launch(draw: Draw) -> None:
     """Forward and backward on meta tensors, for a recording; nothing where the op refuses the size by name."""
     call, leaves = draw.build("meta")
     with suppress(PowertrainError):
-        outs = [out for out in _results(call()) if out is not None and out.requires_grad]
+        outs = [out for out in results(call()) if out is not None and out.requires_grad]
         if leaves:
             torch.autograd.grad(outs, leaves, [torch.empty_like(out) for out in outs], allow_unused=True)
 
 
-def _results(out: Any) -> tuple[Any, ...]:
+def results(out: Any) -> tuple[Any, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
@@ -382,8 +388,8 @@ def _compile_plain(count: int, seed: int, i: int) -> None:
 
 def _gradients(call: Callable[[], Any], leaves: list[Tensor]) -> Callable[[], Any]:
     """Forward and backward."""
-    grads = [torch.randn_like(out) for out in _results(call())]
-    return lambda: torch.autograd.grad(_results(call()), leaves, grads)
+    grads = [torch.randn_like(out) for out in results(call())]
+    return lambda: torch.autograd.grad(results(call()), leaves, grads)
 
 
 def _times(draw: Draw) -> Iterator[tuple[str, dict[str, float]]]:

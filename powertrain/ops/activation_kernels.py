@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.column_sums import PartialSums
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.flat_elements import (
     BLOCK,
@@ -258,7 +258,7 @@ def _activation_bwd_tile(
     return dx, dup
 
 
-@kernel(aligned=("N",), down_to=2)
+@kernel(aligned=("N",), unaligned=("dbias_partial_ptr", "dup_bias_partial_ptr"), down_to=2)
 def _activation_bwd_kernel(
     dy_ptr,
     x_ptr,
@@ -283,8 +283,10 @@ def _activation_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     """REPEATS: a row stands for several, and the bias is that of each."""
+    wait_then_let_next_start(STARTS_EARLY)
     col_blocks = tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // col_blocks
     lanes = tl.arange(0, BLOCK_M)[:, None]
@@ -308,10 +310,11 @@ def _activation_bwd_kernel(
             dbias += dx
             dup_bias += dup
         partial = first.to(tl.int64) * N + cols
-        tl.store(dbias_partial_ptr + partial, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
+        dbias = tl.sum(dbias, axis=0, keep_dims=True).to(dbias_partial_ptr.dtype.element_ty)
+        tl.store(dbias_partial_ptr + partial, dbias, mask=cols < N)  # [1, BLOCK_N]
         if dup_bias_partial_ptr is not None:
-            # [1, BLOCK_N]
-            tl.store(dup_bias_partial_ptr + partial, tl.sum(dup_bias, axis=0, keep_dims=True), mask=cols < N)
+            dup_bias = tl.sum(dup_bias, axis=0, keep_dims=True).to(dup_bias_partial_ptr.dtype.element_ty)
+            tl.store(dup_bias_partial_ptr + partial, dup_bias, mask=cols < N)  # [1, BLOCK_N]
     else:
         _activation_bwd_tile(
             dy_ptr, x_ptr, up_ptr, bias, up_bias, dx_ptr, dup_ptr, (first * BLOCK_M + lanes).to(tl.int64), cols,
@@ -323,7 +326,7 @@ class _Plan(NamedTuple):
     block_m: int
     block_n: int
     num_warps: int
-    row_blocks: int
+    row_blocks: int  # programs that share the rows
     col_blocks: int
 
 
@@ -350,6 +353,34 @@ def _plan(M: int, N: int, per_thread: int, target: Target) -> _Plan:
     block_m = max(1, min(block // block_n, next_power_of_2(M)))
     warps = max(1, block_m * block_n // (32 * per_thread))
     return _Plan(block_m, block_n, warps, cdiv(M, block_m), cdiv(N, block_n))
+
+
+# rows of which one program sums a bias's gradient: no partial sums, no second launch
+_FEW_SUMMED = 256
+_MOST_GATED, _MOST_PLAIN = 1 << 25, 1 << 26  # elements of small tiles
+
+
+@tunable("NVIDIA H200, 2026-11-28")
+def _plan_bwd(M: int, N: int, gated: bool, sums: bool, target: Target) -> _Plan:
+    """sums: of a bias's gradient, for which programs go on to later blocks of rows."""
+    if not sums:
+        return _plan(M, N, 8 if gated else 16, target)
+    if M <= _FEW_SUMMED:
+        # us, one H200, gelu, in a graph, this, two launches of tiles of 2048 elements; torch.compile: 16x4928 1.7, 3.2;
+        # 2.0. 56x768 2.1, 3.2; 2.6. 128x4928 3.6, 5.8; 4.8. 256x768 4.4, 3.6; 5.2. 256x26576 13.9, 17.8; 19.1
+        block_m, block_n = min(32, next_power_of_2(M)), min(32, next_power_of_2(N))
+        return _Plan(block_m, block_n, max(1, block_m * block_n // 256), 1, cdiv(N, block_n))
+    if M * N <= (_MOST_GATED if gated else _MOST_PLAIN) or (N < 2048 and not gated):
+        # tall tiles have fewer programs to a column, so fewer partial sums. us, this, tiles of 2048 elements:
+        #   gelu 87381x768 112, 165; 8192x768 20.0, 25.2; 2048x11096 48.8, 47.2; 32752x2049, eight rows as one, 137, 201
+        #   geglu 4096x3072 40.3, 52.5; 8192x4096 92, 103; 1024x11096 39.8, 49.8; 16384x11096 674, 533
+        block_m, block_n, warps, per_sm = 16, min(64, next_power_of_2(N)), 4, 4 if gated else 8
+    else:
+        plan = _plan(M, N, 8 if gated else 16, target)
+        block_m, block_n, warps, per_sm = plan.block_m, plan.block_n, plan.num_warps, 8
+    col_blocks = cdiv(N, block_n)
+    programs = min(cdiv(M, block_m), max(1, target.num_sms * per_sm // max(1, col_blocks)))
+    return _Plan(block_m, block_n, warps, programs, col_blocks)
 
 
 def _stages(plan: _Plan, gated: bool, repeats: bool) -> int:
@@ -472,37 +503,34 @@ def activation_bwd(
     dup_half: Tensor | None = dup if up is not None and need_dup else None
     if gated and up is None and need_dx:
         dgate, dup_half = split_halves(as_rows(dx), None, order)
+    parts: list[list[Any]]
     if bias is None and (not gated or up is not None):
         parts = _in_rows(dy, x, up, dgate, dup_half)
     else:
-        grads = (None if d is None else as_rows(d) for d in (dgate, dup_half))
+        grads = [None if d is None else as_rows(d) for d in (dgate, dup_half)]
         grad_rows = as_rows(dy)
-        part = [grad_rows, *_halves(x, up, order, gated), *grads]
+        part: list[Any] = [grad_rows, *_halves(x, up, order, gated), *grads]
         all_dense = all(t.is_contiguous() for t in part if t is not None)
         by_eights = need_dbias and all_dense and goes_by_eights(len(grad_rows), grad_rows.shape[1], x.element_size())
         parts = rows_of_eight(*part) if by_eights else [part]
     gate_bias, up_bias = _bias_halves(bias, order, gated)
-    sums = []
-    for grad, gate, up_rows, dgate, dup_half in parts:
+    target, bias_size = Target.of(dy.device), 0 if gate_bias is None else len(gate_bias)
+    outs = (None, None) if not need_dbias else split_halves(dbias, None, order) if gated else (dbias, None)
+    plans = [_plan_bwd(part[1].shape[0], part[1].shape[1], gated, need_dbias, target) for part in parts]
+    # a row of a part may stand for several
+    rows = [plan.row_blocks * part[1].shape[1] // max(1, bias_size) for plan, part in zip(plans, parts, strict=True)]
+    sums = PartialSums(outs, *rows)
+    for part, plan, partials in zip(parts, plans, sums.launches, strict=True):
+        grad, gate, up_rows, dgate, dup_half = part
         M, N = gate.shape
-        plan = _plan(M, N, 8 if gated else 16, Target.of(dy.device))
-        programs, partial = plan.row_blocks, None
-        if need_dbias:
-            programs = min(plan.row_blocks, max(1, Target.of(x.device).num_sms * 8 // max(1, plan.col_blocks)))
-            partial = x.new_empty((2 if gated else 1, programs, N), dtype=torch.float32)
+        grid, repeats = plan.row_blocks * plan.col_blocks, need_dbias and bias_size != N
         stride_dm = next((d.stride(0) for d in (dgate, dup_half) if d is not None), N)
-        bias_size = N if gate_bias is None else gate_bias.shape[0]
-        stages = _stages(plan, gated, bias_size != N) if need_dbias else 1
-        _activation_bwd_kernel[(programs * plan.col_blocks,)](
-            grad, gate, up_rows, gate_bias, up_bias, dgate, dup_half,
-            None if partial is None else partial[0], None if partial is None or not gated else partial[1],
+        _activation_bwd_kernel[(grid,)](
+            grad, gate, up_rows, gate_bias, up_bias, dgate, dup_half, *partials,
             M, N, bias_size, grad.stride(0), gate.stride(0), 0 if up_rows is None else up_rows.stride(0), stride_dm,
-            limit, alpha, KIND=kind, REPEATS=bias_size != N, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            STAGES=stages, num_warps=plan.num_warps,
+            limit, alpha, KIND=kind, REPEATS=repeats, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+            STAGES=_stages(plan, gated, repeats) if need_dbias else 1,
+            STARTS_EARLY=starts_early_if_small(target, grid, M * N), num_warps=plan.num_warps,
         )  # fmt: skip
-        if partial is not None:
-            sums.append(partial.view(partial.shape[0], programs * (N // max(1, bias_size)), bias_size).sum(1))
-    if sums:
-        total = sums[0] + sums[1] if len(sums) > 1 else sums[0]
-        dbias.copy_((total.flip(0) if gated and order == "up_first" else total).view(-1))
+    sums.add_up()
     return outputs

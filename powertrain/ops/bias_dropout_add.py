@@ -24,15 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.column_sums import PartialSums, column_sums
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.flat_elements import (
     BLOCK,
     REST,
     WARPS,
     flat_places,
-    goes_by_eights,
     goes_flat,
-    rows_of_eight,
     whole_vectors,
 )
 from powertrain.ops.philox import dropout_seed, halves, philox, threshold
@@ -107,7 +106,7 @@ def _bias_dropout_add_fwd_kernel(
         if residual_ptr is not None:
             # [BLOCK_M, BLOCK_N]
             residuals += (tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0),)  # type: ignore[assignment]
-    drawn = _draw(seed_ptr, rows * groups + group, BLOCK_N)
+    drawn = _draw(seed_ptr, rows * groups + group, tl.arange(0, BLOCK_N)[None, :])
     for word in tl.static_range(WORDS // PARTS):
         cols = group * 1024 + (part + word) * 256 + tl.arange(0, BLOCK_N)[None, :]
         y = xs[word].to(tl.float32)  # type: ignore[var-annotated]
@@ -148,12 +147,12 @@ def _bias_add_flat(x_ptr, bias_ptr, residual_ptr, y_ptr, base, end, N, inverse, 
 
 
 @triton.jit
-def _draw(seed_ptr, group, BLOCK_N: tl.constexpr):
-    """The four words of every counter of a group of columns of each row; None if nothing is dropped."""
+def _draw(seed_ptr, group, lanes):
+    """The four words of these counters of a group of columns of each row; None if nothing is dropped."""
     if seed_ptr is not None:
         high = tl.load(seed_ptr + 1)
         # by position in the tensor, not by program: backward, with other tiles, draws the same mask again
-        counter = group * 256 + tl.arange(0, BLOCK_N)[None, :]
+        counter = group * 256 + lanes
         c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
         c2, c3 = high.to(tl.uint32), (high >> 32).to(tl.uint32)
         drawn = tl.philox(tl.load(seed_ptr), c0, c1, c2, c3, 7)
@@ -190,12 +189,16 @@ def _bias_dropout_add_bwd_kernel(
     threshold,
     scale,
     WORDS: tl.constexpr,
+    LANE_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
-    group = tl.program_id(0) % groups
-    program = tl.program_id(0) // groups
-    cols = group * 1024 + tl.arange(0, BLOCK_N)[None, :]
+    wait_then_let_next_start(STARTS_EARLY)
+    lanes = tl.program_id(0) % LANE_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    group = tl.program_id(0) // LANE_BLOCKS % groups
+    program = tl.program_id(0) // LANE_BLOCKS // groups
+    cols = group * 1024 + lanes
     db0 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     db1 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     db2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -210,7 +213,7 @@ def _bias_dropout_add_bwd_kernel(
             mask = (rows < M) & (cols + word * 256 < N)
             ptrs = dy_ptr + rows * stride_dym + cols + word * 256
             dys += (tl.load(ptrs, mask=mask, other=0.0),)  # type: ignore[assignment]  # [BLOCK_M, BLOCK_N]
-        drawn = _draw(seed_ptr, rows * groups + group, BLOCK_N)
+        drawn = _draw(seed_ptr, rows * groups + group, lanes)
         db0 += _dx(dys[0], dx_ptr, drawn, 0, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
         if WORDS > 1:
             db1 += _dx(dys[1], dx_ptr, drawn, 1, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
@@ -220,10 +223,18 @@ def _bias_dropout_add_bwd_kernel(
             db3 += _dx(dys[3], dx_ptr, drawn, 3, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
     if dbias_partial_ptr is not None:
         partial_ptr = dbias_partial_ptr + program.to(tl.int64) * N + cols
-        tl.store(partial_ptr, tl.sum(db0, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
-        tl.store(partial_ptr + 256, tl.sum(db1, axis=0, keep_dims=True), mask=cols + 256 < N)  # [1, BLOCK_N]
-        tl.store(partial_ptr + 512, tl.sum(db2, axis=0, keep_dims=True), mask=cols + 512 < N)  # [1, BLOCK_N]
-        tl.store(partial_ptr + 768, tl.sum(db3, axis=0, keep_dims=True), mask=cols + 768 < N)  # [1, BLOCK_N]
+        _store_sum(partial_ptr, db0, cols < N)
+        if WORDS > 1:
+            _store_sum(partial_ptr + 256, db1, cols + 256 < N)
+        if WORDS > 2:
+            _store_sum(partial_ptr + 512, db2, cols + 512 < N)
+        if WORDS > 3:
+            _store_sum(partial_ptr + 768, db3, cols + 768 < N)
+
+
+@triton.jit
+def _store_sum(ptrs, db, mask):
+    tl.store(ptrs, tl.sum(db, axis=0, keep_dims=True).to(ptrs.dtype.element_ty), mask=mask)  # [1, BLOCK_N]
 
 
 @triton.jit
@@ -246,11 +257,12 @@ class _Plan(NamedTuple):
     num_warps: int
     parts: int  # programs of a group of columns, in forward
     programs: int  # that share the rows in backward with a bias
+    lane_blocks: int = 1  # programs of a group's lanes, in backward
 
 
 @tunable("NVIDIA H200, 2026-11-28")
-def _plan(M: int, N: int, drops: bool, only_sums: bool, target: Target) -> _Plan:
-    """drops: p is above 0. only_sums: a bias's gradient where nothing is dropped."""
+def _plan(M: int, N: int, drops: bool, target: Target) -> _Plan:
+    """drops: p is above 0."""
     # us, one H200, bf16, 2^26 elements, p = 0 forward, backward, p = 0.1 forward, backward; 256 columns a warp before:
     #   104 98, 57, 209, 206; 198, 94, 216, 232    128 98, 56, 172, 173; 162, 82, 177, 193    208 98, 60, 200, 212; 198,
     #   97, 215, 235    1594 -, 64, 149, 151; -, 66, 147, 190    1024 -, 54, -, -; -, 57, -, -    4096 -, 53; -, 59
@@ -272,10 +284,36 @@ def _plan(M: int, N: int, drops: bool, only_sums: bool, target: Target) -> _Plan
     elif N % 8:
         # loads of few bytes: more warps
         block_m, warps, per_sm = 4, 4, 8
-    elif only_sums:
-        block_m, per_sm = 4, 8
     programs = min(cdiv(M, block_m), cdiv(target.num_sms * per_sm, max(1, groups)))
     return _Plan(groups, words, block_m, block_n, warps, parts, max(1, programs))
+
+
+# rows of which one program sums the bias's gradient: no partial sums, no second launch
+_FEW_SUMMED = 16
+_MOST = 1 << 25  # elements of rows of whole vectors for which fewer partial sums are worth narrow tiles
+
+
+@tunable("NVIDIA H200, 2026-11-28")
+def _plan_bwd(M: int, N: int, drops: bool, target: Target) -> _Plan:
+    plan = _plan(M, N, drops, target)
+    lanes = min(N, LANES)
+    if M <= _FEW_SUMMED:
+        # us, one H200, p = 0.1, in a graph, this, two launches; torch.compile, which has stored the mask: 2x4928 1.4,
+        # 3.1; 2.7. 16x4928 2.4, 2.9; 1.8
+        block_n = min(32, plan.block_n)
+        lane_blocks = max(1, cdiv(lanes, block_n))
+        return plan._replace(
+            block_m=next_power_of_2(M), block_n=block_n, num_warps=4, programs=1, lane_blocks=lane_blocks
+        )
+    if M * N <= _FEW * target.num_sms or (M * N > _MOST and N % 8 == 0):
+        return plan
+    # us as above, this, rows of 1024 columns: 256x4928 6.9, 7.5; 6.1. 798x11096 15.9, 17.7; 14.9. 4096x768 9.8, 11.9;
+    # 9.6. Not in a graph: 2048x4096 19.8, 20.6; 24.3. 4136x4056 31.9, 32.0; 40.5. 16384x4096 95, 93; 121. Odd rows:
+    # 32752x2049 157, 175; 135. 422068x159 274, 308; 146
+    block_n = min(64, plan.block_n)
+    lane_blocks = cdiv(lanes, block_n)
+    programs = max(1, min(cdiv(M, 4), cdiv(target.num_sms * 16, plan.groups * lane_blocks)))
+    return plan._replace(block_m=4, block_n=block_n, num_warps=1, programs=programs, lane_blocks=lane_blocks)
 
 
 def _bda_fwd_outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
@@ -293,7 +331,7 @@ def _bda_fwd(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tens
             rows, bias, residual, y, M * N, N, 1 / N, BLOCK=BLOCK, num_warps=WARPS
         )
         return y
-    plan = _plan(M, N, seed is not None, False, target)
+    plan = _plan(M, N, seed is not None, target)
     programs = cdiv(M, plan.block_m) * plan.groups * plan.parts
     _bias_dropout_add_fwd_kernel[(programs,)](
         rows, bias, residual, seed, y, M, N, plan.groups, rows.stride(0), 0 if residual is None else residual.stride(0),
@@ -331,22 +369,21 @@ def _bda_bwd(
     rows = as_rows(dy)
     M, N = rows.shape
     target = Target.of(dy.device)
-    by_eights = seed is None and not need_dx and rows.is_contiguous() and goes_by_eights(M, N, dy.element_size())
-    sums = []
-    for (part,) in rows_of_eight(rows) if by_eights else [[rows]]:
-        M, N = part.shape
-        plan = _plan(M, N, seed is not None, seed is None and not need_dx, target)
-        programs = plan.programs if need_dbias else cdiv(M, plan.block_m)
-        partial = dy.new_empty((programs, N), dtype=torch.float32) if need_dbias else None
-        _bias_dropout_add_bwd_kernel[(programs * plan.groups,)](
-            part, seed, dx if need_dx else None, partial, M, N, plan.groups, programs, part.stride(0),
-            threshold(p), 1 / (1 - p),
-            WORDS=plan.words, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
-        )  # fmt: skip
-        if partial is not None:
-            sums.append(partial.view(programs * N // max(1, rows.shape[1]), rows.shape[1]).sum(0))
-    if sums:
-        dbias.copy_(sums[0] + sums[1] if len(sums) > 1 else sums[0])
+    if seed is None and not need_dx:
+        column_sums(rows, dbias)
+        return dx, dbias
+    plan = _plan_bwd(M, N, seed is not None, target)
+    programs = plan.programs if need_dbias else cdiv(M, plan.block_m)
+    sums = PartialSums([dbias if need_dbias else None], programs)
+    grid = programs * plan.groups * plan.lane_blocks
+    _bias_dropout_add_bwd_kernel[(grid,)](
+        rows, seed, dx if need_dx else None, *sums.launches[0],
+        M, N, plan.groups, programs, rows.stride(0),
+        threshold(p), 1 / (1 - p),
+        WORDS=plan.words, LANE_BLOCKS=plan.lane_blocks, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+        STARTS_EARLY=starts_early_if_small(target, grid, M * N), num_warps=plan.num_warps,
+    )  # fmt: skip
+    sums.add_up()
     return dx, dbias
 
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.column_sums import PartialSums
+from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -46,7 +48,9 @@ def _norm_bwd_kernel(
     SUM_ROWS_LAST: tl.constexpr,
     PIPELINE: tl.constexpr,
     RELOAD: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
+    wait_then_let_next_start(STARTS_EARLY)
     # a row is BLOCK_N columns, and BLOCK_TAIL after them: 18432 as one power of 2 would leave half of the lanes idle
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -161,9 +165,14 @@ def _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, cols, M, N, stride_dhm):
 def _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N):
     partial = program.to(tl.int64) * N + cols
     if dw_partial_ptr is not None:
-        tl.store(dw_partial_ptr + partial, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
+        _store_sum(dw_partial_ptr + partial, dw, cols < N)
     if db_partial_ptr is not None:
-        tl.store(db_partial_ptr + partial, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
+        _store_sum(db_partial_ptr + partial, db, cols < N)
+
+
+@triton.jit
+def _store_sum(ptrs, x, mask):
+    tl.store(ptrs, tl.sum(x, axis=0, keep_dims=True).to(ptrs.dtype.element_ty), mask=mask)  # [1, BLOCK_N]
 
 
 @kernel(aligned=("N",), down_to=2)
@@ -258,31 +267,9 @@ def _norm_dw_looped_kernel(
         db += dy
     partial = tl.program_id(1).to(tl.int64) * N + cols
     if dw_partial_ptr is not None:
-        tl.store(dw_partial_ptr + partial, dw, mask=mask)  # [BLOCK_N]
+        tl.store(dw_partial_ptr + partial, dw.to(dw_partial_ptr.dtype.element_ty), mask=mask)  # [BLOCK_N]
     if db_partial_ptr is not None:
-        tl.store(db_partial_ptr + partial, db, mask=mask)  # [BLOCK_N]
-
-
-@kernel(aligned=("N",), down_to=2)
-def _norm_sum_partials_kernel(
-    dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if dw_ptr is not None:
-        _sum_rows(dw_partial_ptr, dw_ptr, cols, P, N, BLOCK_P, BLOCK_N)
-    if db_ptr is not None:
-        _sum_rows(db_partial_ptr, db_ptr, cols, P, N, BLOCK_P, BLOCK_N)
-
-
-@triton.jit
-def _sum_rows(partial_ptr, out_ptr, cols, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)
-        mask = (rows < P)[:, None] & (cols < N)[None, :]
-        # [BLOCK_P, BLOCK_N]
-        total += tl.load(partial_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK_N]
+        tl.store(db_partial_ptr + partial, db.to(db_partial_ptr.dtype.element_ty), mask=mask)  # [BLOCK_N]
 
 
 class _Plan(NamedTuple):
@@ -310,6 +297,8 @@ def _plan_bwd(
         plan = _middle(N, is_layer)
     if plan.looped:
         return plan._replace(programs=min(M, plan.programs))
+    if M <= _FEW:
+        plan = _few(plan, M, target.num_sms)
     # pipelining keeps all stages but one in shared memory, those of a weight that is read for each row too
     column_bytes = stage_bytes + (weight_bytes if plan.tail or plan.reload else 0)
     row_bytes = plan.block_m * (plan.block_n + plan.tail) * column_bytes
@@ -318,6 +307,19 @@ def _plan_bwd(
     # a program's partial sums cost as much as a row of its own
     programs = min(max(cdiv(blocks, 4), min(blocks, target.num_sms)), plan.programs * target.num_sms)
     return plan._replace(programs=programs, pipeline=min(plan.pipeline, max(1, room + 1)))
+
+
+_FEW = 512  # rows
+
+
+def _few(plan: _Plan, M: int, num_sms: int) -> _Plan:
+    """The plan for few rows: smaller blocks keep more SMs busy; a program of one block has nothing to load ahead."""
+    # us, one H200, in a graph, this, as for many rows; torch.compile: layer 33x96 2.2, 5.1; 3.4. 300x96 3.5, 5.8; 8.0.
+    # rms 16x128 2.2, 3.1; 2.9. 64x4096 3.9, 4.7; 4.8. layer 20x12168 8.3, 9.4; 8.2. 128x8192 9.4, 10.3; 8.6
+    rows = min(plan.block_m, next_power_of_2(cdiv(M, 64)))
+    warps = max(1, plan.num_warps * rows // plan.block_m)
+    one_block = plan.block_n > 1024 and cdiv(M, rows) <= num_sms
+    return plan._replace(block_m=rows, num_warps=warps, pipeline=1 if one_block else plan.pipeline)
 
 
 def _narrow(N: int, stage_bytes: int) -> _Plan:
@@ -441,16 +443,17 @@ def norm_bwd(
     M, N = h.shape
     stage_bytes = dy.element_size() + h.element_size() + (0 if dh is None else dh.element_size())
     weight_bytes = 0 if weight is None else weight.element_size()
-    plan = _plan_bwd(M, N, is_layer, bias is not None, stage_bytes, weight_bytes, Target.of(h.device))
-    dw_partial = None if dw is None else h.new_empty((plan.programs, N), dtype=torch.float32)
-    db_partial = None if db is None else h.new_empty((plan.programs, N), dtype=torch.float32)
+    target = Target.of(h.device)
+    plan = _plan_bwd(M, N, is_layer, bias is not None, stage_bytes, weight_bytes, target)
+    sums = PartialSums([dw, db], plan.programs)
     strides = (dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0))
     modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered}
     if not plan.looped:
         _norm_bwd_kernel[(plan.programs,)](
-            dy, dh, h, weight, mean, rstd, dx, dresidual, dw_partial, db_partial, M, N, *strides,
+            dy, dh, h, weight, mean, rstd, dx, dresidual, *sums.launches[0], M, N, *strides,
             **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_TAIL=plan.tail,
             SUM_ROWS_LAST=plan.sum_rows_last, PIPELINE=plan.pipeline, RELOAD=plan.reload,
+            STARTS_EARLY=starts_early_if_small(target, plan.programs, M * N),
             num_warps=plan.num_warps,
         )  # fmt: skip
     elif dx is not None:
@@ -458,16 +461,10 @@ def norm_bwd(
             dy, dh, h, weight, mean, rstd, dx, dresidual, N, *strides,
             **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
         )  # fmt: skip
-    if dw is not None or db is not None:
-        if plan.looped:
-            _norm_dw_looped_kernel[(cdiv(N, plan.block_n), plan.programs)](
-                dy, h, mean, rstd, dw_partial, db_partial, M, N, dy.stride(0), h.stride(0),
-                IS_LAYER=is_layer, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
-            )  # fmt: skip
-        # narrow rows have many partials and few columns: tall tiles, many loads at once. us, 2112 x 192 9.2 (tiles of
-        # 128 x 16 29, of 32 x 64 115), 1056 x 713 8.1 (14, 37), 264 x 128 5.0 (6.6, 16)
-        block_p, cols, warps = (1024, 8, 16) if plan.programs > 64 and N <= 4096 else (32, 64, 4)
-        _norm_sum_partials_kernel[(cdiv(N, cols),)](
-            dw_partial, db_partial, dw, db, plan.programs, N, BLOCK_P=block_p, BLOCK_N=cols, num_warps=warps
-        )
+    if plan.looped and (dw is not None or db is not None):
+        _norm_dw_looped_kernel[(cdiv(N, plan.block_n), plan.programs)](
+            dy, h, mean, rstd, *sums.launches[0], M, N, dy.stride(0), h.stride(0),
+            IS_LAYER=is_layer, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+        )  # fmt: skip
+    sums.add_up()
     return dx, dresidual, dw, db

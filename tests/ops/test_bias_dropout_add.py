@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import powertrain
 from powertrain.ops import bias_dropout_add as op_module
-from powertrain.ops import flat_elements
+from powertrain.ops import column_sums, flat_elements
 from powertrain.ops.bias_dropout_add import (
     bias_dropout_add,
     bias_dropout_add_ref,
@@ -98,6 +98,7 @@ def test_odd_rows_taken_flat(
     M: int, N: int, left_out: tuple[str, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op_module, "_FEW", 0)
+    monkeypatch.setattr(column_sums, "_FEW", 0)
     monkeypatch.setattr(flat_elements, "_MANY", 0)
     assert flat_elements.goes_by_eights(M, N, 2)
     flat: list[bool] = []
