@@ -8,11 +8,12 @@ alone, not of tiles, strides or device, so CPU and GPU give the same bits. Compu
 e bytes: forward moves 3*M*N*e bytes, backward 2*M*N*e, plus partial bias gradients [programs, N] float32. Philox costs
 about 14 integer operations an element.
 
-Random numbers: Philox 4x32-7 of key seed[0] and counter (n, seed[1]), both 64 bits. Column c of row r has word
-c // 256 % 4 of counter n = (r * G + c // 1024) * 256 + c % 256, where G = ceil(N / 1024): the four words of one call
-serve columns 256 apart, so that no lane needs another's. An element is dropped when its word, shifted right by one, is
-below p * 2^31. Seven rounds are the fewest that pass BigCrush; ten took 5% longer forward and 14% backward at
-16384x4096 bf16 on an H200.
+Random numbers: Philox 4x32-7 of key seed[0] and counter (n, seed[1]), both 64 bits. The four words of one call serve
+columns 256 apart, so that no lane needs another's: column c of row r has word c // 256 % 4 of counter
+n = (r * G + c // 1024) * 256 + c % 256, where G = ceil(N / 1024). Rows of up to 512 columns would leave words over: up
+to 256, four rows share a call, word r % 4 of n = r // 4 * 256 + c; up to 512, two rows, word r % 2 * 2 + c // 256 of
+n = r // 2 * 256 + c % 256. An element is dropped when its word, shifted right by one, is below p * 2^31. Seven rounds
+are the fewest that pass BigCrush; ten took 5% longer forward and 14% backward at 16384x4096 bf16 on an H200.
 
 Sources: Srivastava et al. 2014; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -62,11 +63,18 @@ def bias_dropout_add_ref(
 def dropout_keep(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
     """The elements of `shape` that dropout keeps for this seed, bool: the mask of the kernels, in plain PyTorch."""
     N = shape[-1]
-    M, groups = torch.Size(shape[:-1]).numel(), -(-N // GROUP)
-    lanes, words = min(N, LANES), max(1, min(4, -(-N // LANES)))
-    call = torch.arange(M * groups, device=seed.device)[:, None] * LANES + torch.arange(lanes, device=seed.device)
-    drawn = torch.stack(philox(seed[0], (*halves(call), *halves(seed[1])))[:words], 1)  # [M * groups, words, lanes]
-    return (drawn.view(M, groups * words * lanes)[:, :N] >> 1 >= threshold(p)).view(shape)
+    M, groups, lanes = torch.Size(shape[:-1]).numel(), -(-N // GROUP), min(N, LANES)
+    rows, words = _of_a_call(N)
+    calls = -(-M // rows)
+    n = torch.arange(calls * groups, device=seed.device)[:, None] * LANES + torch.arange(lanes, device=seed.device)
+    drawn = torch.stack(philox(seed[0], (*halves(n), *halves(seed[1])))[: rows * words], 1)  # [n / lanes, words, lanes]
+    return (drawn.view(calls * rows, groups * words * lanes)[:M, :N] >> 1 >= threshold(p)).view(shape)
+
+
+def _of_a_call(N: int) -> tuple[int, int]:
+    """How many rows of N columns the words of a call serve, and how many columns of each."""
+    words = max(1, min(4, cdiv(N, LANES)))
+    return (4 // words if words <= 2 else 1), words
 
 
 @kernel(aligned=("N",), unaligned=("seed_ptr",), down_to=2)
@@ -83,22 +91,25 @@ def _bias_dropout_add_fwd_kernel(
     stride_rm,
     threshold,
     scale,
+    ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
+    """A call's words serve ROWS rows, WORDS columns of each; a program has BLOCK_M times as many rows."""
     wait_then_let_next_start(STARTS_EARLY)
     # PARTS programs share a group of columns: one for each word, or one for all
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
     group = program % groups
-    rows = (program // groups * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    calls = (program // groups * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    lanes = tl.arange(0, BLOCK_N)[None, :]
     # all loads ahead of the first store, past which the compiler moves none: it might be to the same place
     xs, biases, residuals = (), (), ()
-    for word in tl.static_range(WORDS // PARTS):
-        cols = group * 1024 + (part + word) * 256 + tl.arange(0, BLOCK_N)[None, :]
+    for word in tl.static_range(ROWS * WORDS // PARTS):
+        rows, cols = _place(calls, group, lanes, part + word, ROWS, WORDS)
         mask = (rows < M) & (cols < N)
         xs += (tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0),)  # type: ignore[assignment]  # [BLOCK_M, BLOCK_N]
         if bias_ptr is not None:
@@ -106,9 +117,9 @@ def _bias_dropout_add_fwd_kernel(
         if residual_ptr is not None:
             # [BLOCK_M, BLOCK_N]
             residuals += (tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0),)  # type: ignore[assignment]
-    drawn = _draw(seed_ptr, rows * groups + group, tl.arange(0, BLOCK_N)[None, :])
-    for word in tl.static_range(WORDS // PARTS):
-        cols = group * 1024 + (part + word) * 256 + tl.arange(0, BLOCK_N)[None, :]
+    drawn = _draw(seed_ptr, calls * groups + group, lanes)
+    for word in tl.static_range(ROWS * WORDS // PARTS):
+        rows, cols = _place(calls, group, lanes, part + word, ROWS, WORDS)
         y = xs[word].to(tl.float32)  # type: ignore[var-annotated]
         if bias_ptr is not None:
             y += biases[word].to(tl.float32)
@@ -122,6 +133,12 @@ def _bias_dropout_add_fwd_kernel(
             y += residuals[word].to(tl.float32)
         # [BLOCK_M, BLOCK_N]
         tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
+
+
+@triton.jit
+def _place(calls, group, lanes, word, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Rows and columns of a word of these calls."""
+    return calls * ROWS + word // WORDS, group * 1024 + word % WORDS * 256 + lanes
 
 
 @kernel()
@@ -188,6 +205,7 @@ def _bias_dropout_add_bwd_kernel(
     stride_dym,
     threshold,
     scale,
+    ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     LANE_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -198,30 +216,39 @@ def _bias_dropout_add_bwd_kernel(
     lanes = tl.program_id(0) % LANE_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     group = tl.program_id(0) // LANE_BLOCKS % groups
     program = tl.program_id(0) // LANE_BLOCKS // groups
-    cols = group * 1024 + lanes
     db0 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     db1 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     db2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     db3 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # 16384x4096 bf16, ten rounds, H200: 0.116 ms with num_stages=2, 0.134 with 1
-    for block in tl.range(program, tl.cdiv(M, BLOCK_M), programs, num_stages=2):
-        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    for block in tl.range(program, tl.cdiv(M, ROWS * BLOCK_M), programs, num_stages=2):
+        calls = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         # all loads come before the first store, because the compiler moves no load past a store. Loads of 2 bytes, at
         # odd widths, are not pipelined: with stores between them each load waited for the one before
         dys = ()
-        for word in tl.static_range(WORDS):
-            mask = (rows < M) & (cols + word * 256 < N)
-            ptrs = dy_ptr + rows * stride_dym + cols + word * 256
+        for word in tl.static_range(ROWS * WORDS):
+            rows, cols = _place(calls, group, lanes, word, ROWS, WORDS)
+            ptrs, mask = dy_ptr + rows * stride_dym + cols, (rows < M) & (cols < N)
             dys += (tl.load(ptrs, mask=mask, other=0.0),)  # type: ignore[assignment]  # [BLOCK_M, BLOCK_N]
-        drawn = _draw(seed_ptr, rows * groups + group, lanes)
+        drawn = _draw(seed_ptr, calls * groups + group, lanes)
+        rows, cols = _place(calls, group, lanes, 0, ROWS, WORDS)
         db0 += _dx(dys[0], dx_ptr, drawn, 0, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
-        if WORDS > 1:
+        if ROWS * WORDS > 1:
+            rows, cols = _place(calls, group, lanes, 1, ROWS, WORDS)
             db1 += _dx(dys[1], dx_ptr, drawn, 1, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
-        if WORDS > 2:
+        if ROWS * WORDS > 2:
+            rows, cols = _place(calls, group, lanes, 2, ROWS, WORDS)
             db2 += _dx(dys[2], dx_ptr, drawn, 2, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
-        if WORDS > 3:
+        if ROWS * WORDS > 3:
+            rows, cols = _place(calls, group, lanes, 3, ROWS, WORDS)
             db3 += _dx(dys[3], dx_ptr, drawn, 3, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
     if dbias_partial_ptr is not None:
+        if ROWS == 4:
+            db0 += db1 + db2 + db3
+        elif ROWS == 2:
+            db0 += db2
+            db1 += db3
+        cols = group * 1024 + lanes
         partial_ptr = dbias_partial_ptr + program.to(tl.int64) * N + cols
         _store_sum(partial_ptr, db0, cols < N)
         if WORDS > 1:
@@ -239,7 +266,6 @@ def _store_sum(ptrs, db, mask):
 
 @triton.jit
 def _dx(dy, dx_ptr, drawn, word: tl.constexpr, rows, cols, M, N, threshold, scale):
-    cols = cols + word * 256
     dx = dy.to(tl.float32)
     if drawn is not None:
         dx = tl.where(_keep(drawn, word, threshold), dx * scale, 0.0)
@@ -251,8 +277,9 @@ def _dx(dy, dx_ptr, drawn, word: tl.constexpr, rows, cols, M, N, threshold, scal
 
 class _Plan(NamedTuple):
     groups: int
-    words: int
-    block_m: int
+    rows: int  # of a call's words
+    words: int  # of a row
+    block_m: int  # calls
     block_n: int
     num_warps: int
     parts: int  # programs of a group of columns, in forward
@@ -263,29 +290,30 @@ class _Plan(NamedTuple):
 @tunable("NVIDIA H200, 2026-11-28")
 def _plan(M: int, N: int, drops: bool, target: Target) -> _Plan:
     """drops: p is above 0."""
-    # us, one H200, bf16, 2^26 elements, p = 0 forward, backward, p = 0.1 forward, backward; 256 columns a warp before:
-    #   104 98, 57, 209, 206; 198, 94, 216, 232    128 98, 56, 172, 173; 162, 82, 177, 193    208 98, 60, 200, 212; 198,
-    #   97, 215, 235    1594 -, 64, 149, 151; -, 66, 147, 190    1024 -, 54, -, -; -, 57, -, -    4096 -, 53; -, 59
-    groups, words = cdiv(N, GROUP), min(4, cdiv(N, LANES))
+    # us, one H200, bf16, 2^26 elements, p = 0.1 forward, backward (torch.compile): 96 columns 122, 126 (225, 140); 128
+    # 101, 100 (220, 121); 256 101, 95 (221, 121); 384 117, 117 (225, 127); 1594 149, 151; with 256 columns a warp, not
+    # 1024, 147, 190
+    groups, (rows, words) = cdiv(N, GROUP), _of_a_call(N)
+    calls = cdiv(M, rows)
     block_n = min(LANES, next_power_of_2(N))
     block_m, warps, per_sm = 1, 1, 16
     parts = 1
     if M * N <= _FEW * target.num_sms:
         # nothing hides the time of a load: one vector a thread. us, one H200, in a graph, p = 0, this, four words a
         # program: 65536 elements 0.94, 1.01; 131072 1.02, 1.16; 262144 1.60, 1.20
-        block_m, parts = max(1, 256 // block_n), words
+        block_m, parts = max(1, 256 // block_n), rows * words
         if drops:
             # nor the latency of Philox, 70 dependent instructions a counter. us, with the kernel that draws the seed,
             # p = 0.1, a word on 1 and 4 warps, all words on 8; torch.compile: 2x768 4.05 3.57 3.72; 3.48. 2x14336 4.16
             # 3.74 3.86; 3.69. 64x1024 4.25 3.95 3.95; 3.85. 32x4096 4.37 4.12 3.99; 4.03. 100x159 4.17 3.77 3.76; 3.71
-            parts, warps = (words, 4) if 4 * M * N <= _FEW * target.num_sms else (1, 8)
+            parts, warps = (rows * words, 4) if 4 * M * N <= _FEW * target.num_sms else (1, 8)
     elif words == 1:
-        block_m, per_sm = 1024 // block_n, 32
+        block_m, per_sm = 256 // block_n, 32
     elif N % 8:
         # loads of few bytes: more warps
         block_m, warps, per_sm = 4, 4, 8
-    programs = min(cdiv(M, block_m), cdiv(target.num_sms * per_sm, max(1, groups)))
-    return _Plan(groups, words, block_m, block_n, warps, parts, max(1, programs))
+    programs = min(cdiv(calls, block_m), cdiv(target.num_sms * per_sm, max(1, groups)))
+    return _Plan(groups, rows, words, block_m, block_n, warps, parts, max(1, programs))
 
 
 # rows of which one program sums the bias's gradient: no partial sums, no second launch
@@ -303,7 +331,11 @@ def _plan_bwd(M: int, N: int, drops: bool, target: Target) -> _Plan:
         block_n = min(32, plan.block_n)
         lane_blocks = max(1, cdiv(lanes, block_n))
         return plan._replace(
-            block_m=next_power_of_2(M), block_n=block_n, num_warps=4, programs=1, lane_blocks=lane_blocks
+            block_m=next_power_of_2(cdiv(M, plan.rows)),
+            block_n=block_n,
+            num_warps=4,
+            programs=1,
+            lane_blocks=lane_blocks,
         )
     if M * N <= _FEW * target.num_sms or (M * N > _MOST and N % 8 == 0):
         return plan
@@ -312,8 +344,9 @@ def _plan_bwd(M: int, N: int, drops: bool, target: Target) -> _Plan:
     # 32752x2049 157, 175; 135. 422068x159 274, 308; 146
     block_n = min(64, plan.block_n)
     lane_blocks = cdiv(lanes, block_n)
-    programs = max(1, min(cdiv(M, 4), cdiv(target.num_sms * 16, plan.groups * lane_blocks)))
-    return plan._replace(block_m=4, block_n=block_n, num_warps=1, programs=programs, lane_blocks=lane_blocks)
+    block_m = max(1, 256 // block_n)
+    programs = min(cdiv(cdiv(M, plan.rows), block_m), cdiv(target.num_sms * 16, plan.groups * lane_blocks))
+    return plan._replace(block_m=block_m, block_n=block_n, num_warps=1, programs=programs, lane_blocks=lane_blocks)
 
 
 def _bda_fwd_outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
@@ -332,11 +365,11 @@ def _bda_fwd(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tens
         )
         return y
     plan = _plan(M, N, seed is not None, target)
-    programs = cdiv(M, plan.block_m) * plan.groups * plan.parts
+    programs = cdiv(M, plan.rows * plan.block_m) * plan.groups * plan.parts
     _bias_dropout_add_fwd_kernel[(programs,)](
         rows, bias, residual, seed, y, M, N, plan.groups, rows.stride(0), 0 if residual is None else residual.stride(0),
         threshold(p), 1 / (1 - p),
-        WORDS=plan.words, PARTS=plan.parts, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+        ROWS=plan.rows, WORDS=plan.words, PARTS=plan.parts, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         # behind the kernel that draws a seed, which lets none start, an early start takes 0.2 us longer
         STARTS_EARLY=seed is None and starts_early_if_small(target, programs, M * N), num_warps=plan.num_warps,
     )  # fmt: skip
@@ -373,14 +406,14 @@ def _bda_bwd(
         column_sums(rows, dbias)
         return dx, dbias
     plan = _plan_bwd(M, N, seed is not None, target)
-    programs = plan.programs if need_dbias else cdiv(M, plan.block_m)
+    programs = plan.programs if need_dbias else cdiv(M, plan.rows * plan.block_m)
     sums = PartialSums([dbias if need_dbias else None], programs)
     grid = programs * plan.groups * plan.lane_blocks
     _bias_dropout_add_bwd_kernel[(grid,)](
         rows, seed, dx if need_dx else None, *sums.launches[0],
         M, N, plan.groups, programs, rows.stride(0),
         threshold(p), 1 / (1 - p),
-        WORDS=plan.words, LANE_BLOCKS=plan.lane_blocks, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+        ROWS=plan.rows, WORDS=plan.words, LANE_BLOCKS=plan.lane_blocks, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         STARTS_EARLY=starts_early_if_small(target, grid, M * N), num_warps=plan.num_warps,
     )  # fmt: skip
     sums.add_up()

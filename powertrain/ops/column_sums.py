@@ -109,14 +109,16 @@ def _sum(x: Tensor, out: Tensor, other: Tensor | None = None, other_out: Tensor 
 
 def _tile(M: int, N: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a tile where one program sums all rows."""
-    # us, one H200, bf16, in a graph, tiles of 64 x 32 on 4 warps, 128 x 16 on 4, 256 x 16 on 8, 512 x 8 on 8:
-    #   64 rows, 1024 columns 1.67 1.65 1.77 1.93; 16384 2.63 3.25 4.55 7.18    256, 1024 2.38 1.95 1.90 2.03; 16384
-    #   3.55 4.66 5.54 8.89    1024, 256 5.10 3.39 2.69 2.41; 4096 5.32 4.03 3.97 5.95; 16384 7.46 10.26 12.47 19.21
+    # us, one H200, float32, in a graph, tiles of 128 x 16 on 4 warps, 256 x 8 on 4, 256 x 16 on 8, 512 x 8 on 8:
+    #   98 rows, 85 columns 1.24 1.16 1.22 1.20; 944 1.35 1.34 1.49 1.49; 2048 1.45 1.63 1.67 1.98    264, 176 1.89 1.54
+    #   1.66 1.51; 2048 2.11 1.99 1.95 1.96; 4096 2.30 2.59 2.28 3.33    1056, 360 4.55 2.95 3.22 2.32; 2048 4.64 3.72 3.40
+    #   3.53
+    # bf16, 64 x 32 on 4, 128 x 16: 64 rows, 4096 columns 1.79, 1.94; 1024, 16384 7.5, 10.3
+    if N <= 1024:
+        return (256, 8, 4) if M <= 192 else (512, 8, 8)
     if M <= 64 or N > 8192:
         return 64, 32, 4
-    if M <= 512:
-        return 128, 16, 4
-    return (1024, 8, 16) if N <= 1024 else (256, 16, 8)
+    return (128, 16, 4) if M <= 192 else (256, 16, 8)
 
 
 class _Plan(NamedTuple):

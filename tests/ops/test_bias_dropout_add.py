@@ -54,7 +54,7 @@ def test_philox_known_answers(key: list[int], counter: int, seven: str, ten: str
         assert " ".join(f"{int(word):08x}" for word in drawn) == words
 
 
-# 3: one word of four; 260: two; 1024: a whole group; 2100: three groups, the last ragged; rows: one tile and several
+# 3: four rows a counter; 260: two; 1024: a group; 2100: three groups, the last ragged; rows: one tile and several
 @pytest.mark.parametrize("M, N", [(70, 3), (5, 260), (3, 1024), (5, 2100)])
 @pytest.mark.parametrize("p", [0.0, 0.3, 1 - 2**-30])
 @pytest.mark.parametrize("are_few", [False, True], ids=["many", "few"])
@@ -72,14 +72,17 @@ def test_kernel_and_pytorch_drop_the_same(
         torch.testing.assert_close(bias_dropout_add(ones, None, None, p, seed=_seed(device)), y)
 
 
-def test_share_dropped_and_independence() -> None:
+# 200, 400: four rows and two share a counter
+@pytest.mark.parametrize("M, N", [(256, 1500), (1001, 400), (2003, 200)])
+def test_share_dropped_and_independence(M: int, N: int) -> None:
     for p in (0.1, 0.5, 0.9):
-        keep = dropout_keep(_seed(torch.device("cpu")), (256, 1500), p).double()
+        keep = dropout_keep(_seed(torch.device("cpu")), (M, N), p).double()
         sigma = (p * (1 - p) / keep.numel()) ** 0.5
         assert abs(keep.mean() - (1 - p)) < 4 * sigma
         centred = keep - (1 - p)
         for a, b in (
-            (centred[:, 256:], centred[:, :-256]),
+            (centred[:, N // 4 * 3 :], centred[:, : N - N // 4 * 3]),
+            (centred[:, 256:], centred[:, :-256]) if N > 256 else (centred[4:], centred[:-4]),
             (centred[:, 1:], centred[:, :-1]),
             (centred[1:], centred[:-1]),
         ):

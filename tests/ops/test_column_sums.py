@@ -22,7 +22,8 @@ def _x(M: int, N: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 # few rows are summed by one launch, in tiles by size; more by two. Eights: odd rows, of which the last are alone
 @pytest.mark.parametrize(
-    "M, N", [(1, 3), (7, 40), (200, 16), (600, 5), (600, 1040), (2, 8200), (40, 768), (0, 9), (5, 0)]
+    "M, N",
+    [(1, 3), (7, 40), (200, 16), (600, 5), (600, 1040), (100, 1032), (20, 1032), (2, 8200), (40, 768), (0, 9), (5, 0)],
 )
 @pytest.mark.parametrize("few", [1024, 0], ids=["one", "two"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
