@@ -13,8 +13,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.early_start import starts_early
+from powertrain.ops.norm import layer_norm, rms_norm
+from powertrain.ops.rope import rope
+from powertrain.ops.rope_table import rope_table
 from powertrain.runtime import driver, replay
 from powertrain.runtime.call_recorder import observed_call
 from powertrain.runtime.compile.service import entry_for
@@ -183,6 +188,38 @@ def test_every_warp_waits() -> None:
             assert all(_touched_early(ptx[:at] + "nothing" + ptx[at + 19 :]) for at in waits), spec.describe()
     assert jobs["_hopper_attention_bwd_d192_kernel"] == 5
     assert jobs["_hopper_attention_bwd_kernel"] == 3
+
+
+def _few_rows() -> None:
+    """Forward and backward of the ops whose kernels start early if they are small."""
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+    x, wide, w, wide_w = leaf(40, 256), leaf(300, 512), leaf(256), leaf(512)
+    q, k = leaf(1, 40, 4, 64), leaf(1, 40, 2, 64)
+    outs = [
+        rms_norm(x, w, w, residual=leaf(40, 256))[0], layer_norm(x, w, w), activation(x, "gelu", w),
+        gated_activation(wide, "swiglu", bias=wide_w), bias_dropout_add(wide, wide_w, wide, 0.1),
+        bias_dropout_add(x, w, x, 0.0), *rope(q, k, table=rope_table(64, 40, device="meta")),
+    ]  # fmt: skip
+    torch.autograd.grad(outs, [x, wide, w, wide_w, q, k], [torch.empty_like(out) for out in outs])
+
+
+@native
+def test_small_kernels_wait() -> None:
+    with record("H200") as wanted:
+        _few_rows()
+    early = [spec for spec in wanted.specs if spec.constants.get("STARTS_EARLY")]
+    assert {spec.kernel.name for spec in early} == {
+        "_norm_fwd_kernel", "_norm_bwd_kernel", "_activation_fwd_kernel", "_activation_bwd_kernel", "_rope_kernel",
+        "_bias_dropout_add_fwd_kernel", "_bias_dropout_add_bwd_kernel", "_column_sums_kernel",
+    }  # fmt: skip
+    for spec in early:
+        ptx = zlib.decompress(entry_for(spec)[0].members["ptx"]).decode()
+        assert _TOUCH.search(ptx) and not _touched_early(ptx), spec.describe()
+        # none lets the next one start, and so wait beside it, while it waits itself
+        assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents"), spec.describe()
 
 
 @native
