@@ -146,3 +146,16 @@ def test_the_tables_of_attention_are_what_the_code_says() -> None:
 def test_the_support_matrix_is_current() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "support_matrix.py"))["page"]
     assert (ROOT / "docs" / "support.md").read_text() == page(), "python scripts/support_matrix.py"
+
+
+def test_the_tables_of_speed_are_those_of_the_newest_run() -> None:
+    page = (ROOT / "docs" / "speed.md").read_text()
+    updated = runpy.run_path(str(ROOT / "scripts" / "speed_tables.py"))["updated"]
+    assert updated(page) == page, "python scripts/speed_tables.py"
+
+
+def test_the_page_of_speed_knows_the_benchmarks_opponents() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "speed_tables.py"))
+    benchmarks = runpy.run_path(str(ROOT / "benchmarks" / "all.py"))
+    assert made["PEERS"] == benchmarks["PEERS"]
+    assert set(made["TITLES"]) == set(benchmarks["SECTIONS"])

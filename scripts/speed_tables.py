@@ -1,0 +1,99 @@
+"""`python scripts/speed_tables.py`: write the tables of docs/speed.md, from the newest run of `make bench-all`.
+
+They stand between the lines `<!-- made by scripts/speed_tables.py -->` and `<!-- until here -->`; tests/test_docs.py
+fails where they are not what the run says. Of a case that was measured several times the first is taken.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "speed.md"
+GPU = "h200"
+# as in benchmarks/all.py, which needs torch
+PEERS = ("torch", "liger", "quack", "flash", "cudnn", "cut")
+TITLES = {
+    "attention": "Attention",
+    "head-dims": "Attention of other head dims",
+    "decode": "Decoding and chunked prefill",
+    "ops": "Norms, activations, dropout, losses, optimizer",
+    "few-rows": "Few rows, in CUDA graphs",
+    "host": "Host time of eager calls",
+}
+NAMES = {
+    "flash-attn-3": "FlashAttention-3",
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention-2",
+    "torch": "PyTorch",
+    "liger": "Liger",
+}
+Row = dict[str, Any]
+
+
+class Case(NamedTuple):
+    label: str
+    ours: float  # ms
+    theirs: float
+    other: str
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs / self.ours
+
+
+def _cases(rows: list[Row]) -> Iterator[Case]:
+    by_label: dict[str, dict[str, float]] = {}
+    for row in rows:
+        by_label.setdefault(row["label"], {}).setdefault(row["variant"], row["ms"])
+    for label, times in by_label.items():
+        theirs = {name: ms for name, ms in times.items() if name.startswith(PEERS)}
+        # what a call without options takes; the variants beside it are chosen by an argument
+        ours = [ms for name, ms in times.items() if name not in theirs]
+        if theirs and ours:
+            other = min(theirs, key=lambda name: theirs[name])
+            yield Case(label, ours[0], theirs[other], NAMES.get(other, other))
+
+
+def _time(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms >= 0.1 else f"{ms * 1e3:.3g} us"
+
+
+def _table(cases: list[Case]) -> Iterator[str]:
+    yield "| case | ours | best other | | ratio |"
+    yield "|---|---|---|---|---|"
+    for case in cases:
+        ratio = f"{case.ratio:.2f}" if case.ratio >= 0.995 else f"**{case.ratio:.2f}**"
+        yield f"| {case.label} | {_time(case.ours)} | {_time(case.theirs)} | {case.other} | {ratio} |"
+
+
+def tables() -> str:
+    path = max((ROOT / "benchmarks" / "results").glob(f"*_{GPU}_all.json"))
+    run = json.loads(path.read_text())
+    lines = [
+        f"{run['gpu']}, torch {run['torch']}, triton {run['triton']}, commit {run['commit']}, {path.name[:10]}; every "
+        f"variant in [{path.name}](../benchmarks/results/{path.name}). Not installed: {', '.join(run['left_out'])}."
+    ]
+    for section, title in TITLES.items():
+        cases = list(_cases([row for row in run["rows"] if row["section"] == section]))
+        ratios = [case.ratio for case in cases]
+        slower = sum(ratio < 0.995 for ratio in ratios)
+        summary = (
+            f"{len(cases)} cases, of which ours is slower in {slower}; ratio {min(ratios):.2f} to {max(ratios):.2f}, "
+            f"median {statistics.median(ratios):.2f}."
+        )
+        lines += ["", f"## {title}", "", summary, "", *_table(cases)]
+    return "\n".join(lines) + "\n"
+
+
+def updated(page: str) -> str:
+    """The page with its tables as the newest run has them."""
+    marks = r"(<!-- made by scripts/speed_tables.py -->\n).*?(<!-- until here -->)"
+    return re.sub(marks, lambda found: f"{found[1]}{tables()}{found[2]}", page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))
