@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.column_sums import PartialSums
+from powertrain.ops.column_sums import PartialSums, store_sum
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.flat_elements import (
     BLOCK,
@@ -310,11 +310,9 @@ def _activation_bwd_kernel(
             dbias += dx
             dup_bias += dup
         partial = first.to(tl.int64) * N + cols
-        dbias = tl.sum(dbias, axis=0, keep_dims=True).to(dbias_partial_ptr.dtype.element_ty)
-        tl.store(dbias_partial_ptr + partial, dbias, mask=cols < N)  # [1, BLOCK_N]
+        store_sum(dbias_partial_ptr + partial, dbias, cols < N)
         if dup_bias_partial_ptr is not None:
-            dup_bias = tl.sum(dup_bias, axis=0, keep_dims=True).to(dup_bias_partial_ptr.dtype.element_ty)
-            tl.store(dup_bias_partial_ptr + partial, dup_bias, mask=cols < N)  # [1, BLOCK_N]
+            store_sum(dup_bias_partial_ptr + partial, dup_bias, cols < N)
     else:
         _activation_bwd_tile(
             dy_ptr, x_ptr, up_ptr, bias, up_bias, dx_ptr, dup_ptr, (first * BLOCK_M + lanes).to(tl.int64), cols,

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.column_sums import PartialSums, column_sums
+from powertrain.ops.column_sums import PartialSums, column_sums, store_sum
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.flat_elements import (
     BLOCK,
@@ -231,17 +231,14 @@ def _bias_dropout_add_bwd_kernel(
             ptrs, mask = dy_ptr + rows * stride_dym + cols, (rows < M) & (cols < N)
             dys += (tl.load(ptrs, mask=mask, other=0.0),)  # type: ignore[assignment]  # [BLOCK_M, BLOCK_N]
         drawn = _draw(seed_ptr, calls * groups + group, lanes)
-        rows, cols = _place(calls, group, lanes, 0, ROWS, WORDS)
-        db0 += _dx(dys[0], dx_ptr, drawn, 0, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
+        places = calls, group, lanes
+        db0 += _dx(dys[0], dx_ptr, drawn, 0, places, M, N, threshold, scale, ROWS, WORDS)  # type: ignore[misc]
         if ROWS * WORDS > 1:
-            rows, cols = _place(calls, group, lanes, 1, ROWS, WORDS)
-            db1 += _dx(dys[1], dx_ptr, drawn, 1, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
+            db1 += _dx(dys[1], dx_ptr, drawn, 1, places, M, N, threshold, scale, ROWS, WORDS)  # type: ignore[misc]
         if ROWS * WORDS > 2:
-            rows, cols = _place(calls, group, lanes, 2, ROWS, WORDS)
-            db2 += _dx(dys[2], dx_ptr, drawn, 2, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
+            db2 += _dx(dys[2], dx_ptr, drawn, 2, places, M, N, threshold, scale, ROWS, WORDS)  # type: ignore[misc]
         if ROWS * WORDS > 3:
-            rows, cols = _place(calls, group, lanes, 3, ROWS, WORDS)
-            db3 += _dx(dys[3], dx_ptr, drawn, 3, rows, cols, M, N, threshold, scale)  # type: ignore[misc]
+            db3 += _dx(dys[3], dx_ptr, drawn, 3, places, M, N, threshold, scale, ROWS, WORDS)  # type: ignore[misc]
     if dbias_partial_ptr is not None:
         if ROWS == 4:
             db0 += db1 + db2 + db3
@@ -250,26 +247,24 @@ def _bias_dropout_add_bwd_kernel(
             db1 += db3
         cols = group * 1024 + lanes
         partial_ptr = dbias_partial_ptr + program.to(tl.int64) * N + cols
-        _store_sum(partial_ptr, db0, cols < N)
+        store_sum(partial_ptr, db0, cols < N)
         if WORDS > 1:
-            _store_sum(partial_ptr + 256, db1, cols + 256 < N)
+            store_sum(partial_ptr + 256, db1, cols + 256 < N)
         if WORDS > 2:
-            _store_sum(partial_ptr + 512, db2, cols + 512 < N)
+            store_sum(partial_ptr + 512, db2, cols + 512 < N)
         if WORDS > 3:
-            _store_sum(partial_ptr + 768, db3, cols + 768 < N)
+            store_sum(partial_ptr + 768, db3, cols + 768 < N)
 
 
 @triton.jit
-def _store_sum(ptrs, db, mask):
-    tl.store(ptrs, tl.sum(db, axis=0, keep_dims=True).to(ptrs.dtype.element_ty), mask=mask)  # [1, BLOCK_N]
-
-
-@triton.jit
-def _dx(dy, dx_ptr, drawn, word: tl.constexpr, rows, cols, M, N, threshold, scale):
+def _dx(
+    dy, dx_ptr, drawn, word: tl.constexpr, places, M, N, threshold, scale, ROWS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
     dx = dy.to(tl.float32)
     if drawn is not None:
         dx = tl.where(_keep(drawn, word, threshold), dx * scale, 0.0)
     if dx_ptr is not None:
+        rows, cols = _place(*places, word, ROWS, WORDS)
         # [BLOCK_M, BLOCK_N]
         tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
     return dx

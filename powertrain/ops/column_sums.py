@@ -72,8 +72,13 @@ def _sum_rows(
         rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         ptrs, mask = x_ptr + rows * stride_xm + cols, (rows < M) & (cols < N)
         total += tl.load(ptrs, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    out = tl.sum(total, axis=0, keep_dims=True).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + program.to(tl.int64) * N + cols, out, mask=cols < N)  # [1, BLOCK_N]
+    store_sum(out_ptr + program.to(tl.int64) * N + cols, total, cols < N)
+
+
+@triton.jit
+def store_sum(ptrs, x, mask):
+    """The sum over the rows of a block, where one program or one of `PartialSums` leaves it."""
+    tl.store(ptrs, tl.sum(x, axis=0, keep_dims=True).to(ptrs.dtype.element_ty), mask=mask)  # [1, BLOCK_N]
 
 
 class PartialSums:

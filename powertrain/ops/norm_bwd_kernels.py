@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.column_sums import PartialSums
+from powertrain.ops.column_sums import PartialSums, store_sum
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
@@ -165,14 +165,9 @@ def _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, cols, M, N, stride_dhm):
 def _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N):
     partial = program.to(tl.int64) * N + cols
     if dw_partial_ptr is not None:
-        _store_sum(dw_partial_ptr + partial, dw, cols < N)
+        store_sum(dw_partial_ptr + partial, dw, cols < N)
     if db_partial_ptr is not None:
-        _store_sum(db_partial_ptr + partial, db, cols < N)
-
-
-@triton.jit
-def _store_sum(ptrs, x, mask):
-    tl.store(ptrs, tl.sum(x, axis=0, keep_dims=True).to(ptrs.dtype.element_ty), mask=mask)  # [1, BLOCK_N]
+        store_sum(db_partial_ptr + partial, db, cols < N)
 
 
 @kernel(aligned=("N",), down_to=2)
