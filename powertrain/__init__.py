@@ -50,6 +50,7 @@ _PUBLIC = {
     "disable": "powertrain.runtime.dispatch",
     "Target": "powertrain.runtime.target",
     "record": "powertrain.runtime.recording",
+    "register_ops": "powertrain.ops.registration",
     "trace": "powertrain.runtime.tracing",
 }
 

@@ -18,6 +18,7 @@ are the fewest that pass BigCrush; ten took 5% longer forward and 14% backward a
 Sources: Srivastava et al. 2014; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def bias_dropout_add_ref(
 def dropout_keep(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
     """The elements of `shape` that dropout keeps for this seed, bool: the mask of the kernels, in plain PyTorch."""
     N = shape[-1]
-    M, groups, lanes = torch.Size(shape[:-1]).numel(), -(-N // GROUP), min(N, LANES)
+    M, groups, lanes = math.prod(shape[:-1]), -(-N // GROUP), min(N, LANES)
     rows, words = _of_a_call(N)
     calls = -(-M // rows)
     n = torch.arange(calls * groups, device=seed.device)[:, None] * LANES + torch.arange(lanes, device=seed.device)

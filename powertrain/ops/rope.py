@@ -518,10 +518,10 @@ def _cos_sin(x: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
         position = at.position_ids[0].unsqueeze(-1)
     else:
         position = at.position_ids.movedim(0, -1)[..., at.axes.long()]
-        _check_in_table(position, len(at.cos))
+        _check_in_table(position, at.cos.shape[0])
         pair = torch.arange(at.cos.shape[1], device=x.device)
         return at.cos[position, pair].unsqueeze(-2), at.sin[position, pair].unsqueeze(-2)
-    _check_in_table(position, len(at.cos))
+    _check_in_table(position, at.cos.shape[0])
     return F.embedding(position, at.cos), F.embedding(position, at.sin)
 
 

@@ -218,10 +218,12 @@ def attention_mask(
         allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         use_vmap=use_vmap, **options,
     )  # fmt: skip
-    packed = None if use_vmap else _packed_rows(mask_function)
-    # a function of the caller's, or one about blocks of images, comes with one of these two
-    own = use_vmap or (packed is None and not allow_is_causal_skip)
-    if mask is None or own or isinstance(q_offset, Tensor) or torch.compiler.is_compiling():
+    # a trace can read no values, and Dynamo no closures
+    if mask is None or use_vmap or isinstance(q_offset, Tensor) or torch.compiler.is_compiling():
+        return mask
+    packed = _packed_rows(mask_function)
+    # as use_vmap: a function of the caller's, or one about blocks of images
+    if packed is None and not allow_is_causal_skip:
         return mask
     window = _known(mask_function if packed is None else packed[1], local_size, masking_utils.causal_mask_function)
     ends_meet, starts_meet = q_offset + q_length == kv_offset + kv_length, q_offset == kv_offset == 0

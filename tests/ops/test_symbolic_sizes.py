@@ -1,10 +1,13 @@
-"""torch.compile(dynamic=True) of every op: one graph, whatever the number of rows, sequences or tokens."""
+"""torch.compile(dynamic=True) of every op: one graph, whatever the number of rows, sequences or tokens; torch.export of
+every op with symbolic sizes, where a guard on one is an error."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.export import Dim
 
 from powertrain.ops.attention import attention
 from powertrain.ops.cases import Case, cases
@@ -52,6 +55,44 @@ def test_one_graph(case: Case) -> None:
         compiled(**_tensors(case, 22))
     compiled(**_tensors(case, 30))
     assert len(graphs) == 1
+
+
+class _Exported(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor | None) -> Any:
+        return self.function(*tensors)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.id, marks=() if c.id in _FIRST else pytest.mark.slow) for c in CASES]
+)
+def test_exports(case: Case) -> None:
+    first, second = _tensors(case, 22), _tensors(case, 30)
+    plain = {name: None if x is None else x.detach() for name, x in first.items()}
+    # tensors of other sizes in both are symbolic there
+    dynamic = tuple(
+        None if x is None else {i: Dim.DYNAMIC for i in range(x.dim()) if x.shape[i] != second[name].shape[i]}  # type: ignore[union-attr]
+        for name, x in first.items()
+    )
+    module = _Exported(lambda *tensors: case.run(**dict(zip(first, tensors, strict=True))))
+    exported = torch.export.export(module, tuple(plain.values()), dynamic_shapes=(dynamic,), strict=False)
+    right = case.run(**second)
+    torch.testing.assert_close(exported.module()(*second.values()), right)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"is_causal": True, "window_size": (4, 0)}], ids=str)
+def test_attention_of_any_length_exports(options: dict[str, Any], strict: bool) -> None:
+    q, kv = torch.randn(2, 10, 4, 16), torch.randn(2, 10, 2, 16)
+    module = _Exported(lambda q, k: attention(q, k, k, **options))
+    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=2, max=512)}
+    exported = torch.export.export(module, (q, kv), dynamic_shapes=((sizes, sizes),), strict=strict)
+    for batch, length in ((3, 17), (1, 64), (2, 140)):
+        q, kv = torch.randn(batch, length, 4, 16), torch.randn(batch, length, 2, 16)
+        torch.testing.assert_close(exported.module()(q, kv), attention(q, kv, kv, **options))
 
 
 def test_a_mask_of_constant_sizes_beside_symbolic_ones() -> None:

@@ -215,9 +215,12 @@ def test_gradient_checkpointing() -> None:
     assert torch.equal(plain[0], again[0]) and all(torch.equal(plain[1][k], again[1][k]) for k in plain[1])
 
 
-def test_compiled_model() -> None:
+# without a cache, as in training, transformers looks for packed rows, whose mask is a function of its own
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_compiled_model(use_cache: bool) -> None:
     model, inputs = causal("Llama"), batch("none")
     inputs.pop("attention_mask")
+    model.config.use_cache = use_cache
     pt.patch(model)
     right = run(model, inputs)
     torch._dynamo.reset()

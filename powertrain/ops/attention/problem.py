@@ -76,7 +76,10 @@ class Lengths:
         `longest`, 0 if it is not known; queries and keys are those of all."""
         # positional and in the order of the fields: this runs in every call, and a tuple is hashed faster than a
         # dataclass
-        classes = _classes if not compiling or _are_static(queries, keys, batch, longest or 0) else _symbolic
+        is_symbolic = compiling and not _are_static(queries, keys, batch, longest or 0)
+        if is_symbolic and torch.compiler.is_exporting():
+            return _exported(queries, keys, equal)
+        classes = _symbolic if is_symbolic else _classes
         return (
             *classes(queries, keys, batch, longest),
             queries == keys if equal is None else equal,
@@ -108,6 +111,14 @@ def _symbolic(queries: int, keys: int, batch: int, longest: int | None) -> tuple
     # torch.compile guards each comparison of a symbolic size and compiles once for each outcome: so there are few
     n = 16 if queries <= 16 else 512 if queries <= 1024 else 2048 if queries <= 4096 else 8192
     return n, 4 * n if 4 * queries <= keys else n, _TOKENS // n
+
+
+def _exported(queries: int, keys: int, equal: bool | None) -> _LengthFacts:
+    """torch.export forbids guards on sizes, so of what is not known the answer is the one that excludes more."""
+    if equal is None:
+        equal = torch.fx.experimental.symbolic_shapes.statically_known_true(queries == keys)
+    n = 2048
+    return n, n, _TOKENS // n, equal, True, False, False, True, True
 
 
 def _classes(queries: int, keys: int, batch: int, longest: int | None) -> tuple[int, int, int]:
