@@ -23,6 +23,11 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     (NumPy's and torch's do) and the command would go on, or fail for a module that is there by half."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
+            files = sys.modules.get("powertrain.runtime.atomic_file")
+            for folder in tuple(getattr(files, "unfinished", ())):
+                import shutil  # is there already, where a folder is
+
+                shutil.rmtree(folder, ignore_errors=True)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         frame = frame.f_back

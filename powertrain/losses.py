@@ -21,17 +21,22 @@ from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
 
+@hinted
 def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     """Sums [count]: element i is the sum of the values [...] whose sequence [...] is i. Values of -1 are left out.
 
     Deterministic, also on a GPU: no atomics. Memory: temporarily count times that of values. Raises ValueError if the
     shapes differ.
     """
+    checks.require(count >= 0, "sum_by_sequence", "count", "be at least 0", count)
     checks.shape("sum_by_sequence", "sequence", sequence, values.shape, "shape of values")
+    checks.integers("sum_by_sequence", "sequence", sequence)
+    checks.same_device("sum_by_sequence", "values", values, sequence=sequence)
     member = sequence.flatten() == torch.arange(count, device=sequence.device)[:, None]  # [count, N]
     return torch.where(member, values.flatten(), 0.0).sum(1)
 
 
+@hinted
 def mean_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     """Means [count] of the values of each sequence, as in `sum_by_sequence`; 0 for a sequence without tokens."""
     tokens = sum_by_sequence(torch.ones_like(values), sequence, count)
@@ -43,9 +48,26 @@ def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
     return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
 
 
-def _check_pairs(op: str, chosen: Tensor, beta: float, label_smoothing: float = 0.0, **others: Tensor | None) -> None:
-    for name, tensor in others.items():
-        checks.shape(op, name, tensor, chosen.shape, "shape of the first argument")
+def _check_alike(op: str, **tensors: Tensor | None) -> None:
+    """All are floating-point, as 0 - log_probs of integers would be, and have the first one's shape and device."""
+    _check_floats(op, **tensors)
+    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    first, like = given[0]
+    for name, tensor in given[1:]:
+        checks.shape(op, name, tensor, like.shape, f"shape of {first}")
+        checks.same_device(op, first, like, **{name: tensor})
+
+
+def _check_floats(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        checks.tensor(op, name, tensor)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            checks.fail(op, name, "be floating-point, of 16 bits or more", checks.name(tensor.dtype))
+
+
+def _check_options(op: str, beta: float, label_smoothing: float = 0.0) -> None:
     checks.require(beta > 0, op, "beta", "be above 0", beta)
     checks.require(0 <= label_smoothing < 0.5, op, "label_smoothing", "be in [0, 0.5)", label_smoothing)
 
@@ -71,9 +93,8 @@ def dpo_loss(
     Source: Rafailov et al., arXiv:2305.18290; Mitchell, "A note on DPO with noisy preferences" (2023); Chowdhury et
         al., arXiv:2403.00409. TRL's loss types sigmoid (which takes no smoothing) and robust.
     """
-    _check_pairs(
-        "dpo_loss", chosen, beta, label_smoothing, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
-    )
+    _check_alike("dpo_loss", chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    _check_options("dpo_loss", beta, label_smoothing)
     margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
     if not robust:
         return _preference(margin, label_smoothing)
@@ -90,7 +111,8 @@ def ipo_loss(
     All [C] log-probabilities averaged over a completion's tokens, as TRL's; beta is the paper's tau.
     Source: Azar et al., arXiv:2310.12036, equation 17.
     """
-    _check_pairs("ipo_loss", chosen, beta, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    _check_alike("ipo_loss", chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    _check_options("ipo_loss", beta)
     return ((chosen - ref_chosen) - (rejected - ref_rejected) - 1 / (2 * beta)).square()
 
 
@@ -103,7 +125,8 @@ def simpo_loss(
     chosen, rejected [C]: log-probabilities averaged over a completion's tokens; gamma: the margin to reach.
     Source: Meng et al., arXiv:2405.14734, equation 6.
     """
-    _check_pairs("simpo_loss", chosen, beta, label_smoothing, rejected=rejected)
+    _check_alike("simpo_loss", chosen=chosen, rejected=rejected)
+    _check_options("simpo_loss", beta, label_smoothing)
     return _preference(beta * (chosen - rejected) - gamma, label_smoothing)
 
 
@@ -115,7 +138,8 @@ def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoot
     completions' tokens, times a weight of 1.
     Source: Xu et al., arXiv:2401.08417, equation 5.
     """
-    _check_pairs("cpo_loss", chosen, beta, label_smoothing, rejected=rejected)
+    _check_alike("cpo_loss", chosen=chosen, rejected=rejected)
+    _check_options("cpo_loss", beta, label_smoothing)
     return _preference(beta * (chosen - rejected), label_smoothing)
 
 
@@ -127,7 +151,8 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     paper adds the mean negative log-likelihood of the chosen completions' tokens; beta is its lambda.
     Source: Hong et al., arXiv:2403.07691, equations 4 and 7.
     """
-    _check_pairs("orpo_loss", chosen, beta, rejected=rejected)
+    _check_alike("orpo_loss", chosen=chosen, rejected=rejected)
+    _check_options("orpo_loss", beta)
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     return -beta * F.logsigmoid(log_odds)
 
@@ -157,9 +182,18 @@ def kto_loss(
     desirable       [C] bool: + where a completion is desirable, - where it is not
     kl              [] or [C]: the reference point, of policy from reference; no gradient passes. TRL and NeoX estimate
                     it by max(0, mean(log_probs - ref)) over mismatched or other completions
+    Raises ValueError naming the argument.
     Source: Ethayarajh et al., arXiv:2402.01306, equation 8.
     """
-    _check_pairs("kto_loss", log_probs, beta, ref=ref, desirable=desirable)
+    _check_alike("kto_loss", log_probs=log_probs, ref=ref)
+    _check_floats("kto_loss", kl=kl)
+    _check_options("kto_loss", beta)
+    checks.shape("kto_loss", "desirable", desirable, log_probs.shape, "shape of log_probs")
+    checks.same_device("kto_loss", "log_probs", log_probs, desirable=desirable)
+    if desirable.dtype is not torch.bool:
+        checks.fail("kto_loss", "desirable", "be bool", checks.name(desirable.dtype))
+    if kl.dim() > 0:
+        checks.shape("kto_loss", "kl", kl, log_probs.shape, "one number, or the shape of log_probs")
     gain = beta * (log_probs - ref - kl.detach())
     wanted, unwanted = desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain)
     return torch.where(desirable, wanted, unwanted)
@@ -175,8 +209,7 @@ def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = Non
     Source: Ouyang et al., arXiv:2203.02155, equation 1; margin: Touvron et al., arXiv:2307.09288; center: Eisenstein et
         al., arXiv:2312.09244.
     """
-    checks.shape("reward_loss", "rejected", rejected, chosen.shape, "shape of chosen")
-    checks.shape("reward_loss", "margin", margin, chosen.shape, "shape of chosen")
+    _check_alike("reward_loss", chosen=chosen, rejected=rejected, margin=margin)
     ahead = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(ahead) + center * (chosen + rejected).square()
 
@@ -220,9 +253,15 @@ def policy_loss(
     Sources: Shao et al., arXiv:2402.03300 (GRPO); Zheng et al., arXiv:2507.18071 (GSPO); Yu et al., arXiv:2503.14476
         (DAPO); Schulman, "Approximating KL divergence" (2020).
     """
-    op, count = "policy_loss", advantages.shape[0]
-    for name, tensor in (("old_log_probs", old_log_probs), ("sequence", sequence), ("ref_log_probs", ref_log_probs)):
-        checks.shape(op, name, tensor, log_probs.shape, "shape of log_probs")
+    op = "policy_loss"
+    _check_alike(op, log_probs=log_probs, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
+    checks.shape(op, "sequence", sequence, log_probs.shape, "shape of log_probs")
+    checks.integers(op, "sequence", sequence)
+    _check_floats(op, advantages=advantages)
+    checks.require(advantages.dim() == 1, op, "advantages", "be [C], of completions", list(advantages.shape))
+    checks.same_device(op, "log_probs", log_probs, advantages=advantages, sequence=sequence)
+    count = advantages.shape[0]
+    checks.require(len(clip) == 2, op, "clip", "be (low, high)", clip)
     checks.one_of(op, "ratio", ratio, ("token", "sequence"))
     checks.one_of(op, "average", average, ("sequence", "token"))
     checks.one_of(op, "kl", kl, tuple(_ESTIMATES))
@@ -252,6 +291,9 @@ def distillation_loss(divergence: Tensor, sequence: Tensor, *, divisor: Tensor |
     Raises ValueError if the shapes differ.
     Source: Agarwal et al., arXiv:2306.13649; TRL's GKD, whose beta this is.
     """
+    _check_floats("distillation_loss", divergence=divergence)
     checks.shape("distillation_loss", "sequence", sequence, divergence.shape, "shape of divergence")
+    checks.integers("distillation_loss", "sequence", sequence)
+    checks.same_device("distillation_loss", "divergence", divergence, sequence=sequence)
     kept = sequence >= 0
     return torch.where(kept, divergence, 0.0).sum() / (kept.sum().clamp(min=1) if divisor is None else divisor)

@@ -231,3 +231,27 @@ def test_ctrl_c_during_an_import_ends_the_process(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
         )  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr) == (expected, "", "")
+    half = tmp_path / ".result.partial"
+    (half / "folder").mkdir(parents=True)
+    rest = f"from powertrain.runtime import atomic_file; atomic_file.unfinished.add({str(half)!r})\nimport catches"
+    subprocess.run([sys.executable, "-c", code + rest], cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}:."})
+    assert not half.exists()
+
+
+def test_names_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole text where a file is wanted, a link in a circle, a link to nothing: one line, no traceback."""
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("gone").symlink_to("nowhere.yml")
+    long = "ncclInternalError: " * 300
+    for words in (["diagnose", long], ["lint", long], ["report", long], ["init", f"{long}.yml"], ["verify", long]):
+        said = CliRunner().invoke(app, words)
+        assert (said.exit_code, len(said.stderr.splitlines())) == (2, 1) and "File name too long" in said.stderr
+        assert len(said.stderr) < 200
+    for words in (["lint", "gone"], ["report", "gone"]):
+        said = CliRunner().invoke(app, words)
+        assert (said.exit_code, said.stderr) == (2, "gone: a link to nowhere.yml, which is not there\n")
+    assert CliRunner().invoke(app, ["report", "loop"]).stderr == "loop: a link to loop, which is not there\n"
+    for output in (".", "", "/"):
+        said = CliRunner().invoke(app, ["preprocess", "gone", "--output", output, "--tokenizer", "bytes"])
+        assert said.exit_code == 2 and "must be a prefix of names, such as data/corpus" in said.stderr

@@ -216,6 +216,8 @@ def test_tour(screen: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPat
         (("--layout", "thd", "--bias", "bool"), "packed sequences (thd) take no dense mask"),
         (("--version", "2.3"), "--version and --set are of the library that --as names"),
         (("--as", "transformer-engine", "--version", "new"), "TransformerEngine's version must be numbers with dots"),
+        (("--arch", "H100", "--flash-attn", ""), "--flash-attn must be a version such as 2.8.3, or none, got ''"),
+        (("--arch", "H100", "--flash-attn", "no"), "--flash-attn must be a version such as 2.8.3, or none, got 'no'"),
         (("--arch", "H100", "--cudnn", "x"), "cuDNN's version must be numbers with dots between, got 'x'"),
         (("--layout", "bmghk", "--kv-heads", "3"), "num_heads must be a multiple of num_kv_heads 3, got 16"),
         (("--dropout", "1"), "dropout_p must be a number in [0, 1), got 1.0"),

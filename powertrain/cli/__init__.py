@@ -61,6 +61,8 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 
 # of a write: the disk is full, the quota or the largest file reached, the terminal gone
 _NO_MORE_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# of a name on the command line that is not looked at before
+_NO_FILE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _NO_READER = 141  # as shells tell SIGPIPE; 1 would be a command's verdict, such as "damaged"
 
 
@@ -78,6 +80,10 @@ class _Commands(TyperGroup):
                     sys.stdout.flush()
         except OSError as error:
             _end_without_output(error)
+            if error.errno in _NO_FILE and isinstance(error.filename, str):
+                name = error.filename if len(error.filename) <= 100 else f"{error.filename[:60]}..."
+                typer.echo(f"{name}: {error.strerror}", err=True)
+                raise SystemExit(2) from None
             raise
         except SystemExit as error:
             # typer's and rich's, both with 1

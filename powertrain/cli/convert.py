@@ -1,5 +1,6 @@
 """`powertrain convert`: checkpoints of Powertrain, Hugging Face and GPT-NeoX into each other."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -104,5 +105,7 @@ def _one_line(path: Path) -> Iterator[None]:
 
 
 def _end(words: str, code: int) -> NoReturn:
+    # before the end the result has another name, which no user has seen
+    words = re.sub(r"\.([^/]+)\.\d+\.partial\b", r"\1", words)
     Console(stderr=True, soft_wrap=True).print(words, markup=False, highlight=False)
     raise typer.Exit(code) from None

@@ -1,6 +1,7 @@
 """`powertrain explain`: which backend an attention uses on any GPU and why, and what FP8 does to a run."""
 
 import os
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -190,6 +191,9 @@ def _software(torch_version: str | None, cudnn: str | None, flash_attn: str | No
     if cudnn is not None:
         given = replace(given, cudnn=cudnn_number(cudnn))
     if flash_attn is not None:
+        # a release may end in letters: 2.8.0.post2, 4.0.0b4
+        if flash_attn != "none" and not re.match(r"\d+\.\d", flash_attn):
+            raise ValueError(f"--flash-attn must be a version such as 2.8.3, or none, got {flash_attn!r}")
         packages = () if flash_attn == "none" else ((_package(flash_attn), flash_attn),)
         given = replace(given, packages=packages)
     return given

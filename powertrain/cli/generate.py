@@ -1,6 +1,7 @@
 """`powertrain generate`: text out of a trained model."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +33,7 @@ def generate(
         Path | None, typer.Option(help="answers as JSON lines; default for a file: INPUT.output.jsonl")
     ] = None,
     interactive: Annotated[bool, typer.Option("--interactive", help="prompts from the keyboard, line by line")] = False,
-    num_samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
+    num_samples: Annotated[int, typer.Option(min=1, max=1_000_000, help="answers to each prompt")] = 1,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="default: 128, or as many as the model has positions for", show_default=False),
@@ -159,8 +160,9 @@ class _Writer:
             end_unwritten(f"--output {output}", error)
         finally:
             # not a link or a device
-            if output.is_file() and not output.is_symlink() and not output.stat().st_size:
-                output.unlink()
+            with suppress(OSError):
+                if output.is_file() and not output.is_symlink() and not output.stat().st_size:
+                    output.unlink()
 
     def _entry(self, completion: "Completion") -> dict[str, object]:
         """context, text, length and finished are those of GPT-NeoX's files."""

@@ -1,7 +1,7 @@
 """New tokens from a model, one forward each, over a KV cache."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from powertrain.models.causal_lm import CausalLM
+from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 # float32 has no temperature below, and 0 / 0 would be nan
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -71,8 +73,8 @@ class Sampler:
 def _number(value: Any) -> float:
     """A number of any kind; nan for what is none."""
     try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
@@ -84,6 +86,7 @@ def _integer(value: Any) -> int:
         return -(2**64)
 
 
+@hinted
 @torch.no_grad()
 def stream(
     model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampler: Sampler | None = None
@@ -96,7 +99,8 @@ def stream(
     are nan or infinite, as those of a damaged model are. On a CPU, where nothing waits, each step's are looked at.
     """
     # one implementation with `complete`, which needs the logits too
-    for tokens, _ in _steps(model, prompts, max_new_tokens, sampler or Sampler()):
+    sampler = Sampler() if sampler is None else sampler
+    for tokens, _ in _steps(model, prompts, max_new_tokens, sampler):
         yield tokens
 
 
@@ -105,6 +109,8 @@ def _steps(
     model: CausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens [B], the logits [B, V] that they were drawn from)."""
+    checks.require(isinstance(model, CausalLM), "generate", "model", "be a CausalLM", checks.described(model))
+    checks.require(callable(sampler), "generate", "sampler", "be a Sampler", checks.described(sampler))
     device, prompts = model.embed.weight.device, _checked(prompts, model.config.vocab_size)
     longest = max(map(len, prompts))
     max_new_tokens = _checked_length(longest, max_new_tokens, model.config.max_position_embeddings)
@@ -129,6 +135,8 @@ def _steps(
 
 def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
     """The prompts as lists of integers, those given as tensors or arrays, too."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a sequence of sequences of integers, got {checks.described(prompts)}")
     rows = []
     for n, prompt in enumerate(prompts):
         try:
@@ -165,6 +173,7 @@ def _check_finite(logits: Tensor) -> None:
         raise ValueError(f"the model's logits must be finite, got {float(largest[row])} for prompts[{row}]")
 
 
+@hinted
 def generate(
     model: CausalLM,
     prompts: Sequence[Sequence[int]],
@@ -202,6 +211,7 @@ class Row:
     finished: Literal["eod", "stop", "length"] = "length"
 
 
+@hinted
 def complete(
     model: CausalLM,
     prompts: Sequence[Sequence[int]],
@@ -210,16 +220,24 @@ def complete(
     sampler: Sampler | None = None,
     eod: int | None = None,
     stop_tokens: Sequence[int] = (),
-    stop: Callable[[list[int]], bool] | None = None,
+    stop: Callable[[list[int]], bool] | Sequence[Callable[[list[int]], bool]] | None = None,
 ) -> list[Row]:
-    """What follows each prompt, up to `eod`, one of `stop_tokens`, or where `stop` is true of a row's new tokens.
+    """What follows each prompt, up to `eod`, one of `stop_tokens`, or where `stop` is true of a row's new tokens; a
+    list of as many functions as prompts holds each one's own.
 
     It ends when every row has. Each step waits for the device, which `generate` does every 16 steps. See `stream`.
     """
+    # a token that is no integer would end nothing
+    if any(_integer(token) < -(2**63) for token in stop_tokens):
+        checks.fail("complete", "stop_tokens", "hold integers", checks.described(stop_tokens))
+    sampler = Sampler() if sampler is None else sampler
     prompts = list(prompts)
     rows = [Row() for _ in prompts]
+    stops = [stop] * len(rows) if stop is None or callable(stop) else list(stop)
+    if len(stops) != len(rows):
+        checks.fail("complete", "stop", f"be one function, or {len(rows)}, one for each prompt", len(stops))
     going = set(range(len(rows)))
-    for tokens, logits in _steps(model, prompts, max_new_tokens, sampler or Sampler()):
+    for tokens, logits in _steps(model, prompts, max_new_tokens, sampler):
         # log_softmax of the whole row: the probability under the model, not under the sampler's cut
         logprobs = logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
         for number, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
@@ -233,7 +251,7 @@ def complete(
                 continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if stop is not None and stop(row.tokens):
+            if (ends := stops[number]) is not None and ends(row.tokens):
                 row.finished = "stop"
                 going.discard(number)
         if not going:

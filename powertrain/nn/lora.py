@@ -141,6 +141,7 @@ def lora(
     checks.require(rank > 0, "lora", "rank", "be above 0", rank)
     checks.require(len(targets) > 0, "lora", "targets", "name at least one layer", "none")
     checks.require(0 <= dropout < 1, "lora", "dropout", "be in [0, 1)", dropout)
+    checks.require(abs(alpha) < math.inf, "lora", "alpha", "be finite", alpha)
     if isinstance(targets, str) and targets != "all-linear":
         checks.fail("lora", "targets", 'be a list of names, or "all-linear"', repr(targets))
     # before the model changes: an error leaves it as it was

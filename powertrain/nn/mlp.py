@@ -1,5 +1,7 @@
 """The feed-forward half of a layer, with a gate or without."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -10,6 +12,8 @@ from powertrain.ops.activations import Activation, Gated, activation, gated_acti
 from powertrain.ops.fp8.gated import fp8_gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
 from powertrain.quant.kept import KeepsGates
+from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 # the placeholder in a module that does more when called
 _SEEN_BY = (
@@ -28,10 +32,13 @@ def _is_plain(*layers: nn.Module) -> bool:
 class MLP(nn.Module):
     """down(act(up(x))): [..., hidden_size] -> the same."""
 
+    @hinted
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, kind: Activation = "gelu", bias: bool = True
     ) -> None:
         super().__init__()
+        checks.sizes("MLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
+        checks.one_of("MLP", "kind", kind, get_args(Activation))
         self.kind = kind
         self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
@@ -49,8 +56,11 @@ class GatedMLP(KeepsGates):
     With keeps_fp8 gate(x) and up(x) are rounded to FP8, and kept so for backward: half the bytes.
     """
 
+    @hinted
     def __init__(self, hidden_size: int, intermediate_size: int, *, kind: Gated = "swiglu", bias: bool = False) -> None:
         super().__init__()
+        checks.sizes("GatedMLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
+        checks.one_of("GatedMLP", "kind", kind, get_args(Gated))
         self.kind = kind
         self.gate = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)

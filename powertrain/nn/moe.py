@@ -17,6 +17,7 @@ from powertrain.nn.token_choice import TokenChoiceRouter
 from powertrain.ops.activations import Activation, activation, gated_activation
 from powertrain.ops.moe import (
     Score,
+    check_choice,
     moe_load_balancing_loss,
     moe_permute,
     moe_route,
@@ -29,6 +30,7 @@ from powertrain.quant.grouped import GroupedProducts
 from powertrain.quant.recipe import Block, Row
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import without_autocast
+from powertrain.runtime.positional import hinted
 
 
 class Router(nn.Module):
@@ -40,6 +42,7 @@ class Router(nn.Module):
 
     correction_bias: Tensor
 
+    @hinted
     def __init__(
         self,
         hidden_size: int,
@@ -53,6 +56,8 @@ class Router(nn.Module):
         top_groups: int = 1,
     ) -> None:
         super().__init__()
+        checks.sizes("Router", hidden_size=hidden_size, num_experts=num_experts)
+        check_choice("Router", num_experts, top_k, score, scaling_factor, num_groups, top_groups)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.register_buffer("correction_bias", torch.zeros(num_experts, dtype=torch.float32))
         self.options: dict[str, Any] = {
@@ -87,8 +92,10 @@ class Experts(GroupedProducts):
     overlap: Overlap | None = None
     wire: Row | Block | None = None
 
+    @hinted
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
+        checks.sizes("Experts", hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.expert_weights_per_token = top_k * 3 * intermediate_size * hidden_size

@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from powertrain.nn.tensor_parallel.linear import all_reduce_grad
 from powertrain.ops.norm import layer_norm, rms_norm
+from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 
 class RMSNorm(nn.Module):
@@ -17,8 +19,10 @@ class RMSNorm(nn.Module):
     The weight is multiplied in float32, before the result is rounded (as TransformerEngine, Apex and GPT-NeoX do).
     """
 
+    @hinted
     def __init__(self, hidden_size: int, *, eps: float = 1e-6, bias: bool = False) -> None:
         super().__init__()
+        checks.sizes(type(self).__name__, hidden_size=hidden_size)
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
@@ -30,8 +34,10 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """[..., hidden_size] -> the same; with a residual (norm(x + residual), x + residual), in one kernel."""
 
+    @hinted
     def __init__(self, hidden_size: int, *, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
+        checks.sizes(type(self).__name__, hidden_size=hidden_size)
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None

@@ -31,6 +31,7 @@ from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.tensor_tables import is_dense, upload_stream
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import use_kernel
+from powertrain.runtime.positional import hinted
 
 
 def adamw_ref(
@@ -93,6 +94,7 @@ class AdamW(torch.optim.AdamW):
     Raises ValueError where torch.optim.AdamW does, NotImplementedError for amsgrad and differentiable.
     """
 
+    @hinted
     def __init__(
         self,
         params: ParamsT,

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.tensor_tables import DeviceTable, chunk_of_program, chunk_table, distances_of, is_dense, tensor_at
+from powertrain.runtime import checks
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.positional import hinted
 
 CHUNK = 16384  # elements of one program; each leaves a number for one program to add up
 
@@ -127,6 +129,7 @@ def _scale_tensors_kernel(
 _clip_tables: dict[Any, DeviceTable] = {}
 
 
+@hinted
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -142,6 +145,10 @@ def clip_grad_norm_(
     Other norms than 1, 2 and inf, gradients on several devices, and DTensors go to torch's own.
     Raises RuntimeError for a norm that is not finite if `error_if_nonfinite` (which waits for the GPU).
     """
+    # a tensor on a GPU is not read for a check
+    if not isinstance(max_norm, Tensor):
+        checks.require(max_norm >= 0, "clip_grad_norm_", "max_norm", "be at least 0", max_norm)
+    checks.require(norm_type == norm_type, "clip_grad_norm_", "norm_type", "be a number", norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     if norm_type in (1, 2, math.inf) and not _one_kernel(grads) and _are_of_16_bits(grads):

@@ -14,7 +14,7 @@ Sources: Hu et al., arXiv:2106.09685; Liu et al., arXiv:2402.09353 (DoRA), whose
 """
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -240,6 +240,7 @@ def lora_linear(
     checks.shape(op, "bias", bias, (N,), "first dim of weight")
     checks.shape(op, "magnitude", magnitude, (N,), "first dim of weight")
     checks.shape(op, "x_adapter", x_adapter, x.shape, "shape of x")
+    checks.require(abs(scale) < inf, op, "scale", "be finite", scale)
     for name, tensor in (("weight", weight), ("bias", bias), ("x_adapter", x_adapter)):
         good = tensor is None or tensor.dtype is x.dtype
         checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", tensor if good else tensor.dtype)  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ Sources: Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (groups
 Wang et al., arXiv:2408.15664; balancing loss, Fedus et al., arXiv:2101.03961.
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -213,17 +214,8 @@ def moe_route(
     E = logits.shape[1]
     checks.shape(op, "correction_bias", correction_bias, (E,), "last dim of logits")
     checks.same_device(op, "logits", logits, correction_bias=correction_bias)
-    checks.one_of(op, "score", score, ("softmax", "sigmoid"))
     checks.require(1 <= E <= 4096, op, "logits", "have 1 to 4096 experts", E)
-    divides = num_groups >= 1 and E % num_groups == 0 and (num_groups == 1 or E // num_groups >= 2)
-    # texts are made where they are needed alone: Dynamo cannot format a number that is dynamic
-    if not divides:
-        checks.fail(op, "num_groups", f"divide {E} experts into groups of two or more", num_groups)
-    if not 1 <= top_groups <= num_groups:
-        checks.fail(op, "top_groups", f"be 1 to num_groups={num_groups}", top_groups)
-    within = E // num_groups * top_groups
-    if not 1 <= top_k <= within:
-        checks.fail(op, "top_k", f"be 1 to {within}, the experts of {top_groups} groups", top_k)
+    check_choice(op, E, top_k, score, scaling_factor, num_groups, top_groups)
     if not use_kernel(op, logits):
         with without_autocast(logits.device):
             return moe_route_ref(
@@ -234,6 +226,23 @@ def moe_route(
     options = (score == "sigmoid", normalize, float(scaling_factor), num_groups, top_groups)
     weights, experts = _route_op(logits, bias, top_k, *options)
     return weights, experts
+
+
+def check_choice(
+    op: str, E: int, top_k: int, score: Score, scaling_factor: float, num_groups: int, top_groups: int
+) -> None:
+    """Raise ValueError unless these options of `moe_route` can choose among E experts."""
+    checks.one_of(op, "score", score, ("softmax", "sigmoid"))
+    checks.require(abs(scaling_factor) < math.inf, op, "scaling_factor", "be finite", scaling_factor)
+    divides = num_groups >= 1 and E % num_groups == 0 and (num_groups == 1 or E // num_groups >= 2)
+    # texts are made where they are needed alone: Dynamo cannot format a number that is dynamic
+    if not divides:
+        checks.fail(op, "num_groups", f"divide {E} experts into groups of two or more", num_groups)
+    if not 1 <= top_groups <= num_groups:
+        checks.fail(op, "top_groups", f"be 1 to num_groups={num_groups}", top_groups)
+    within = E // num_groups * top_groups
+    if not 1 <= top_k <= within:
+        checks.fail(op, "top_k", f"be 1 to {within}, the experts of {top_groups} groups", top_k)
 
 
 @falls_back("moe_permute")
@@ -315,6 +324,9 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
     Source: Fedus et al., arXiv:2101.03961, eq. 4, with k > 1 as in Megatron-LM; DeepSeek-V3, arXiv:2412.19437, eq. 17.
     """
     op = "moe_load_balancing_loss"
+    checks.floating(op, logits=logits)
+    checks.integers(op, "experts", experts)
+    checks.same_device(op, "logits", logits, experts=experts)
     checks.one_of(op, "score", score, ("softmax", "sigmoid"))
     checks.shape(op, "experts", experts, (*logits.shape[:-1], *experts.shape[-1:]), "[..., S of logits, k]")
     E = logits.shape[-1]
@@ -338,6 +350,10 @@ def moe_update_bias_(correction_bias: Tensor, tokens_per_expert: Tensor, rate: f
     Raises ValueError naming the argument, the expected value and the given one.
     Source: Wang et al., arXiv:2408.15664, algorithm 1.
     """
-    checks.shape("moe_update_bias_", "tokens_per_expert", tokens_per_expert, correction_bias.shape, "correction_bias")
+    op = "moe_update_bias_"
+    checks.floating(op, correction_bias=correction_bias)
+    checks.shape(op, "tokens_per_expert", tokens_per_expert, correction_bias.shape, "correction_bias")
+    checks.same_device(op, "correction_bias", correction_bias, tokens_per_expert=tokens_per_expert)
+    checks.require(abs(rate) < math.inf, op, "rate", "be finite", rate)
     load = tokens_per_expert.to(correction_bias.dtype)
     return correction_bias.add_(torch.sign(load.mean() - load), alpha=rate)

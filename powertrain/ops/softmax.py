@@ -12,6 +12,7 @@ fit in registers and are read twice, in blocks (forward with a running maximum a
 Sources: the three fused softmaxes of Megatron-LM; running maximum after Milakov and Gimelshein, arXiv:1805.02867.
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -132,6 +133,7 @@ def scaled_softmax(
     checks.floating("scaled_softmax", x=x)
     checks.one_of("scaled_softmax", "fully_masked", fully_masked, ("zero", "uniform"))
     checks.same_device("scaled_softmax", "x", x, mask=mask)
+    checks.require(abs(scale) < math.inf, "scaled_softmax", "scale", "be finite", scale)
     dims = 2 if is_causal or mask is not None else 1
     checks.require(x.dim() >= dims, "scaled_softmax", "x", f"have at least {dims} dims", x.dim())
     mask = None if mask is None else _keywise(mask, x)

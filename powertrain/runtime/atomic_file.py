@@ -4,6 +4,8 @@ import errno
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -11,6 +13,10 @@ from typing import IO
 _STALE = 3600.0
 # no other way of writing would help
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+
+
+# folders that become a result when they are whole; a Ctrl-C that ends the process at once removes them (__main__.py)
+unfinished: set[Path] = set()
 
 
 class AtomicFile:
@@ -22,6 +28,10 @@ class AtomicFile:
 
     def __init__(self, path: Path, mode: int = 0o666, *, nameless: bool = True) -> None:
         self.path = path
+        with _naming(path):
+            self._open(path, mode, nameless)
+
+    def _open(self, path: Path, mode: int, nameless: bool) -> None:
         self._temporary: Path | None = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         try:
             if not nameless:
@@ -38,6 +48,10 @@ class AtomicFile:
 
     def publish(self) -> None:
         """Write to disk, close, and rename the file to its name; an existing file is replaced."""
+        with _naming(self.path):
+            self._publish()
+
+    def _publish(self) -> None:
         assert self._temporary is not None
         self.file.flush()
         # before the rename: after a power failure the name must not point to missing data
@@ -70,6 +84,17 @@ class AtomicFile:
         finally:
             if self._temporary is not None:
                 self._temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors name the file that was to be written, not its temporary name, which no user has seen."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:

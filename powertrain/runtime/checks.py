@@ -49,7 +49,9 @@ def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) ->
 
 
 def described(value: object) -> str:
-    """A value that is no tensor, short enough for an error."""
+    """A value, short enough for an error."""
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else f"a {name(value.dtype)} tensor of shape {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 
@@ -73,6 +75,12 @@ def integers(op: str, argument: str, tensor: Tensor | None) -> None:
     """The tensor, if given, is int32 or int64."""
     if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
         fail(op, argument, "be int32 or int64", name(tensor.dtype))
+
+
+def sizes(op: str, **counts: int) -> None:
+    """Each is at least 0."""
+    for argument, count in counts.items():
+        require(count >= 0, op, argument, "be at least 0", count)
 
 
 def one_of(op: str, argument: str, value: object, choices: tuple[object, ...]) -> None:

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from powertrain.runtime import flops as flop_counting
-from powertrain.runtime import nodes, positional, recording, replay, steering, tracing
+from powertrain.runtime import kinds, nodes, positional, recording, replay, steering, tracing
 from powertrain.runtime import sharding as dtensors
 from powertrain.runtime.compile.rehearsal import rehearsal
 from powertrain.runtime.errors import CompileError
@@ -357,30 +357,29 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
     """
 
     def decorate(function: F) -> F:
+        # `name` may be that of the op behind several functions
+        op = name if function.__name__.startswith("_") else function.__name__
+
         def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
                 return function(*args, **kwargs)
-            except (TypeError, AttributeError):
-                error = positional.better_error(name, function, args, kwargs)
-                if error is None:
-                    raise
-                raise error from None
             except CompileError as error:
                 if settings().on_compile_failure != "reference":
                     raise
                 tracing.warn(f"{name} is computed by plain PyTorch from now on: {error}")
                 disable(name)
                 return function(*args, **kwargs)
-            except RuntimeError as error:
+            except positional.WRONG as raised:
                 # torch.func refuses the autograd.Function of torch.library's ops, and names neither op nor way out
-                if "setup_context" in str(error):
+                if "setup_context" in str(raised):
                     raise NotImplementedError(_NO_FUNC.format(name=name)) from None
-                wrong = positional.no_dense_tensor(name, function, args, kwargs)
-                if wrong is None:
+                better = positional.better_error(op, function, args, kwargs, raised)
+                if better is None:
                     raise
-                raise ValueError(wrong) from None
+                raise better from None
 
         routes = replay.Table(name, replay.route)
+        scalars = kinds.scalars(function)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -390,14 +389,19 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
             if torch.compiler.is_compiling() or replay.modes_active():
                 return whole(args, kwargs)
             signature = replay.signature_of((*args, *kwargs.values()))
+            if signature is not None:
+                key = signature.key, tuple(kwargs), steered_by()
+                route = routes.find(key)
+                if route is not None:
+                    return route.run(signature.tensors)
+            elif not _NUMBERS_OF_NUMPY.isdisjoint(map(type, (*args, *kwargs.values()))):
+                return call(*map(_python_number, args), **{key: _python_number(x) for key, x in kwargs.items()})
+            # not in a function of its own, whose call would cost more than this
+            for option, value in (*zip(scalars, args, strict=False), *kwargs.items()):
+                if (types := scalars.get(option)) is not None and type(value) not in types:
+                    positional.refuse_wrong_kind(op, function, args, kwargs)
             if signature is None:
-                if not _NUMBERS_OF_NUMPY.isdisjoint(map(type, (*args, *kwargs.values()))):
-                    return call(*map(_python_number, args), **{key: _python_number(x) for key, x in kwargs.items()})
                 return whole(args, kwargs)
-            key = signature.key, tuple(kwargs), steered_by()
-            route = routes.find(key)
-            if route is not None:
-                return route.run(signature.tensors)
             return routes.record(key, signature, lambda: whole(args, kwargs))
 
         return call  # type: ignore[return-value]

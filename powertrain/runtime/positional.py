@@ -1,30 +1,44 @@
 """Values that a public function cannot take where they stand: the error names the argument that was meant, or the one
-that must be a tensor."""
+that is of the wrong kind, and what it must be."""
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from powertrain.runtime.checks import described
+from powertrain.runtime import kinds
+from powertrain.runtime.checks import described, name
+from powertrain.runtime.errors import PowertrainError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONAL = (Tensor | None, "Tensor | None")
 
+# what wrong values raise inside of PyTorch and of plain Python
+WRONG = (TypeError, AttributeError, ValueError, IndexError, OverflowError, RuntimeError)
+# errors of these are about the machine
+_NOT_WRONG = (PowertrainError, torch.OutOfMemoryError)
+
 
 def hinted(function: F) -> F:
-    """A public function whose errors for values that do not stand where they should are those of `better_error`."""
+    """The function, or a class's `__init__`, with the errors of `better_error`."""
+    op = function.__qualname__.removesuffix(".__init__")
+    scalars = kinds.scalars(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for option, value in (*zip(scalars, args, strict=False), *kwargs.items()):
+                if (types := scalars.get(option)) is not None and type(value) not in types:
+                    refuse_wrong_kind(op, function, args, kwargs)
         try:
             return function(*args, **kwargs)
         # ValueError too: it would name the argument of a function that this one calls
-        except (TypeError, AttributeError, ValueError):
-            error = better_error(function.__name__, function, args, kwargs)
+        except WRONG as raised:
+            error = better_error(op, function, args, kwargs, raised)
             if error is None:
                 raise
             raise error from None
@@ -33,15 +47,45 @@ def hinted(function: F) -> F:
 
 
 def better_error(
-    op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Exception | None:
-    """For an error of this call: one that names the keyword which was meant, or the argument that
-    must be a tensor; None if it is neither."""
+    """For what this call raised: an error that names the keyword which was meant, or the argument that is of the wrong
+    kind; None if it is neither, or the error names that argument itself."""
+    if isinstance(raised, _NOT_WRONG):
+        return None
     meant = hint(op, function, args)
     if meant is not None:
         return TypeError(meant)
     wrong = no_dense_tensor(op, function, args, kwargs)
-    return None if wrong is None else ValueError(wrong)
+    kind: type[Exception] = ValueError
+    if wrong is None:
+        wrong, kind = wrong_kind(op, function, args, kwargs), TypeError
+    if wrong is None:
+        return None
+    argument = wrong.removeprefix(f"{op}: ").partition(" ")[0]
+    if isinstance(raised, ValueError) and re.search(rf"\b{argument}\b.* must ", str(raised)):
+        return None
+    return kind(wrong)
+
+
+def refuse_wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the call: a string would be true, or a number by float(), without an error."""
+    if (wrong := hint(op, function, args) or wrong_kind(op, function, args, kwargs)) is not None:
+        raise TypeError(wrong) from None
+
+
+def wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Which argument cannot stand for its annotation, and what it must be; None if all can."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
+    for argument, annotation in kinds.annotations(function).items():
+        if argument in given and not kinds.fits(annotation, given[argument]):
+            default = inspect.signature(function).parameters[argument].default
+            if given[argument] is not default:
+                return f"{op}: {argument} must be {kinds.words(annotation)}, got {described(given[argument])}"
+    return None
 
 
 def hint(op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
@@ -51,6 +95,8 @@ def hint(op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str | 
     eps.
     """
     parameters = list(inspect.signature(function).parameters.values())
+    if parameters and parameters[0].name == "self":
+        parameters, args = parameters[1:], args[1:]
     places = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     for index, value in enumerate(args):
@@ -81,6 +127,8 @@ def no_dense_tensor(op: str, function: Callable[..., Any], args: tuple[Any, ...]
         if value.is_nested or value.layout is not torch.strided:
             layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch._").removeprefix("torch.")
             return f"{op}: {argument} must be a dense tensor, got a tensor of layout {layout}"
+        if value.is_quantized:
+            return f"{op}: {argument} must be a tensor that is not quantized, got {name(value.dtype)}"
     return None
 
 

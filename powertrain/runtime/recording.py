@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from powertrain.runtime import steering
+from powertrain.runtime import checks, steering
 from powertrain.runtime.target import Target, pretended
 
 if TYPE_CHECKING:
@@ -88,8 +88,10 @@ def record(target: Target | str | None = None) -> Iterator[Recording]:
 
     `with record("sm_80") as recording:` run a step on meta tensors; `recording.specs` lists its launches on sm_80.
     Launches on real tensors run as usual. Without a target, launches on this machine's GPUs are recorded and do not
-    run. Not re-entrant; a second thread waits.
+    run. Not re-entrant; a second thread waits. Raises ValueError for a target that is none.
     """
+    if target is not None and not isinstance(target, Target | str):
+        checks.fail("record", "target", "be a Target, the name of a GPU or None", checks.described(target))
     with _one_at_a_time:
         if state.recording is not None:
             raise RuntimeError("record: already recording; record() cannot be nested")

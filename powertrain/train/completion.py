@@ -1,7 +1,8 @@
 """Generate text: prompts in batches, strings and tokens that end an answer, log-probabilities."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.generate import Row, Sampler, complete
@@ -30,6 +31,7 @@ class Completer:
     max_new_tokens       None: 128, or as many as the model has positions for behind the longest prompt of a batch
     stops, stop_tokens   an answer ends before the first of these; at the end of a document always
     batch_size           prompts that are continued together, those of similar length
+    Raises ValueError naming the argument.
     """
 
     model: CausalLM
@@ -41,6 +43,11 @@ class Completer:
     batch_size: int = 8
 
     def __post_init__(self) -> None:
+        # the letters of a single text would each end an answer, and an empty one every answer
+        if isinstance(self.stops, str) or not all(isinstance(stop, str) and stop for stop in self.stops):
+            raise ValueError(f"stops must be a list of texts that are not empty, got {self.stops!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         size = self.tokenizer.vocab_size
         # a token that the tokenizer does not have would never end anything
         if wrong := [token for token in self.stop_tokens if not 0 <= token < size]:
@@ -54,8 +61,13 @@ class Completer:
         """
         for start in range(0, len(prompts), self.batch_size):
             batch = prompts[start : start + self.batch_size]
-            for prompt, row in zip(batch, self.rows([self.tokens_of(prompt) for prompt in batch]), strict=True):
-                yield Completion(prompt, self.text_of(row), row)
+            ids = [self.tokens_of(prompt) for prompt in batch]
+            texts = [
+                text_behind(self.tokenizer, each) if prompt else self.tokenizer.decode
+                for prompt, each in zip(batch, ids, strict=True)
+            ]
+            for prompt, row, text in zip(batch, self.rows(ids, texts), texts, strict=True):
+                yield Completion(prompt, cut(text(row.tokens), self.stops), row)
 
     def tokens_of(self, prompt: str) -> list[int]:
         tokens = self.tokenizer.encode(prompt)
@@ -65,12 +77,13 @@ class Completer:
             raise ValueError("prompt must not be empty for a tokenizer with no end-of-document token, got an empty one")
         return [self.tokenizer.eod]
 
-    def rows(self, prompts: Sequence[Sequence[int]]) -> list[Row]:
-        """What follows tokens, all in one batch."""
+    def rows(self, prompts: Sequence[Sequence[int]], texts: "Sequence[Text] | None" = None) -> list[Row]:
+        """What follows tokens, all in one batch. `texts` make text of each one's new tokens; default: they alone do."""
+        texts = [self.tokenizer.decode] * len(prompts) if texts is None else texts
         count = self.count_after(max(map(len, prompts), default=0))
         return complete(
             self.model, prompts, max_new_tokens=count, sampler=self.sampler, eod=self.tokenizer.eod,
-            stop_tokens=self.stop_tokens, stop=self._stops if self.stops else None,
+            stop_tokens=self.stop_tokens, stop=[partial(self._stops, text) for text in texts] if self.stops else None,
         )  # fmt: skip
 
     def count_after(self, longest: int) -> int:
@@ -83,9 +96,26 @@ class Completer:
     def text_of(self, row: Row) -> str:
         return cut(self.tokenizer.decode(row.tokens), self.stops)
 
-    def _stops(self, tokens: list[int]) -> bool:
-        text = self.tokenizer.decode(tokens)
-        return any(stop in text for stop in self.stops)
+    def _stops(self, text: "Text", tokens: list[int]) -> bool:
+        # the first bytes of a character are U+FFFD until the others have come
+        said = text(tokens).rstrip("\ufffd")
+        return any(stop in said for stop in self.stops)
+
+
+Text = Callable[[Sequence[int]], str]
+
+
+def text_behind(tokenizer: Tokenizer, prompt: Sequence[int]) -> Text:
+    """What makes text of tokens that follow a prompt: alone, their first word would lose its space to decoders that
+    begin every text without one (Llama's)."""
+    context, said = prompt, tokenizer.decode(prompt)
+    # the last tokens do, if they begin with a whole character
+    for count in (1, 2, 4, 8, 16):
+        some = tokenizer.decode(prompt[-count:])
+        if some and "\ufffd" not in some:
+            context, said = prompt[-count:], some
+            break
+    return lambda tokens: tokenizer.decode([*context, *tokens])[len(said) :]
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

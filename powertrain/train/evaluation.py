@@ -152,7 +152,8 @@ class Scorer:
         temperature = 0.0 if samples is False else values["temperature"]
         sampler = Sampler(temperature=temperature, top_k=values["top_k"], top_p=values["top_p"])
         until = values["until"]
-        stops = [until] if isinstance(until, str) else list(until or ())
+        # lm_eval passes over empty ones, which would end every answer
+        stops = [text for text in ([until] if isinstance(until, str) else until or ()) if text]
         return Completer(self.model, self.tokenizer, sampler, most, stops, batch_size=self.batch_size)
 
 

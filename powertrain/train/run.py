@@ -22,7 +22,7 @@ from powertrain.train.checkpoint.store import find, read_facts, write_json
 from powertrain.train.config.reader import Run
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.completion_sources import open_completions
-from powertrain.train.data.sources import Data, open_data, open_tokenizer
+from powertrain.train.data.sources import Data, open_data, open_tokenizer, user_cache
 from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
 from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
@@ -82,9 +82,16 @@ def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int, taken: 
     trained = max(train.steps * per_step, taken[1] + max(0, train.steps - taken[0]) * per_step)
     wanted = (trained, *held_out)
     sizes: dict[str, Any] = dict(seq_length=train.seq_length, num_samples=wanted, seed=train.seed, tokenizer=tokenizer)
-    if train.objective == "pretrain":
-        return open_data(config.data, **sizes)
-    return open_completions(config.data, FORMATS[train.objective], **sizes)
+    try:
+        if train.objective == "pretrain":
+            return open_data(config.data, **sizes)
+        return open_completions(config.data, FORMATS[train.objective], **sizes)
+    except OSError as error:
+        # of a full disk it names no file, and nothing but the cache is written here
+        if error.errno is None or error.filename is not None:
+            raise
+        folder = str(config.data.cache_folder or user_cache())
+        raise OSError(error.errno, f"data.cache_folder cannot be written: {error.strerror}", folder) from None
 
 
 def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool = False) -> Trainer:

@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -166,3 +167,71 @@ def test_numbers_of_numpy_are_taken(name: str, args: tuple[Any, ...], options: d
         results.append(function(*args, eps=np.longdouble(options["eps"])))
     for result in results:
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+C = torch.full((4,), -1.0)
+
+
+@pytest.mark.parametrize(
+    "name, args, options, words",
+    [
+        # would be true
+        ("rms_norm", (X, W), {"zero_centered": "false"}, "rms_norm: zero_centered must be True or False, got 'false'"),
+        ("attention", (X[None],) * 3, {"is_causal": []}, r"attention: is_causal must be True or False, got \[\]"),
+        ("moe_route", (X[0],), {"top_k": 2, "normalize": None}, "normalize must be True or False, got None"),
+        # float() would take it
+        ("scaled_softmax", (X,), {"scale": "0.5"}, "scaled_softmax: scale must be a number, got '0.5'"),
+        ("decode_attention", (X[:1, :1, None],) * 3 + (T[:1, 0],), {"scale": b"1"}, "scale must be a number, got b'1'"),
+        # raised somewhere inside
+        ("cross_entropy", (X, T), {"label_smoothing": [0.1]}, r"label_smoothing must be a number, got \[0.1\]"),
+        ("moe_route", (X[0],), {"top_k": np.array([1, 2])}, r"top_k must be an integer, got array\(\[1, 2\]\)"),
+        ("moe_route", (X[0],), {"top_k": 2**70}, f"top_k must be 1 to 8, .* got {2**70}"),
+        ("merge_attentions", (3, 3), {}, "outs must be a sequence of tensors, got 3"),
+        ("attention_backward", (X[None],) * 4 + (X[None] > 0, X), {}, "out must be floating point, got bool"),
+        ("rope", (X[None],), {"table": X}, "rope: table must be one that rope_table made, got a float32 tensor"),
+        ("rope_table", ("8", 16), {}, "rope_table: rotary_dim must be an integer, got '8'"),
+        ("moe_permute", (X[0], T[0, :, None], 2.5), {}, "moe_permute: num_experts must be an integer, got 2.5"),
+        ("moe_update_bias_", (W, W.to("meta")), {}, "tokens_per_expert must be on correction_bias's device cpu, got"),
+        ("moe_update_bias_", (W.long(), W), {}, "correction_bias must be float32, float16 or bfloat16, got int64"),
+        ("explain_attention", (), {"queries": "64"}, "explain_attention: queries must be an integer, got '64'"),
+        ("explain_attention", (), {"num_heads": -2}, "explain_attention: num_heads must be at least 1, got -2"),
+        ("lora", (3,), {}, "lora: model must be a Module, got 3"),
+        ("clip_grad_norm_", ([3], 1.0), {}, r"clip_grad_norm_: parameters must be .*, got \[3\]"),
+        ("clip_grad_norm_", ([W], -1.0), {}, "clip_grad_norm_: max_norm must be at least 0, got -1.0"),
+        ("clip_grad_norm_", ([W], float("nan")), {}, "clip_grad_norm_: max_norm must be at least 0, got nan"),
+        ("clip_grad_norm_", ([W], "1"), {}, "clip_grad_norm_: max_norm must be a number, got '1'"),
+        ("AdamW", ([W],), {"master_weights": "no"}, "AdamW: master_weights must be True or False, got 'no'"),
+        ("AdamW", (3,), {}, "AdamW: params must be .*, got 3"),
+        ("nn.Router", (8, 4, 5), {}, "Router: top_k must be 1 to 4, the experts of 1 groups, got 5"),
+        ("nn.Router", (8, "4", 2), {}, "Router: num_experts must be an integer, got '4'"),
+        ("nn.MLP", (8, 16), {"kind": "gelu2"}, "MLP: kind must be one of 'gelu', .* got 'gelu2'"),
+        ("nn.RMSNorm", (8,), {"eps": "1e-6"}, "RMSNorm: eps must be a number, got '1e-6'"),
+        ("nn.LayerNorm", (-8,), {}, "LayerNorm: hidden_size must be at least 0, got -8"),
+        ("losses.dpo_loss", (C, C.long(), C, C), {}, "dpo_loss: rejected must be floating-point, .* got int64"),
+        ("losses.ipo_loss", (C, C, C.to("meta"), C), {}, "ref_chosen must be on chosen's device cpu, got meta"),
+        ("losses.kto_loss", (C, C, C > 0, C[:2]), {}, "kto_loss: kl must have shape .* got .2."),
+        ("losses.policy_loss", (C, C, C, T[0]), {"clip": 0.2}, "clip must be a tuple of 2 numbers, got 0.2"),
+        ("losses.mean_by_sequence", ([1.0], T[0], 2), {}, r"mean_by_sequence: values must be a tensor, got \[1.0\]"),
+    ],
+)  # fmt: skip
+def test_what_is_of_the_wrong_kind_is_named(
+    name: str, args: tuple[Any, ...], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=words) as caught:
+        operator.attrgetter(name)(powertrain)(*args, **options)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_errors_of_the_machine_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(powertrain.losses, "_check_alike", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        powertrain.losses.reward_loss([1.0], C)  # type: ignore[arg-type]
+
+
+def test_flags_and_numbers_of_other_types_are_taken() -> None:
+    expected = powertrain.scaled_softmax(X, scale=1.0, is_causal=True)
+    for flag in (1, np.bool_(True), torch.tensor(True)):
+        assert torch.equal(powertrain.scaled_softmax(X, scale=Fraction(1), is_causal=flag), expected)  # type: ignore[arg-type]

@@ -47,6 +47,21 @@ def test_an_entry_survives_its_bytes() -> None:
     assert kernel_store.Entry.from_bytes("a" * 64, entry.to_bytes()) == entry
 
 
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path: Path, nameless: bool) -> None:
+    """Not by its temporary name."""
+    (tmp_path / "taken" / "inside").mkdir(parents=True)
+    for path, kind in ((tmp_path / "taken", IsADirectoryError), (tmp_path / "no" / "file", FileNotFoundError)):
+        with pytest.raises(kind) as caught:
+            new = atomic_file.AtomicFile(path, nameless=nameless)
+            try:
+                new.publish()
+            finally:
+                new.discard()
+        assert caught.value.filename == str(path) and ".tmp" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
 def test_a_pack_is_read(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     _use_pack(_pack(tmp_path), monkeypatch)
     assert compile_service.entry_for(spec_of())[1] == "pack"

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import re
 import resource
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +19,7 @@ from powertrain.cli.generate import _write
 from powertrain.models.generate import Sampler, complete, generate
 from powertrain.runtime.console import Console
 from powertrain.train.checkpoint.load import load_model
-from powertrain.train.completion import Completer, cut
+from powertrain.train.completion import Completer, Completion, cut
 from powertrain.train.data.tokenizer import ByteTokenizer
 from tests.train.tiny_run import open_trainer
 
@@ -177,3 +180,87 @@ def test_an_empty_prompt_needs_an_end_of_document() -> None:
     completer = Completer(torch.nn.Identity(), NoEnd(), Sampler(), 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must not be empty for a tokenizer with no end-of-document token"):
         completer.tokens_of("")
+
+
+class _Words:
+    """Pieces as Llama's tokenizer has them: "_" is the space before a word, which a text does not begin with; <E2> is a
+    byte."""
+
+    vocab_size, eod, identity = 300, 0, "words"
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = ["<end>", *pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        data = b"".join(self._bytes(self.pieces[i]) for i in ids)
+        return data.decode(errors="replace").removeprefix(" ")
+
+    @staticmethod
+    def _bytes(piece: str) -> bytes:
+        byte = re.fullmatch("<([0-9A-F]{2})>", piece)
+        return bytes.fromhex(byte[1]) if byte else piece.replace("_", " ").encode()
+
+    def encode(self, text: str) -> list[int]:
+        return [self.pieces.index(f"_{word}") for word in text.split()]
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Completion]]:
+    """The completions of prompts by a model that says given pieces, a row each."""
+
+    def complete_by(prompts: dict[str, list[str]], stops: list[str]) -> list[Completion]:
+        tokenizer = _Words(*{f"_{word}" for p in prompts for word in p.split()}, *chain(*prompts.values()))
+        rows = [[tokenizer.pieces.index(piece) for piece in pieces] for pieces in prompts.values()]
+
+        def steps(*_: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for column in zip(*rows, strict=True):
+                yield torch.tensor(column), torch.zeros(len(rows), len(tokenizer.pieces))
+
+        monkeypatch.setattr("powertrain.models.generate._steps", steps)
+        count = len(rows[0])
+        return list(Completer(mock.Mock(), tokenizer, Sampler(), count, stops)(list(prompts)))  # type: ignore[arg-type]
+
+    return complete_by
+
+
+def test_the_space_before_the_first_word_is_part_of_an_answer(says: Any) -> None:
+    [answer] = says({"one day": ["_two", "x", "_three"]}, [])
+    assert answer.text == " twox three"
+    # also where a text that ends the answer begins with it
+    [answer] = says({"one day": ["_two", "x", "_three"]}, [" two"])
+    assert (answer.text, len(answer.row.tokens), answer.row.finished) == ("", 1, "stop")
+
+
+@pytest.mark.parametrize(
+    "pieces, stops, text, count",
+    [
+        # over the border of two tokens, of three; one that begins another
+        (["_a", "b_c", "d", "e"], ["b c"], " a", 2),
+        (["_a", "b", "c", "d"], ["abcd"], " ", 4),
+        (["_a", "b", "c", "d"], ["abcx", "bc"], " a", 3),
+        (["_a", "b", "c", "d"], ["bc", "b"], " a", 2),
+        (["_a", "bcd", "e", "f"], ["d", "bc"], " a", 2),
+        # longer than the answer
+        (["_a", "b", "c", "d"], [" abcde"], " abcd", 4),
+        # a character in pieces, whole and cut off; the sign for those that are none
+        (["<E2>", "<82>", "<AC>", "d"], ["\u20ac"], "", 3),
+        (["<E2>", "<82>", "<AC>", "d"], ["\ufffd"], "\u20acd", 4),
+        (["<E2>", "<82>", "d", "e"], ["\ufffd"], "", 3),
+        (["b", "<E2>", "<82>", "<AC>"], ["\u20acx"], "b\u20ac", 4),
+    ],
+)  # fmt: skip
+def test_texts_that_end_an_answer(says: Any, pieces: list[str], stops: list[str], text: str, count: int) -> None:
+    # with a row beside it that ends at once, and one that never does
+    beside = {"two": [stops[0].replace(" ", "_"), *"xyz"], "three": list("wwww")}
+    first, second, third = says({"one": pieces, **beside}, stops)
+    assert (first.text, len(first.row.tokens)) == (text, count)
+    assert second.text == "" or stops[0] == "\ufffd"
+    assert (third.text, third.row.finished) == ("wwww", "length")
+
+
+@pytest.mark.parametrize("stops", ["end", ["end", ""], [3]])
+def test_texts_that_would_end_every_answer_are_refused(stops: Any) -> None:
+    with pytest.raises(ValueError, match="stops must be a list of texts that are not empty, got"):
+        Completer(mock.Mock(), ByteTokenizer(), Sampler(), 3, stops)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        Completer(mock.Mock(), ByteTokenizer(), Sampler(), 3, batch_size=0)

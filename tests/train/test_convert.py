@@ -348,7 +348,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(kind: str, tmp_path: Path) -
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.exception
-    assert done.stderr.count("\n") == 1 and re.search("out.* (cannot be|was not) written: ", done.stderr)
+    assert done.stderr.count("\n") == 1 and re.search("/out.* (cannot be|was not) written: ", done.stderr)
+    assert ".partial" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

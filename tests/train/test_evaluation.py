@@ -119,7 +119,7 @@ def test_generate_until() -> None:
     found = scorer.generate_until([
         (contexts[0], {"until": [], "max_gen_toks": 6}),
         (contexts[1], {"until": [stop, "never"], "max_gen_toks": 6, "do_sample": False, "temperature": 1.0}),
-        (contexts[2], {"max_gen_toks": 6, "until": "never"}),
+        (contexts[2], {"max_gen_toks": 6, "until": ["", "never"]}),
     ])  # fmt: skip
     assert found == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
 

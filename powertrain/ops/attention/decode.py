@@ -534,3 +534,6 @@ def _check_vectors(
         expected = (heads,) if alibi_slopes.dim() == 1 else (batch, heads)
         checks.shape(_OP, "alibi_slopes", alibi_slopes, expected, "heads, or batch and heads")
     checks.shape(_OP, "sinks", sinks, (heads,), "heads")
+    for name, vector in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if vector is not None and not vector.is_floating_point():
+            checks.fail(_OP, name, "be floating point", checks.name(vector.dtype))

@@ -207,6 +207,11 @@ def _stand_ins(
     checks.one_of("explain_attention", "layout", layout, LAYOUTS)
     kv_heads = heads if kv_heads is None else kv_heads
     # whose heads share the keys
+    counts = {"head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "num_heads": heads, "num_kv_heads": kv_heads,
+              "batch": batch, "queries": queries, "keys": keys}  # fmt: skip
+    for name, count in counts.items():
+        least = 0 if name in ("batch", "queries", "keys") else 1
+        checks.require(count >= least, "explain_attention", name, f"be at least {least}", count)
     groups = kv_heads if layout == "bmghk" else 1
     if groups < 1 or heads % groups:
         checks.fail("explain_attention", "num_heads", f"be a multiple of num_kv_heads {groups}", heads)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from powertrain.models import huggingface, peft
 from powertrain.models.reward import VALUE, token_rewards
+from powertrain.runtime.atomic_file import unfinished
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.load import Kind, Weights, build_from, open_weights
@@ -107,9 +108,10 @@ def convert(
     written = source.with_vocabulary(vocab_size or source.config.vocab_size)
     # beside the destination, on the same file system, so that the rename at the end is one step
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    unfinished.add(partial)
     partial.mkdir(parents=True)
     try:
-        layout = _Layout(pipe_parallel_size, model_parallel_size, destination.resolve())
+        layout = _Layout(pipe_parallel_size, model_parallel_size, Path(os.path.realpath(destination)))
         _WRITERS[to](partial, written, dtype, tokenizer, layout)
         # adapters compute nothing without the model below them
         compared = _compare(source, open_weights(partial, to), dtype) if check and to != "peft" else None
@@ -121,6 +123,7 @@ def convert(
         os.replace(partial, destination)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        unfinished.discard(partial)
     return Converted(compared, notes)
 
 

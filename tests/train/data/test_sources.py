@@ -1,8 +1,10 @@
 """From configuration to samples."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from powertrain.train.data.packed import SampleSource
 from powertrain.train.data.quickstart import quickstart_files
 from powertrain.train.data.samples import build_order
 from powertrain.train.data.sources import Data, open_data, open_tokenizer
+from powertrain.train.run import open_run_data
+from tests.train.tiny_run import read
 
 
 def data_set(prefix: Path, sizes: list[int], first: int = 0) -> str:
@@ -160,6 +164,15 @@ def test_wrong_configurations(
     Path("half.bin").touch()
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         opened(tmp_path, **config)
+
+
+def test_a_full_disk_below_the_cache_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a write names no file."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("powertrain.train.data.samples.np.save", Mock(side_effect=full))
+    run = read(tmp_path).config
+    with pytest.raises(OSError, match=r"data\.cache_folder cannot be written: No space left on device: '.*/cache'"):
+        open_run_data(run, open_tokenizer(run.data), 1)
 
 
 def test_a_cache_that_cannot_be_made_names_the_key(tmp_path: Path) -> None:
