@@ -1,12 +1,16 @@
-"""Documentation: code blocks run; commands, links and paths exist; tables and API pages are complete."""
+"""Documentation: code blocks run; commands, keys, links and paths exist; tables and API pages are complete."""
 
+import ast
 import importlib
 import pkgutil
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import yaml
 from typer.main import get_command
@@ -14,6 +18,10 @@ from typer.main import get_command
 import powertrain
 import powertrain.parallel
 from powertrain.cli import app
+from powertrain.doctor.checks import CHECKS
+from powertrain.train.config.reader import run_of
+from powertrain.train.config.schema import RunConfig
+from powertrain.train.config.yaml_source import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -27,6 +35,13 @@ FOLDERS = [folder.name for parent in (ROOT, ROOT / "powertrain") for folder in p
 DOCUMENTED_PACKAGES = ("nn", "models", "train", "compat", "testing")
 LIBRARIES = [folder.name for folder in (ROOT / "powertrain" / "compat").iterdir() if folder.is_dir()]
 OPS = [name for name, module in powertrain._PUBLIC.items() if module.startswith("powertrain.ops.")]
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+# what a config needs beside the keys that a page names
+BASE: dict[str, Any] = {
+    "model": {"preset": "pythia-70m", "vocab_size": 512},
+    "data": {"train": "quickstart"},
+    "train": {"steps": 10, "seq_length": 64},
+}
 
 
 def _blocks(page: Path) -> list[str]:
@@ -107,9 +122,8 @@ def test_links_commands_and_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([\w./-]*\w)\)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
     code = "\n".join(map("".join, re.findall(r"```\n(.*?)```|`([^`\n]+)`", text, flags=re.DOTALL)))
-    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"\bpowertrain (\w+)", code)) <= commands
+    assert set(re.findall(r"\bpowertrain (\w+)", code)) <= set(COMMANDS)
     assert set(re.findall(r"\bmake ([\w-]+)", code)) <= targets
     for path in re.findall(
         r"\b(?:tests|docs|scripts|configs|benchmarks|runtime|ops|parallel|nn|models|train|compat|testing|builder|doctor|cli)/[\w/]+\.(?:py|md)\b",
@@ -117,6 +131,91 @@ def test_links_commands_and_files_exist(page: Path) -> None:
     ):
         stands_for_any = path.endswith(("/x.py", "/test_x.py"))
         assert stands_for_any or any((root / path).exists() for root in (ROOT, ROOT / "powertrain")), path
+
+
+def _shell_lines(page: Path) -> Iterator[str]:
+    for block in re.findall(r"^ *```(?:bash)?\n(.*?)^ *```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        yield from (line.strip() for line in block.splitlines())
+
+
+def _parsed(command: str) -> list[str]:
+    """The words of `powertrain ...`, which the command line must take; nothing is run."""
+    _, name, *words = shlex.split(command, comments=True)
+    words = words[: next((n for n, word in enumerate(words) if word in ("<", ">", "|")), len(words))]
+    try:
+        COMMANDS[name].make_context(name, list(words))
+    except click.exceptions.ClickException as error:
+        pytest.fail(f"{command}: {error.format_message()}")
+    return words
+
+
+def _check_key(override: str) -> None:
+    try:
+        run_of(BASE, [override])
+    except ConfigError as error:
+        assert "unknown key" not in str(error), error
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_pages_parse(page: Path) -> None:
+    for line in _shell_lines(page):
+        started = re.match(r"(?:(?:torchrun|srun|mpiexec) .*-m )?(powertrain [a-z].*)", line)
+        for word in _parsed(started[1]) if started else ():
+            # without a dot it is GPT-NeoX's
+            if re.match(rf"(?:{'|'.join(RunConfig.model_fields)})\.[a-z_.]+=", word):
+                _check_key(word)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_of_help_parse(name: str) -> None:
+    text = (COMMANDS[name].help or "").replace("\\\n", " ")
+    examples = re.findall(r"^ *(?:torchrun .*-m )?(powertrain [a-z].*?)(?: {3,}.*)?$", text, flags=re.MULTILINE)
+    assert examples or name in ("demo", "env", "tour")
+    for example in examples:
+        _parsed(example)
+
+
+def test_keys_named_in_pages_are_known() -> None:
+    """`train.steps`, `train.steps=100`, `train.steps: 100`. optimizer.params and optimizer.type are GPT-NeoX's."""
+    others = ("optimizer.params", "optimizer.type", "checkpoint.json", "train.log")
+    sections = "|".join(RunConfig.model_fields)
+    for page in PAGES:
+        for key in re.findall(rf"`((?:{sections})(?:\.[a-z_]+)+)(?:(?:=|: )[^`\n]*)?`", page.read_text()):
+            if not key.startswith(others):
+                _check_key(f"{key}=1")
+
+
+def test_configs_of_pages_are_valid() -> None:
+    def laid(over: Any, under: Any) -> Any:
+        if not isinstance(over, dict) or not isinstance(under, dict) or {"preset", "architecture"} & set(over):
+            return over
+        return under | {key: laid(value, under.get(key)) for key, value in over.items()}
+
+    blocks = [block for page in PAGES for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.S | re.M)]
+    assert blocks
+    for block in blocks:
+        run_of(laid(yaml.safe_load(block), BASE))
+
+
+def test_commands_in_messages_exist() -> None:
+    """Of every text in the package that says `powertrain COMMAND --option`."""
+    checks = {check.name for check in CHECKS}
+    for file in (ROOT / "powertrain").rglob("*.py"):
+        source = file.read_text()
+        nodes = ast.walk(ast.parse(source)) if "powertrain " in source else ()
+        texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+        for text in texts:
+            for name, rest in re.findall(r"(?<![\w./'])powertrain ([a-z][\w-]*)([^;,()`\n（）；，。]*)", text):
+                if (name, rest[:9]) == ("or", " gpt_neox"):  # kinds of configs
+                    continue
+                assert name in COMMANDS, f"{file}: powertrain {name}"
+                options = {option for parameter in COMMANDS[name].params for option in parameter.opts} | {"--help"}
+                assert set(re.findall(r"(?<= )--[a-z][\w-]*", rest.split(" -- ")[0])) <= options, (
+                    f"{file}: {name}{rest}"
+                )
+            for listed in re.findall(r"powertrain doctor((?: --only [\w-]+)+,? ?[\w-]*)", text):
+                names = re.findall(r"--only ([\w-]+)", listed)
+                assert set(names) <= checks and listed.split(", ")[-1] not in checks, f"{file}: doctor{listed}"
 
 
 # a file per command, error, op or module of another library: the folder says enough

@@ -58,9 +58,8 @@ class _Train:
 
     def __init__(self, folder: Path) -> None:
         config = importlib.resources.files("powertrain.train") / "quickstart.yml"
-        where = [f"logging.folder={folder}", f"checkpoint.folder={folder / 'checkpoints'}"]
         # python -m, because the command may not be on PATH in a checkout
-        self.command = [*_POWERTRAIN, "train", str(config), *where]
+        self.command = [*_POWERTRAIN, "train", str(config), f"logging.folder={folder}"]
         self.folder = folder
 
     def until_killed(self) -> int | None:

@@ -30,7 +30,9 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def explain(
     topic: Annotated[str, typer.Argument(help="topic to explain: attention, fp8")],
     files: Annotated[list[str] | None, typer.Argument(help="for fp8: config files and key=value overrides")] = None,
-    arch: Annotated[list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: the devices here")] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: the devices here, for fp8 H100")
+    ] = None,
     head_dim: Annotated[int, typer.Option(help="of query, key and value", min=1, max=_MOST)] = 128,
     head_dim_qk: Annotated[int | None, typer.Option(help="of query and key", min=1, max=_MOST)] = None,
     head_dim_v: Annotated[int | None, typer.Option(help="of value", min=1, max=_MOST)] = None,

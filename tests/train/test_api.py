@@ -57,6 +57,13 @@ def test_quickstart_is_a_config_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_config(["quickstart"]).config.train.steps == 12
 
 
+def test_quickstart_in_another_folder_is_another_run() -> None:
+    """logging.folder alone: a second start tells users that it begins anew."""
+    config = read_config(["quickstart"], ["logging.folder=runs/deeper"]).config
+    assert str(config.checkpoint_folder()) == "runs/deeper/checkpoints"
+    assert str(read_config(["quickstart"]).config.checkpoint_folder()) == "runs/quickstart/checkpoints"
+
+
 def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -46,13 +46,13 @@ CAUSES = (
         "a kernel for {range} was launched from code compiled for {built}: the library chose it for another GPU "
         "than the one it runs on, or was built for the wrong archs",
         "build it for every GPU of this host, TORCH_CUDA_ARCH_LIST=\"7.5 8.6\" pip install --no-build-isolation "
-        "--no-binary xformers --force-reinstall --no-deps xformers (the archs: powertrain doctor --only mixed, code); "
-        "without a build: each GPU model alone with CUDA_VISIBLE_DEVICES, or powertrain.compat.xformers, which "
-        "chooses by the tensors' GPU",
+        "--no-binary xformers --force-reinstall --no-deps xformers "
+        "(the archs: powertrain doctor --only mixed --only code); without a build: each GPU model alone with "
+        "CUDA_VISIBLE_DEVICES, or powertrain.compat.xformers, which chooses by the tensors' GPU",
         "为 {range} 选择的核函数运行了为 {built} 编译的代码：库按另一块 GPU 做了选择，或编译的架构不对",
         "为本机所有 GPU 重新编译：TORCH_CUDA_ARCH_LIST=\"7.5 8.6\" pip install --no-build-isolation --no-binary "
-        "xformers --force-reinstall --no-deps xformers（架构见 powertrain doctor --only mixed, code）；不编译：用 "
-        "CUDA_VISIBLE_DEVICES 分开运行不同型号，或使用 powertrain.compat.xformers",
+        "xformers --force-reinstall --no-deps xformers（架构见 powertrain doctor --only mixed --only code）；不编译："
+        "用 CUDA_VISIBLE_DEVICES 分开运行不同型号，或使用 powertrain.compat.xformers",
         "https://github.com/dmMaze/BallonsTranslator/issues/1148",
     ),
     Cause(
@@ -119,7 +119,7 @@ CAUSES = (
         r"cuDNN Error: |\[cudnn_frontend\] Error|No valid (?:execution plans|engine configs)|"
         r"CUDNN_STATUS_(?:EXECUTION_FAILED|NOT_SUPPORTED|INTERNAL_ERROR|MAPPING_ERROR)",
         "cuDNN refuses or fails on this call; often another cuDNN is loaded than TransformerEngine was built with",
-        "powertrain doctor --only twice, versions; NVTE_FUSED_ATTN=0 takes another backend meanwhile",
+        "powertrain doctor --only twice --only versions; NVTE_FUSED_ATTN=0 takes another backend meanwhile",
         "cuDNN 拒绝或执行失败；常因加载的 cuDNN 与 TransformerEngine 编译时的不同",
         "powertrain doctor --only twice；暂时用 NVTE_FUSED_ATTN=0 换一个后端",
         _TE + "1407",
@@ -473,7 +473,8 @@ CAUSES = (
         r"CUDNN_STATUS_NOT_INITIALIZED|unable to find an engine to execute this computation|"
         r"Unable to find a valid cuDNN algorithm",
         "cuDNN could not start or found no way: the GPU's memory is full, or another cuDNN or driver does not suit",
-        "nvidia-smi for free memory; a smaller batch; unset LD_LIBRARY_PATH; powertrain doctor --only twice, driver",
+        "nvidia-smi for free memory; a smaller batch; unset LD_LIBRARY_PATH; "
+        "powertrain doctor --only twice --only driver",
         "cuDNN 无法启动或找不到算法：显存已满，或 cuDNN、驱动不匹配",
         "用 nvidia-smi 查看空闲显存；减小 batch；unset LD_LIBRARY_PATH；powertrain doctor --only twice",
         "https://github.com/HobbitLong/SupContrast/issues/70",

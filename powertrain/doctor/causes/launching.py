@@ -160,8 +160,8 @@ CAUSES = (
         r"DataLoader worker \(pid\(?s?\)?:? [\d, ]+\)",
         "a worker of the DataLoader ended; its own reason (memory, /dev/shm, an error in the data set) is not on "
         "this line",
-        "num_workers=0 shows the error itself; free memory and /dev/shm: powertrain doctor --only shared-memory, "
-        "container",
+        "num_workers=0 shows the error itself; free memory and /dev/shm: powertrain doctor --only shared-memory "
+        "--only container",
         "DataLoader 的某个 worker 退出；该行没有其原因（内存、/dev/shm、数据集错误）",
         "num_workers=0 可显示错误本身；检查内存与 /dev/shm：powertrain doctor --only shared-memory",
         "https://docs.pytorch.org/docs/stable/data.html",

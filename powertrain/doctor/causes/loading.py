@@ -159,7 +159,7 @@ CAUSES = (
         r"undefined symbol: (?P<symbol>nccl\w+)",
         "an older NCCL than torch was built with is loaded first: it has no {symbol}",
         "unset LD_LIBRARY_PATH; pip install --force-reinstall nvidia-nccl-cu12 at the version that torch requires "
-        "(powertrain doctor --only twice, versions)",
+        "(powertrain doctor --only twice --only versions)",
         "先加载了比 torch 所需更旧的 NCCL：其中没有 {symbol}",
         "unset LD_LIBRARY_PATH；将 nvidia-nccl-cu12 重装为 torch 要求的版本（powertrain doctor --only twice）",
         "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",

@@ -70,10 +70,11 @@ CAUSES = (
         r"Invalid prefix.{0,40}data-path|One or both of the \.idx and \.bin files cannot be found",
         "a prepared data set is not there under this prefix, is cut short, or of another kind: data_path is the path "
         "without .bin and .idx, and both files must be readable on every node",
-        "ls <prefix>.bin <prefix>.idx on each node; prepare it (preprocess_data.py --append-eod, powertrain prepare); "
-        "the index cache must be written by rank 0 before the others read it (a shared file system)",
+        "ls <prefix>.bin <prefix>.idx on each node; prepare it (preprocess_data.py --append-eod, "
+        "powertrain preprocess); the index cache must be written by rank 0 before the others read it "
+        "(a shared file system)",
         "该前缀下没有预处理好的数据：data_path 不含 .bin/.idx 后缀，且各节点都要可读",
-        "在每个节点 ls <前缀>.bin <前缀>.idx；用 preprocess_data.py（powertrain prepare）预处理；"
+        "在每个节点 ls <前缀>.bin <前缀>.idx；用 preprocess_data.py（powertrain preprocess）预处理；"
         "索引缓存须在共享文件系统",
         "https://github.com/EleutherAI/gpt-neox/issues/1117",
         confidence="likely",

@@ -374,7 +374,7 @@ CAUSES = (
         "bus-error",
         r"(?:exitcode\s{0,9}:?|return code =) ?-7\b|Signal 7 \(SIGBUS\)|Bus error \(core dumped\)",
         "SIGBUS: /dev/shm is full or too small, or a mapped file was cut short",
-        "docker run --shm-size=16g (or --ipc=host); powertrain doctor --only shared-memory, disk",
+        "docker run --shm-size=16g (or --ipc=host); powertrain doctor --only shared-memory --only disk",
         "SIGBUS：/dev/shm 已满或太小，或映射的文件被截短",
         "docker run --shm-size=16g（或 --ipc=host）；powertrain doctor --only shared-memory",
         _TORCH + "5040",
@@ -464,7 +464,7 @@ CAUSES = (
         r"Segmentation fault|Signal 11 \(SIGSEGV\)|exitcode\s{0,9}:? ?-11\b|return code = -11\b|SIGSEGV\b",
         "a compiled library crashed: two versions of one library, or an extension that does not fit the torch, are "
         "the most frequent",
-        "python -X faulthandler <the same program> names the call; powertrain doctor --only symbols, twice",
+        "python -X faulthandler <the same program> names the call; powertrain doctor --only symbols --only twice",
         "某个编译的库崩溃：最常见的是同一库有两个版本，或扩展与 torch 不匹配",
         "python -X faulthandler <原程序> 显示调用位置；powertrain doctor --only symbols",
         "https://github.com/NVIDIA/Megatron-LM/issues/1880",

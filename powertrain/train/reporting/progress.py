@@ -211,7 +211,8 @@ def closing(about: About, *, report: bool) -> list[str]:
     if about.resumed_at >= about.steps:
         lines.append(
             f"nothing was left to do: the checkpoint is of step {about.resumed_at}, and train.steps is "
-            f"{about.steps}; more steps go on from there, another checkpoint.folder or logging.folder begins anew"
+            f"{about.steps}; more steps go on from there, another checkpoint.folder begins anew (another "
+            "logging.folder, where that is not set)"
         )
     if not about.checkpoints or find(Path(about.checkpoints)) is None:
         return lines
