@@ -100,7 +100,7 @@ def test_what_it_refuses(words: list[str], said: str, tmp_path: Path, monkeypatc
 
 WITHOUT_TORCH = [
     "--version", "--help", "train --help", "init new.yml", "target", "target H100", "env", "build --help",
-    "diagnose --help", "train run.ylm", "train run.ylm train.steps=1", "lint run.ylm", "report nothing",
+    "diagnose --help", "train run.ylm", "train run.ylm train.steps=1", "lint run.ylm", "train quikstart", "report nothing",
     "generate nothing --prompt x", "convert nothing out --to hf", "kernels --pack nothing", "verify nothing",
     "preprocess nothing --output o --tokenizer bytes",
 ]  # fmt: skip
@@ -147,13 +147,15 @@ def test_starts_without_torch(line: str, ended: dict[str, tuple[int, str, str]])
     """torch alone takes seconds. Without it the slowest of these takes a quarter of a second of a quiet core."""
     code, stdout, stderr = ended[line]
     assert "Traceback" not in stderr and "AssertionError" not in stderr, stderr
-    if "nothing" in line or "ylm" in line:
+    if "nothing" in line or "ylm" in line or "quik" in line:
         assert code in (1, 2)
         assert len((stdout + stderr).splitlines()) == 1
     else:
         assert code == 0, stderr
     if "ylm" in line:
         assert "did you mean run.yml?" in stderr
+    if "quik" in line:
+        assert "did you mean quickstart?" in stderr
 
 
 def test_version() -> None:

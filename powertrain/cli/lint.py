@@ -58,7 +58,7 @@ def lint(
 
 def read_run(words: list[str], *, world_size: int | None, strict: bool = False, format: str | None = None) -> "Run":
     """The run of a command line's files and key=value words; its errors are printed, and the command exits with 2."""
-    must_exist(missing_files(words))
+    must_exist(missing_files(words), words=CONFIG_WORDS)
     overrides = _overrides(words)
     files = [word for word in words if word not in overrides]
     from powertrain.train.config.reader import read_config
@@ -75,10 +75,14 @@ def _end_with(words: object) -> NoReturn:
     raise typer.Exit(2) from None
 
 
+# in place of a file
+CONFIG_WORDS = ("quickstart",)
+
+
 def missing_files(words: list[str]) -> list[str]:
     """Words of a command line that are neither an override nor a config that is there."""
     # "small" stands for small.yml, as in GPT-NeoX's own command line
-    known = {"quickstart", *_overrides(words)}
+    known = {*CONFIG_WORDS, *_overrides(words)}
     return [word for word in words if word not in known and not Path(f"{word}.yml").exists()]
 
 

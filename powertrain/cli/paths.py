@@ -14,16 +14,18 @@ import typer
 from powertrain.runtime.console import Console
 
 
-def must_exist(paths: Sequence[str | Path], code: int = 2) -> None:
-    """End the command with `code` where a path is not there; one line a path, with the nearest name beside it."""
+def must_exist(paths: Sequence[str | Path], code: int = 2, words: Sequence[str] = ()) -> None:
+    """End the command with `code` where a path is not there; one line a path, with the nearest name beside it, or the
+    nearest of `words` that the command takes in place of a path."""
     missing = [Path(path) for path in paths if not Path(path).exists()]
     for path in missing:
         if path.is_symlink():
             said = f"{path}: a link to {os.readlink(path)}, which is not there"
             Console(stderr=True, soft_wrap=True).print(said, markup=False, highlight=False)
             continue
-        near = difflib.get_close_matches(path.name, _names_beside(path), 1)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        near = difflib.get_close_matches(path.name, [*_names_beside(path), *words], 1)
+        meant = near and (near[0] if near[0] in words else path.with_name(near[0]))
+        hint = f"; did you mean {meant}?" if near else ""
         Console(stderr=True, soft_wrap=True).print(
             f"{path}: no such file or folder{hint}", markup=False, highlight=False
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powertrain.cli.lint import missing_files, read_run
+from powertrain.cli.lint import CONFIG_WORDS, missing_files, read_run
 from powertrain.cli.paths import must_exist
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def train(
     powertrain train configs/neox/125M.yml configs/neox/local_setup.yml train_iters=100
     torchrun --nproc-per-node 8 -m powertrain train run.yml parallel.shard=8
     """
-    must_exist(missing_files(files))
+    must_exist(missing_files(files), words=CONFIG_WORDS)
     from powertrain.train import mesh_shape, ranks
     from powertrain.train.reporting.screen import screen
 

@@ -1,5 +1,6 @@
 """`powertrain.patch(model)`: a model written elsewhere, on our ops, in one line."""
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -170,6 +171,7 @@ def _calls_registry(module: nn.Module) -> bool:
 
 def _switch_attention(model: Any) -> None:
     attention.register()
+    _own_configs(model)
     # parts of a model (vision, text) may have configs, and implementations, of their own
     former = [(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(attention.NAME)
@@ -177,6 +179,20 @@ def _switch_attention(model: Any) -> None:
     _inner(model).__dict__.setdefault(_FORMER, []).extend(
         (config, name) for config, name in former if config._attn_implementation == attention.NAME != name
     )
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Copies in place of the configs: another model that was made from the same object keeps its attention."""
+    copies = {id(config): (config, copy.copy(config)) for config in _configs(model)}
+    for _, config in copies.values():
+        _exchange(config, copies)
+    for module in model.modules():
+        _exchange(module, copies)
+
+
+def _exchange(holder: Any, copies: dict[int, tuple[Any, Any]]) -> None:
+    values = vars(holder)
+    values.update({name: copies[id(value)][1] for name, value in values.items() if id(value) in copies})
 
 
 def _restore_attention(model: nn.Module) -> None:

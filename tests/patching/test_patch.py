@@ -215,6 +215,21 @@ def test_gradient_checkpointing() -> None:
     assert torch.equal(plain[0], again[0]) and all(torch.equal(plain[1][k], again[1][k]) for k in plain[1])
 
 
+def test_models_that_share_a_config_are_patched_apart() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    first, second = (transformers.LlamaForCausalLM(config) for _ in range(2))
+    assert first.config is second.config
+    pt.patch(first)
+    assert first.config._attn_implementation == "powertrain" and second.config._attn_implementation == "sdpa"
+    # every part of the model has the same one
+    assert {id(m.config) for m in first.modules() if hasattr(m, "config")} == {id(first.config)}
+    assert "attention" in [part.kind for part in pt.patch(second).replaced]
+    pt.unpatch(first)
+    assert first.config._attn_implementation == "sdpa" and second.config._attn_implementation == "powertrain"
+
+
 # without a cache, as in training, transformers looks for packed rows, whose mask is a function of its own
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_compiled_model(use_cache: bool) -> None:

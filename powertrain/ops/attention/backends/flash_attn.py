@@ -142,7 +142,7 @@ class FlashAttention4:
         self._warm: set[Any] = set()
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        yield from _not_installed("flash-attn-4", "pip install powertrain[flash]")
+        yield from _not_installed("flash-attn-4", "pip install 'powertrain[flash]'")
         yield from self.limits.why_not(problem)
         yield from known_bad(FLASH4_BAD, problem)
 
