@@ -101,7 +101,8 @@ def test_what_it_refuses(words: list[str], said: str, tmp_path: Path, monkeypatc
 WITHOUT_TORCH = [
     "--version", "--help", "train --help", "init new.yml", "target", "target H100", "env", "build --help",
     "diagnose --help", "train run.ylm", "train run.ylm train.steps=1", "lint run.ylm", "report nothing",
-    "train quikstart", "generate nothing --prompt x", "convert nothing out --to hf", "kernels --pack nothing", "verify nothing",
+    "train quikstart", "generate nothing --prompt x", "convert nothing out --to hf", "kernels --pack nothing",
+    "verify nothing",
     "preprocess nothing --output o --tokenizer bytes",
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from powertrain.runtime.target import Target
 from powertrain.train.config.reader import read_config
 from powertrain.train.lint import lint, memory_of, rehearse
 from powertrain.train.mesh_shape import fewest_ranks
+from powertrain.train.optim import DTYPES
 
 ROOT = Path(__file__).parents[1]
 OURS = str(ROOT / "tests/train/fixtures/ours.yml")
@@ -116,6 +117,15 @@ def test_tensor_ranks_share_the_activations() -> None:
     config = read_config([OURS], ["parallel.tensor=2"], world_size=2).config
     one, two = lint(read_config([OURS], []).config, []).memory, lint(config, [], world_size=2).memory
     assert one.activations and two.activations == {mode: size // 2 for mode, size in one.activations.items()}
+
+
+def test_context_ranks_share_the_activations() -> None:
+    config = read_config([OURS], ["parallel.context=2"], world_size=2).config
+    one, two = lint(read_config([OURS], []).config, []).memory, lint(config, [], world_size=2).memory
+    more = {two.activations[mode] - size // 2 for mode, size in one.activations.items()}
+    model, tokens = config.model, config.train.micro_batch_size * config.train.seq_length
+    # keys and values, each of half of the heads, with gradients
+    assert more == {tokens * model.hidden_size * (DTYPES[config.train.precision].itemsize + 4)}
 
 
 @pytest.mark.parametrize(

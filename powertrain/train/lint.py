@@ -58,6 +58,7 @@ class Memory:
     """An estimate of one GPU's memory in bytes, by purpose; `activations` by checkpointing mode.
 
     Of `parallel.tensor` ranks each has its share of all of them: of heads, MLP columns and, between those, of tokens.
+    Of `parallel.context` ranks each has its share of the activations, and one layer's keys and values of all.
     """
 
     weights: int
@@ -113,8 +114,9 @@ def lint(config: RunConfig, targets: list[Target], *, world_size: int = 1) -> Re
     model = build(config.model)
     add_trained_parts(model, config)
     activations = _activations(config, model)
-    tensor = config.parallel.tensor
-    memory = _memory(config, model, {mode: size // tensor for mode, size in activations.items()}, world_size)
+    share, gathered = config.parallel.tensor * config.parallel.context, _gathered_keys(config, model)
+    shares = {mode: size // share + gathered for mode, size in activations.items()}
+    memory = _memory(config, model, shares, world_size)
     findings = tuple(_finding(config, model, target, memory, world_size) for target in targets)
     return Report(tuple(_groups(model)), memory, findings)
 
@@ -247,6 +249,20 @@ def _activations(config: RunConfig, model: nn.Module) -> dict[str, int]:
     }
 
 
+def _gathered_keys(config: RunConfig, model: nn.Module) -> int:
+    """Bytes of the keys and values of all context ranks, with gradients in float32, while one attention needs them."""
+    module = _first_attention(model)
+    if config.parallel.context == 1 or module is None:
+        return 0
+    heads = getattr(module, "num_kv_heads", module.num_heads) // config.parallel.tensor
+    tokens = config.train.micro_batch_size * config.train.seq_length
+    return tokens * heads * sum(module.head_dims) * (DTYPES[config.train.precision].itemsize + 4)
+
+
+def _first_attention(model: nn.Module) -> Any:
+    return next((module for module in model.modules() if hasattr(module, "head_dims")), None)
+
+
 @dataclass(frozen=True)
 class _Saved:
     everything: int
@@ -355,7 +371,7 @@ def _kinds_of_layers(model: Any) -> int:
 
 def explain_run_attention(config: RunConfig, model: nn.Module, arch: str) -> Explanation | None:
     """Backend of the first attention, on a GPU by its name or arch, or on the "cpu"; None: there is no attention."""
-    module: Any = next((m for m in model.modules() if hasattr(m, "head_dims")), None)
+    module = _first_attention(model)
     if module is None:
         return None
     (head_dim_qk, head_dim_v), tensor = module.head_dims, config.parallel.tensor
