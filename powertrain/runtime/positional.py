@@ -12,15 +12,14 @@ from torch import Tensor
 
 from powertrain.runtime import kinds
 from powertrain.runtime.checks import described, name
-from powertrain.runtime.errors import PowertrainError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONAL = (Tensor | None, "Tensor | None")
 
 # what wrong values raise inside of PyTorch and of plain Python
 WRONG = (TypeError, AttributeError, ValueError, IndexError, OverflowError, RuntimeError)
-# errors of these are about the machine
-_NOT_WRONG = (PowertrainError, torch.OutOfMemoryError)
+# other RuntimeErrors are about the machine, other ranks or libraries: they have classes of their own
+_OF_VALUES = (RuntimeError, NotImplementedError)
 
 
 def hinted(function: F) -> F:
@@ -50,8 +49,8 @@ def better_error(
     op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Exception | None:
     """For what this call raised: an error that names the keyword which was meant, or the argument that is of the wrong
-    kind; None if it is neither, or the error names that argument itself."""
-    if isinstance(raised, _NOT_WRONG):
+    kind; None if it is neither, or the error says already what must be."""
+    if isinstance(raised, RuntimeError) and type(raised) not in _OF_VALUES:
         return None
     meant = hint(op, function, args)
     if meant is not None:
@@ -62,9 +61,11 @@ def better_error(
         wrong, kind = wrong_kind(op, function, args, kwargs), TypeError
     if wrong is None:
         return None
-    argument = wrong.removeprefix(f"{op}: ").partition(" ")[0]
-    if isinstance(raised, ValueError) and re.search(rf"\b{argument}\b.* must ", str(raised)):
-        return None
+    if isinstance(raised, ValueError) and " must " in str(raised):
+        # of a tensor that is none a function that this one calls may have said it, by its own name
+        argument = wrong.removeprefix(f"{op}: ").partition(" ")[0]
+        if kind is TypeError or re.search(rf"\b{argument}\b.* must ", str(raised)):
+            return None
     return kind(wrong)
 
 
