@@ -67,7 +67,9 @@ class _Exported(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.id, marks=() if c.id in _FIRST else pytest.mark.slow) for c in CASES]
+    "case",
+    # a guard is in the code that both runs share: the interpreter's traces of kernels take twice as long
+    [pytest.param(c, id=c.id, marks=pytest.mark.slow if INTERPRET or c.id not in _FIRST else ()) for c in CASES],
 )
 def test_exports(case: Case) -> None:
     first, second = _tensors(case, 22), _tensors(case, 30)
@@ -83,14 +85,16 @@ def test_exports(case: Case) -> None:
     torch.testing.assert_close(exported.module()(*second.values()), right)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"is_causal": True, "window_size": (4, 0)}], ids=str)
+@pytest.mark.parametrize(
+    "options, strict",
+    [({"is_causal": True}, True), ({"is_causal": True}, False), ({"is_causal": True, "window_size": (4, 0)}, False)],
+)
 def test_attention_of_any_length_exports(options: dict[str, Any], strict: bool) -> None:
     q, kv = torch.randn(2, 10, 4, 16), torch.randn(2, 10, 2, 16)
     module = _Exported(lambda q, k: attention(q, k, k, **options))
     sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=2, max=512)}
     exported = torch.export.export(module, (q, kv), dynamic_shapes=((sizes, sizes),), strict=strict)
-    for batch, length in ((3, 17), (1, 64), (2, 140)):
+    for batch, length in ((3, 17), (1, 66)):
         q, kv = torch.randn(batch, length, 4, 16), torch.randn(batch, length, 2, 16)
         torch.testing.assert_close(exported.module()(q, kv), attention(q, kv, kv, **options))
 
