@@ -1,7 +1,7 @@
 """`python scripts/speed_tables.py`: write the tables of docs/speed.md, from the newest run of `make bench-all`.
 
 They stand between the lines `<!-- made by scripts/speed_tables.py -->` and `<!-- until here -->`; tests/test_docs.py
-fails where they are not what the run says. Of a case that was measured several times the first is taken.
+fails if they differ from the run's figures. If a case was measured twice, the first figure is taken.
 """
 
 import json
@@ -51,7 +51,7 @@ def _cases(rows: list[Row]) -> Iterator[Case]:
         by_label.setdefault(row["label"], {}).setdefault(row["variant"], row["ms"])
     for label, times in by_label.items():
         theirs = {name: ms for name, ms in times.items() if name.startswith(PEERS)}
-        # what a call without options takes; the variants beside it are chosen by an argument
+        # the first variant is a call without options; the others need an argument
         ours = [ms for name, ms in times.items() if name not in theirs]
         if theirs and ours:
             other = min(theirs, key=lambda name: theirs[name])

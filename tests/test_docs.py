@@ -36,7 +36,7 @@ DOCUMENTED_PACKAGES = ("nn", "models", "train", "compat", "testing")
 LIBRARIES = [folder.name for folder in (ROOT / "powertrain" / "compat").iterdir() if folder.is_dir()]
 OPS = [name for name, module in powertrain._PUBLIC.items() if module.startswith("powertrain.ops.")]
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-# what a config needs beside the keys that a page names
+# the required keys of a config; a page's keys are added
 BASE: dict[str, Any] = {
     "model": {"preset": "pythia-70m", "vocab_size": 512},
     "data": {"train": "quickstart"},

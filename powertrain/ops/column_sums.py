@@ -1,4 +1,4 @@
-"""Sums over the rows of a matrix: gradients of weights and biases, and the partial sums that other kernels leave.
+"""Sums over the rows of a matrix: gradients of biases, and the last step of other gradients of weights and biases.
 
     out[n] = sum over m of x[m, n]
 
@@ -64,7 +64,7 @@ def _sum_rows(
     BLOCK_N: tl.constexpr,
     STREAMS: tl.constexpr,
 ):
-    # what was in the L2 before stays there
+    # these lines are evicted before what was in the L2: `_plan` has the times
     POLICY: tl.constexpr = "evict_first" if STREAMS else ""
     cols = col_block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -77,15 +77,16 @@ def _sum_rows(
 
 @triton.jit
 def store_sum(ptrs, x, mask):
-    """The sum over the rows of a block, where one program or one of `PartialSums` leaves it."""
+    """Store the sum over the rows of a block, as a program's row of `PartialSums`."""
     tl.store(ptrs, tl.sum(x, axis=0, keep_dims=True).to(ptrs.dtype.element_ty), mask=mask)  # [1, BLOCK_N]
 
 
 class PartialSums:
-    """Memory in which the programs of a kernel leave sums of columns for `outs`, tensors [N] of any dtype or None:
-    float32 [programs, N] for each, or the tensors themselves where one program sums all rows.
+    """Buffers to which the programs of a kernel write their sums of columns for `outs`, tensors [N] of any dtype or
+    None: float32 [programs, N] for each, or the tensors themselves if one program sums all rows.
 
-    launches: of several launches the memory of each, which writes as many rows as `rows` says."""
+    rows         the number of programs of each launch
+    launches     for each launch its part of each buffer, [programs, N]; None for an output that is None"""
 
     def __init__(self, outs: Sequence[Tensor | None], *rows: int) -> None:
         self._outs = [out for out in outs if out is not None]

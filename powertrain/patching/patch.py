@@ -182,7 +182,7 @@ def _switch_attention(model: Any) -> None:
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Copies in place of the configs: another model that was made from the same object keeps its attention."""
+    """Replace the model's configs by copies: another model with the same config object keeps its own attention."""
     copies = {id(config): (config, copy.copy(config)) for config in _configs(model)}
     for _, config in copies.values():
         _exchange(config, copies)

@@ -75,7 +75,7 @@ def fits(annotation: Any, value: Any) -> bool:
 
 
 def words(annotation: Any, many: bool = False) -> str:
-    """What a value must be, or several of them. None is left out where something else will do."""
+    """Describe the values that an annotation allows, in the singular or the plural; None only if nothing else is."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(words(part, many) for part in parts if part is not type(None)))

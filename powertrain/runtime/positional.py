@@ -1,5 +1,5 @@
-"""Values that a public function cannot take where they stand: the error names the argument that was meant, or the one
-that is of the wrong kind, and what it must be."""
+"""Errors of public functions for values of the wrong kind: they name the argument and say what it must be. A value that
+was given by position, and belongs to another argument, is an error that names that one."""
 
 import functools
 import inspect
@@ -76,7 +76,7 @@ def refuse_wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ..
 
 
 def wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Which argument cannot stand for its annotation, and what it must be; None if all can."""
+    """The error for the first argument whose value does not match its annotation; None if all match."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:

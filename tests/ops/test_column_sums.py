@@ -1,12 +1,17 @@
 """Sums over rows: every way they are launched, against float64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from powertrain.ops import column_sums as module
 from powertrain.ops import flat_elements
+from powertrain.ops.activations import activation
+from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.column_sums import PartialSums, column_sums
+from powertrain.runtime.recording import record
 
 
 def _close(out: Tensor, x: Tensor) -> None:
@@ -77,3 +82,22 @@ def test_one_program_writes_the_output_itself(device: torch.device) -> None:
     assert nothing is None and partial.data_ptr() == out.data_ptr() and partial.dtype == out.dtype
     assert PartialSums([None, None], 3, 1).launches == [(None, None)] * 2
     PartialSums([None, None], 3).add_up()
+
+
+@pytest.mark.parametrize(
+    "function, kernel, few",
+    [
+        (lambda x, bias: activation(x, "gelu", bias), "_activation_bwd_kernel", 256),
+        (lambda x, bias: bias_dropout_add(x, bias, None, 0.1), "_bias_dropout_add_bwd_kernel", 16),
+    ],
+    ids=["gelu", "dropout"],
+)
+def test_the_backward_of_few_rows_is_one_launch(function: Callable[..., Tensor], kernel: str, few: int) -> None:
+    for rows in (few, few + 1):
+        x, bias = (torch.empty(*shape, device="meta", requires_grad=True) for shape in ((rows, 512), (512,)))
+        with record("H200"):
+            out = function(x, bias)
+        with record("H200") as wanted:
+            torch.autograd.grad(out, (x, bias), torch.empty_like(out))
+        names = [spec.kernel.name for spec in wanted.specs]
+        assert names == ([kernel] if rows == few else [kernel, "_column_sums_kernel"])

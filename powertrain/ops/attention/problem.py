@@ -114,7 +114,8 @@ def _symbolic(queries: int, keys: int, batch: int, longest: int | None) -> tuple
 
 
 def _exported(queries: int, keys: int, equal: bool | None) -> _LengthFacts:
-    """torch.export forbids guards on sizes, so of what is not known the answer is the one that excludes more."""
+    """Facts that hold for all lengths, since torch.export forbids guards on sizes: where a fact may or may not hold, it
+    has the value that excludes more backends."""
     if equal is None:
         equal = torch.fx.experimental.symbolic_shapes.statically_known_true(queries == keys)
     n = 2048
