@@ -1,6 +1,6 @@
 """`python -m benchmarks.all [SECTION...]`: the regression table as raw JSON, beside the last committed one.
 
-Sections: host, decode, attention, head-dims, few-rows, ops; all of them if none is named. Opponents that are not
+Sections: host, decode, attention, head-dims, masks, few-rows, ops; all of them if none is named. Opponents that are not
 installed, or not named by FLASH_3_LIBRARY, are left out and said.
 """
 
@@ -23,7 +23,7 @@ from powertrain.testing.bench import copy_bandwidth, recorded
 
 RESULTS = Path(__file__).parent / "results"
 # of variants that are not ours: slower ones are no regression. In attention "triton" is our own backend
-PEERS = ("torch", "liger", "quack", "flash", "cudnn", "cut")
+PEERS = ("torch", "liger", "quack", "flash", "flex", "cudnn", "cut")
 # cards of one kind differ by about 2 %
 NOISE = 0.03
 Row = dict[str, Any]
@@ -54,6 +54,7 @@ SECTIONS: dict[str, tuple[Part, ...]] = {
     "decode": (_module("decode"),),
     "attention": (_attention("CASES", "GROUPED"),),
     "head-dims": (_attention("HEAD_DIMS"),),
+    "masks": (_module("attention_masks"),),
     "few-rows": (_module("few_rows"),),
     "ops": tuple(
         map(

@@ -30,6 +30,7 @@ from tests.ops.attention.attention_launches import (
     launch_all_features,
     launch_attention_kernels,
     launch_hopper_attention,
+    launch_masks,
 )
 from tests.ops.attention.decode_launches import launch_decode_kernels, launch_merge_kernels
 from tests.ops.fp8_launches import launch_fp8_kernels
@@ -103,6 +104,7 @@ def specs_for(arch: int, dtype: torch.dtype = torch.bfloat16, *, attention: bool
         _beyond_the_catalog(dtype)
         if attention:
             launch_attention_kernels(dtype)
+            launch_masks(dtype)
     return wanted.specs
 
 

@@ -158,8 +158,9 @@ def attention(
         float32 products are full precision unless torch.set_float32_matmul_precision allows TF32.
     Memory beyond inputs and results, our kernel: LSE, 4 * B * H * Sq bytes, is saved beside inputs and out; backward
         takes 8 * B * H * ceil(Sq / 128) * 128 bytes, the Hopper one besides 4 for each of dq's elements, head dims
-        rounded up to 64, 128 or 256; document_ids 8 * B * (Sq + Sk) and their sorting; the gradient of
-        sinks up to 8 * B * H * Sq * E. On the CPU "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only
+        rounded up to 64, 128 or 256. Where the GPU has TMA attn_bias is copied, once in the forward and once in the
+        backward, without what it is broadcast to: a boolean one as 2 bytes an element, another one if its rows are no
+        multiple of 16 bytes apart. On the CPU "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only
         "reference" keeps 4 * B * H * Sq * Sk bytes, several times, and repeats key heads.
     Raises ValueError with the argument's name, requirement and value; NoBackendError with every backend's reasons
         and the smallest change where none that is allowed takes the call. Our kernel's double backward and vmap raise
@@ -406,7 +407,6 @@ def problem_of(*facts: Any) -> AttentionProblem:
         f.has_key_lengths,
         f.has_unordered_keys,
         dropout=f.dropout_p > 0,
-        dropout_in_sixteenths=(f.dropout_p * 16).is_integer(),
         dropout_seeded=f.dropout_seeded,
         needs_grad=f.needs_grad,
         needs_lse=f.needs_lse,

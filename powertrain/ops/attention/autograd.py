@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.layouts import to_lse_order
 from powertrain.ops.attention.operands import (
     NUM_TENSORS,
     SCHEMA,
@@ -22,6 +21,7 @@ from powertrain.ops.attention.operands import (
     heads_of,
 )
 from powertrain.ops.attention.problem import AttentionCall
+from powertrain.ops.attention.triton.backward_sinks import sinks_grad
 from powertrain.ops.shapes import wanted
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.flops import Shape
@@ -96,7 +96,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
         call = BackwardCall(dout, dlse, query, key, value, out, lse, list(need[:4]), args)
         results[:4] = gradients(call, ctx.backward_op)
         if need[5]:
-            results[5] = _sinks_grad(call)
+            results[5] = sinks_grad(call)
     return tuple(results)
 
 
@@ -112,21 +112,6 @@ def gradients(call: BackwardCall, op: Op) -> list[Tensor | None]:
             # an equal share to each copy: expand's own backward adds them up again
             grads[index] = (grad / x.shape[dim]).expand(x.shape)
     return grads
-
-
-def _sinks_grad(call: BackwardCall) -> Tensor | None:
-    """- sum over rows of exp(sink - lse) * delta, per head."""
-    sinks, layout, lse = call.args.sinks, call.args.layout, call.lse
-    if sinks is None:
-        return None
-    delta = to_lse_order(call.dout.float() * call.out, layout).sum(-1)
-    delta = delta if call.dlse is None else delta - call.dlse
-    if layout == "thd":
-        delta, lse = delta[None], lse[None]
-    delta, lse = (x.flatten(1, -2) for x in (delta, lse))  # [b, heads, s]
-    shares = torch.exp(sinks.float()[None, :, None] - lse) * delta
-    # exp(sink - -inf) is inf for rows that see nothing and have no sink to share with
-    return -torch.where(lse == -torch.inf, 0.0, shares).sum((0, 2)).to(sinks.dtype)
 
 
 def _pairs(query: Shape, key: Shape, starts: Shape | None, layout: str) -> int:

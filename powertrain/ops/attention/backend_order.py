@@ -93,18 +93,27 @@ FIXED_ORDERS = (
         "float32 at full precision: as on an H200",
         applies=lambda p: p.dtype is torch.float32,
     ),
-    # D128, causal, 4 x 2048 and 2 x 4096 tokens: triton 0.66 to 1.01 of cuDNN's time; D64, 8 x 512, 1.07 to 1.25. With
-    # a gradient of the bias neither was timed
+    # of cuDNN's time (2026-11-28): biases forward .42 to 1.01, with backward .79 to .88, 326 tokens 1.15; masks that
+    # all heads share from 1412 tokens on .40 to 1.23, .67 to .98, 478 tokens 1.27 and 1.37; padding .31 to .95, .47 to
+    # .98. With a gradient of the bias cuDNN has none
     FixedOrder(
         ("triton", "cudnn", "flash-attn-2", "efficient", *_REST),
         _BY_HAND,
         (90, 99),
         lambda p: p.mask.bias != "none" and not p.mask.bias_grad,
     ),
-    # cuDNN takes multiples of 1/16 only. ms forward and backward, 8 x 512 x 12 D64, 4 x 2048 x 16 D128 causal and 2 x
-    # 4096 x 32/8: cuDNN .128 .83 2.79, flash .148 1.18 4.00, triton .197 1.24 4.24
+    # ms forward and backward, 8 x 512 x 12 D64, 4 x 2048 x 16 D128 causal and 2 x 4096 x 32/8: cuDNN .128 .83 2.79,
+    # flash .148 1.18 4.00, triton .197 1.24 4.24
     FixedOrder(
-        ("cudnn", "flash", "triton", "flash-attn-2", "efficient", *_REST), _BY_HAND, (90, 99), lambda p: p.dropout
+        ("cudnn", "flash", "triton", "flash-attn-2", "efficient", *_REST),
+        _BY_HAND,
+        (90, 99),
+        lambda p: p.dropout and p.needs_grad,
+    ),
+    # forward alone, causal: cuDNN .0563 to .554 ms, flash 1.03 to 1.19 times as long at head dims 64 to 192, less than
+    # its plan of a new shape repays, but for .82 at 96 and .61 at 256
+    FixedOrder(
+        ("flash", "cudnn", "triton", "flash-attn-2", "efficient", *_REST), _BY_HAND, (90, 99), lambda p: p.dropout
     ),
     # ALiBi in the Hopper forward at head dim 64: 1.92 ms where the universal kernels took 1.43 (docs/log/gemm.md)
     FixedOrder(

@@ -158,8 +158,6 @@ class AttentionProblem:
     # shares
     has_unordered_keys: bool = False  # or have starts and lengths of keys that may lie anywhere, also in two of them
     dropout: bool = False
-    # cuDNN's graph has dropout_p in steps of 1/16 (PyTorch's sdp_utils.cpp)
-    dropout_in_sixteenths: bool = False  # dropout_p is a multiple of 1/16
     dropout_seeded: bool = False  # the caller gave the seed: only our Philox will do
     needs_grad: bool = True
     # PyTorch's public SDPA returns no LSE, its internal ops do

@@ -33,6 +33,10 @@ def launch(feature: str, head_dims: tuple[int, int], dtype: torch.dtype, backend
     else:
         if feature == "bias":
             options["attn_bias"] = empty(H, S, S)
+        elif feature == "odd bias":
+            options["attn_bias"] = empty(B, H, S - 1, S - 1)
+        elif feature in ("mask", "padding"):
+            options["attn_bias"] = torch.empty(B, 1, S if feature == "mask" else 1, S, dtype=torch.bool, device=META)
         else:
             options["is_causal"] = True
         if feature == "documents":
@@ -41,8 +45,15 @@ def launch(feature: str, head_dims: tuple[int, int], dtype: torch.dtype, backend
             options |= {"dropout_p": 0.1, "dropout_seed": _integers(2, dtype=torch.int64)}
         elif feature == "softcap":
             options |= {"softcap": 30.0, "window_size": (100, 0), "sinks": empty(H)}
-        out = attention(empty(B, S, H, d_qk), empty(B, S, K, d_qk), empty(B, S, K, d_v), **options)
+        length = S - 1 if feature == "odd bias" else S
+        out = attention(empty(B, length, H, d_qk), empty(B, length, K, d_qk), empty(B, length, K, d_v), **options)
     out.backward(torch.empty_like(out))
+
+
+def launch_masks(dtype: torch.dtype) -> None:
+    """Dense masks and biases of their own; head dims do not matter to how they are read."""
+    for feature in ("mask", "padding", "odd bias"):
+        launch(feature, (64, 64), dtype)
 
 
 @contextmanager

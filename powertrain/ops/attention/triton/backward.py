@@ -9,9 +9,10 @@
 
 `preprocess`: LSE in base 2 and delta per row. `dkdv`: one program per block of keys, which runs over the queries that
 see them and over the query heads that share them. `dq`: one program per block of queries, over keys as in forward.
-`dbias`: one program per tile of the bias. Rows before and after a sequence get zeros. Where sequences of keys lie in
-any order and may share keys, the keys are divided into segments, at every row where a sequence begins or ends; `dkdv`
-has a program per block of a segment, which runs over all sequences that contain it.
+`dbias`: one program per tile of the bias; of a bias that is broadcast to nothing `dq` stores the gradient. Rows before
+and after a sequence get zeros. Where sequences of keys lie in any order and may share keys, the keys are divided into
+segments, at every row where a sequence begins or ends; `dkdv` has a program per block of a segment, which runs over all
+sequences that contain it.
 
 Source: Dao 2023, arXiv:2307.08691; the tiles were measured here (triton/plans.py). Reference: `attention_bwd_ref`.
 """
@@ -25,6 +26,7 @@ from powertrain.ops.attention.triton.backward_dbias import launch_dbias
 from powertrain.ops.attention.triton.backward_dkdv import launch_dkdv
 from powertrain.ops.attention.triton.backward_dq import launch_dq
 from powertrain.ops.attention.triton.launch_arguments import shared_arguments, strides, uses_tma
+from powertrain.ops.attention.triton.read_mask import read_mask
 from powertrain.ops.attention.triton.tiles import LOG2E, TiledRows, load_tile, pieces, to_int64
 from powertrain.ops.shapes import acc_dtype, cdiv
 from powertrain.runtime.launch import kernel
@@ -113,14 +115,17 @@ def attention_backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, 
     rows = torch.empty((2, operands.num_heads * row_stride), dtype=torch.float32, device=call.lse.device)
     if rows.numel():
         _launch_preprocess(call, operands, do, rows, row_stride)
-    shared = shared_arguments(operands) | strides(do=do)
+    mask = read_mask(operands.args.bias, operands.target)
+    shared = shared_arguments(operands, mask) | strides(do=do)
     shared |= dict(rows_ptr=rows, size=rows.shape[1], row_stride=row_stride)
     use_tma = uses_tma(shared["FMA"], operands.target, operands.q, operands.k, operands.v, do)
     if need_dk or need_dv:
-        launch_dkdv(operands, shared, use_tma, dk if need_dk else None, dv if need_dv else None)
+        launch_dkdv(operands, shared, mask, use_tma, dk if need_dk else None, dv if need_dv else None)
+    # ds of a bias that is broadcast to nothing is its gradient
+    dq_stores_dbias = need_dq and need_dbias and dbias.shape[:3].numel() == operands.num_heads * operands.queries
     if need_dq:
-        launch_dq(operands, shared, use_tma, dq)
-    if need_dbias:
+        launch_dq(operands, shared, mask, use_tma, dq, dbias if dq_stores_dbias else None)
+    if need_dbias and not dq_stores_dbias:
         launch_dbias(operands, shared, use_tma, dbias)
     return dq, dk, dv, dbias
 

@@ -105,7 +105,7 @@ def _attention_dbias_kernel(
                 dp = dot_rows(do, v, PRECISION)  # [BLOCK_M, BLOCK_N]
             inside = i < q_len
             lse = tl.load(rows_ptr + at + i, mask=inside, other=float("inf"))  # [BLOCK_M, 1]
-            documents = documents_of(qdoc_ptr, kdoc_ptr, None, b64, i, q_len, queries, keys, k_len)[0]
+            documents = documents_of(qdoc_ptr, kdoc_ptr, b64, i, q_len, queries, keys, k_len)
             mods = ScoreMods(score_factors, limits, bias, documents, dropout, q_len, k_len)
             weights = recomputed_weights(
                 product, start, j_first, i, j, i + offset, start + offset, j, lse, mods, FEATURES, True, True, False

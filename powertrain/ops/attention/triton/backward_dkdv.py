@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.operands import Operand, Operands
-from powertrain.ops.attention.triton.launch_arguments import document_ranges, plan_key, strides, swizzle
+from powertrain.ops.attention.triton.launch_arguments import plan_key, strides, swizzle
 from powertrain.ops.attention.triton.plans import dkdv_parts, plan_dkdv
+from powertrain.ops.attention.triton.read_mask import ReadMask, ranges_of_keys, visible_ranges
 from powertrain.ops.attention.triton.scores import (
     BiasStrides,
     Dropout,
@@ -169,7 +170,7 @@ def _add_dkdv(dk, dv, tile, sequence, q_rows, do_rows, rows_ptr, size, mods, kee
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     FMA: tl.constexpr = CONFIG.fma
-    MASKED: tl.constexpr = FEATURES.has_left or FEATURES.has_right or FEATURES.has_chunk or FEATURES.has_documents
+    MASKED: tl.constexpr = FEATURES.has_left or FEATURES.has_right or FEATURES.has_chunk or FEATURES.has_ranges
     for start in range(sequence.begin, sequence.end, BLOCK_M):
         i = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_rows, start, D_QK, P_QK, BLOCK_M, CONFIG.tma, True)  # tile of [BLOCK_M, D_QK]
@@ -246,10 +247,9 @@ def _add_sequence(
         offset = k_len - q_len
     limits = Limits(numbers.left, numbers.right, numbers.chunk, prefix_of(of_scores.prefix, b, sizes.batch))
     begin, end = query_span(first, tl.minimum(first + BLOCK_N, k_len) - 1, q_len, offset, limits, FEATURES, BLOCK_M)
-    documents, low, high = documents_of(
-        of_scores.kdoc, of_scores.qdoc, of_scores.krange, b64, j, k_len, sizes.keys, sizes.queries, q_len
-    )
-    if FEATURES.has_documents:
+    documents = documents_of(of_scores.kdoc, of_scores.qdoc, b64, j, k_len, sizes.keys, sizes.queries, q_len)
+    if of_scores.krange is not None:
+        low, high, _, _ = visible_ranges(of_scores.krange, b64, first, sizes.keys, BLOCK_N)
         end = tl.minimum(end, high)
         begin = tl.minimum(tl.maximum(begin, low // BLOCK_M * BLOCK_M), end)
     # no query sees keys past the sequence: their gradients are zeros
@@ -388,7 +388,7 @@ def _attention_dkdv_kernel(
 
 
 def launch_dkdv(
-    operands: Operands, shared: dict[str, Any], use_tma: bool, dk: Tensor | None, dv: Tensor | None
+    operands: Operands, shared: dict[str, Any], mask: ReadMask, use_tma: bool, dk: Tensor | None, dv: Tensor | None
 ) -> None:
     """`shared`: the arguments that all backward kernels take."""
     args, heads, target = operands.args, operands.heads, operands.target
@@ -402,7 +402,7 @@ def launch_dkdv(
         use_tma = False
     in_blocks = operands if segments is None else operands._replace(batch=segments.shape[0] - 1)
     queries_bytes = operands.queries * (operands.d_qk + operands.d_v) * key.element_size()
-    ranges, absent = document_ranges(args.key_documents, args.query_documents), Operand(key, 0, 0, 0, 0)
+    ranges, absent = ranges_of_keys(operands, mask), Operand(key, 0, 0, 0, 0)
     for part in dkdv_parts(operands.d_qk, operands.d_v, dk is not None, dv is not None, target):
         plan = plan_dkdv(*plan_key(operands), use_tma, shared["FMA"], part, target)
         blocks = in_blocks.key_blocks(plan.block_n)

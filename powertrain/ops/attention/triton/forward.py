@@ -17,7 +17,6 @@ from torch import Tensor
 
 from powertrain.ops.attention.operands import Operands
 from powertrain.ops.attention.triton.launch_arguments import (
-    document_ranges,
     plan_key,
     shared_arguments,
     strides,
@@ -25,6 +24,7 @@ from powertrain.ops.attention.triton.launch_arguments import (
     uses_tma,
 )
 from powertrain.ops.attention.triton.plans import plan_fwd
+from powertrain.ops.attention.triton.read_mask import ranges_of_queries, read_mask
 from powertrain.ops.attention.triton.scores import (
     BiasStrides,
     Dropout,
@@ -33,13 +33,14 @@ from powertrain.ops.attention.triton.scores import (
     add_bias,
     apply_softcap,
     bias_of,
+    documents_of,
     is_visible,
     keep_tile,
     key_span,
-    keys_of_documents,
     prefix_of,
     same_document,
     score_scale,
+    visible_keys,
 )
 from powertrain.ops.attention.triton.sequences import SMALL, query_tile, sequence_span
 from powertrain.ops.attention.triton.tiles import (
@@ -68,6 +69,10 @@ def _attend(
 ):  # fmt: skip
     """Add keys begin to end, in blocks, to the state (acc, m, l) of the queries i [BLOCK_M, 1], at positions p, the
     first of which are `first` and `p_first`."""
+    # a block that all see needs no look at the mask
+    READS_BIAS: tl.constexpr = FEATURES.bias != "none" and (
+        MASKED or not (FEATURES.has_ranges and FEATURES.bias_is_mask)
+    )
     acc, m, l = state  # noqa: E741 # acc: tile of [BLOCK_M, D_V], m and l: [BLOCK_M]
     for start in range(begin, end, BLOCK_N):
         if FMA:
@@ -77,8 +82,8 @@ def _attend(
             product = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
         s, _ = apply_softcap(product, mods.scale, FEATURES)
         j = start + tl.arange(0, BLOCK_N)[None, :]
-        s, visible = add_bias(s, first, start, i, j, p, p_first, mods, FEATURES, False)
-        if MASKED or FEATURES.bias != "none":
+        s, visible = add_bias(s, first, start, i, j, p, p_first, mods, FEATURES, READS_BIAS, False)
+        if MASKED or READS_BIAS:
             if MASKED:
                 visible = visible & is_visible(p, j, mods.k_len, mods.limits, FEATURES, True)
             visible = visible & same_document(mods.documents, j, FEATURES)
@@ -146,9 +151,8 @@ def _attention_fwd_kernel(
     limits = Limits(left, right, chunk, prefix_of(prefix_ptr, b, batch))
     p_last = tl.minimum(first + BLOCK_M, q_len) - 1 + offset
     span = key_span(first + offset, p_last, k_len, limits, FEATURES, BLOCK_N)
-    documents, begin, full_begin, full_end, end = keys_of_documents(
-        span, first, i[:, None], q_len, k_len, b64, queries, keys, qdoc_ptr, kdoc_ptr, qrange_ptr, BLOCK_N
-    )
+    documents = documents_of(qdoc_ptr, kdoc_ptr, b64, i[:, None], q_len, queries, keys, k_len)
+    begin, full_begin, full_end, end = visible_keys(span, first, q_len, b64, queries, qrange_ptr, BLOCK_M, BLOCK_N)
 
     bias_strides = BiasStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
     bias = bias_of(
@@ -176,16 +180,15 @@ def _attention_fwd_kernel(
     q = q_rows.handles
     if not FMA:
         q = load_tile(q_rows, first, D_QK, P_QK, BLOCK_M, TMA, True)  # tile of [BLOCK_M, D_QK]
-    if FEATURES.has_left or FEATURES.has_chunk:
+    if FEATURES.has_left or FEATURES.has_chunk or FEATURES.has_ranges:
         state = _attend(
             state, begin, full_begin, q, q_rows, k_rows, v_rows, first, i[:, None], p, first + offset, mods,
             FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, True,
         )  # fmt: skip
-    if qdoc_ptr is None:
-        state = _attend(
-            state, full_begin, full_end, q, q_rows, k_rows, v_rows, first, i[:, None], p, first + offset, mods,
-            FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, False,
-        )  # fmt: skip
+    state = _attend(
+        state, full_begin, full_end, q, q_rows, k_rows, v_rows, first, i[:, None], p, first + offset, mods,
+        FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, False,
+    )  # fmt: skip
     acc, m, l = _attend(  # noqa: E741
         state, full_end, end, q, q_rows, k_rows, v_rows, first, i[:, None], p, first + offset, mods,
         FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, True,
@@ -210,14 +213,15 @@ def attention_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     args, heads, target = operands.args, operands.heads, operands.target
     q, k, v = operands.q, operands.k, operands.v
     out, lse = operands.outputs()
-    shared = shared_arguments(operands)
+    mask = read_mask(operands.args.bias, target)
+    shared = shared_arguments(operands, mask)
     use_tma = uses_tma(shared["FMA"], target, q, k, v)
     plan = plan_fwd(*plan_key(operands), use_tma, shared["FMA"], target)
     blocks = operands.query_blocks(plan.block_m)
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * k.tensor.element_size()
     _attention_fwd_kernel[(blocks * operands.num_heads,)](
         **shared, **strides(o=operands.like_query(out)), **plan.launch_options(), TMA=use_tma and plan.tma,
-        lse_ptr=lse, sinks_ptr=args.sinks, qrange_ptr=document_ranges(args.query_documents, args.key_documents),
+        lse_ptr=lse, sinks_ptr=args.sinks, qrange_ptr=ranges_of_queries(operands, mask),
         kv_heads=heads.kv, blocks=blocks, swizzle=swizzle(keys_bytes, heads.q_per_kv, target),
     )  # fmt: skip
     return out, lse

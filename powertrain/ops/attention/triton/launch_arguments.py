@@ -7,6 +7,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.operands import OpArguments, Operand, Operands
 from powertrain.ops.attention.triton.plans import FMA_PIECE, dot_precision, is_wide, uses_fma
+from powertrain.ops.attention.triton.read_mask import ReadMask, has_descriptors, has_ranges, is_regular
 from powertrain.ops.attention.triton.scores import Features
 from powertrain.ops.attention.triton.tiles import few_pieces, pieces
 from powertrain.ops.philox import threshold
@@ -15,12 +16,12 @@ from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
 
-def shared_arguments(operands: Operands) -> dict[str, Any]:
+def shared_arguments(operands: Operands, mask: ReadMask) -> dict[str, Any]:
     """Tensors, strides, masks, dropout, head dims and precision, by their names in the kernels."""
     args, heads = operands.args, operands.heads
     return (
         strides(q=operands.q, k=operands.k, v=operands.v)
-        | _mask_arguments(operands)
+        | _mask_arguments(operands, mask)
         | _precision(operands)
         | dict(
             qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents, num_q_per_kv=heads.q_per_kv,
@@ -39,10 +40,8 @@ def strides(**operands: Operand) -> dict[str, Any]:
     return named
 
 
-def _mask_arguments(operands: Operands) -> dict[str, Any]:
-    args, bias = operands.args, operands.args.bias
-    if bias is not None and bias.dtype is torch.bool:
-        bias = bias.view(torch.uint8)
+def _mask_arguments(operands: Operands, mask: ReadMask) -> dict[str, Any]:
+    args, bias = operands.args, mask.bias
     by_dim = (0,) * 4 if bias is None else _bias_strides(bias)
     return dict(
         bias_ptr=bias, slopes_ptr=args.slopes, prefix_ptr=args.prefix,
@@ -53,15 +52,16 @@ def _mask_arguments(operands: Operands) -> dict[str, Any]:
         slopes_stride_b=args.slopes_stride,
         scale=args.scale, softcap=args.softcap, left=args.left, right=args.right, chunk=args.chunk,
         threshold=threshold(args.dropout_p), keep_scale=1 / (1 - args.dropout_p),
-        FEATURES=_features(args, bias, operands.q.tensor.dtype, operands.target),
+        FEATURES=_features(args, mask, operands.q.tensor.dtype, operands.target),
     )  # fmt: skip
 
 
-def _features(args: OpArguments, bias: Tensor | None, dtype: torch.dtype, target: Target) -> Features:
+def _features(args: OpArguments, mask: ReadMask, dtype: torch.dtype, target: Target) -> Features:
     return Features(
         has_left=args.left >= 0, has_right=args.right >= 0, has_chunk=args.chunk > 0,
         has_prefix=args.prefix is not None, bottom_right=args.bottom_right, alibi=alibi_kind(args),
-        bias=_bias_kind(bias, target), has_documents=args.query_documents is not None,
+        bias=_bias_kind(mask.bias, target), bias_is_mask=mask.is_boolean,
+        has_documents=args.query_documents is not None, has_ranges=has_ranges(args, mask),
         has_dropout=args.seed is not None, has_softcap=args.softcap > 0,
         fast_tanh=dtype is not torch.float32 and not settings().interpret,
     )  # fmt: skip
@@ -79,14 +79,12 @@ def _bias_strides(bias: Tensor) -> tuple[int, ...]:
 
 
 def _bias_kind(bias: Tensor | None, target: Target) -> Literal["none", "pointers", "descriptor", "one_row"]:
+    """`bias`: as read_mask.py gives it."""
     if bias is None:
         return "none"
     if bias.shape[2] == 1:
         return "one_row"
-    elements = 16 // bias.element_size()
-    regular = bias.stride(3) == 1 and not any(s % elements for s in _bias_strides(bias)[:3])
-    aligned = bias.is_meta or bias.data_ptr() % 16 == 0
-    return "descriptor" if regular and aligned and target.has_tma and not settings().interpret else "pointers"
+    return "descriptor" if has_descriptors(target) and is_regular(bias) else "pointers"
 
 
 def _precision(operands: Operands) -> dict[str, Any]:
@@ -115,8 +113,13 @@ def plan_key(operands: Operands) -> tuple[int, int, int, str]:
 
 def _slowest_feature(args: OpArguments) -> str:
     """The feature that costs a tile most beside the products."""
-    if args.bias is not None or args.seed is not None:
-        return "bias"
+    if args.seed is not None:
+        return "dropout"
+    if args.bias is not None:
+        is_dense = args.bias.dtype is not torch.bool or args.bias.shape[2] > 1
+        return ("mask" if args.bias.dtype is torch.bool else "bias") if is_dense else "documents"
+    if args.query_documents is not None:
+        return "documents"
     if args.softcap > 0:
         return "softcap"
     if args.slopes is not None:
@@ -137,20 +140,3 @@ def uses_tma(fma: bool, target: Target, *operands: Operand) -> bool:
 def swizzle(rows_bytes: int, q_per_kv: int, target: Target) -> int:
     """Heads whose other side, of `rows_bytes` each, fits in the L2 together; a power of two."""
     return max(1, min(64, next_power_of_2(max(1, int(0.7 * target.l2_bytes * q_per_kv / max(1, rows_bytes)))) // 2))
-
-
-def document_ranges(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """[b, s, 2] int32: the first and the end of the positions of `other` that have each position's document."""
-    if own is None or other is None:
-        return None
-    if not other.shape[1]:
-        return torch.stack([torch.full_like(own, 2**31 - 1), torch.zeros_like(own)], -1).to(torch.int32)
-    order, index = other.sort(dim=1, stable=True)
-    low = torch.searchsorted(order, own.contiguous())
-    high = torch.searchsorted(order, own.contiguous(), right=True)
-    is_present = high > low
-    limit = other.shape[1] - 1
-    first = index.gather(1, low.clamp(max=limit))
-    last = index.gather(1, (high - 1).clamp(min=0)) + 1
-    first = torch.where(is_present, first, 2**31 - 1)
-    return torch.stack([first, torch.where(is_present, last, 0)], -1).to(torch.int32)

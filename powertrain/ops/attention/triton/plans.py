@@ -110,12 +110,18 @@ def plan_fwd(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma
     if target.has_wgmma and element == 2:
         largest = max(d_qk, d_v)
         if largest <= 64:
-            return Plan(128, 64, 8, 3, 128) if feature == "bias" else Plan(64, 128, 4, 2)
+            # ms: padding, 8 x 2048 x 12 heads, 0.207, as plain 0.69 (spills), as a bias 0.216; documents of about 700
+            # tokens, 2 x 4096 x 16, 0.142, 0.139, 0.158
+            if feature in ("mask", "documents"):
+                return Plan(64, 64, 4, 3)
+            return Plan(128, 64, 8, 3, 128) if feature in ("bias", "dropout") else Plan(64, 128, 4, 2)
         if largest <= 128:
             # causal, 2 x 8192 x 16 heads, ms: plain 1.11, 1.13 with 8 warps; softcap 1.19 (1.23); bias 1.40 (1.32)
-            if feature == "softcap":
+            # documents of about 700 tokens, 2 x 8192 x 32/8 heads, 0.565 ms; as plain 1.08, as a bias 0.63
+            if feature in ("softcap", "documents"):
                 return Plan(64, 64, 4, 3)
-            return Plan(128, 64, 8, 2, 128) if feature in ("bias", "window") else Plan(128, 64, 4, 2)
+            by_warpgroups = feature in ("bias", "mask", "dropout", "window")
+            return Plan(128, 64, 8, 2, 128) if by_warpgroups else Plan(128, 64, 4, 2)
         if largest <= 192:
             return Plan(128, 64, 8, 3)
         if largest <= 256:
@@ -142,9 +148,11 @@ def plan_dkdv(
         return _NARROW
     if target.has_wgmma and element == 2:
         if largest <= 64:
-            return Plan(64, 64, 4, 3) if feature in ("bias", "alibi") else Plan(128, 64, 4, 2, late=False)
+            if feature in ("bias", "mask", "documents"):
+                return Plan(32, 64, 4, 3)
+            return Plan(64, 64, 4, 3) if feature in ("dropout", "alibi") else Plan(128, 64, 4, 2, late=False)
         if largest <= 128:
-            return Plan(32, 64, 4, 3) if feature == "bias" else Plan(64, 64, 4, 2)
+            return Plan(32, 64, 4, 3) if feature == "dropout" else Plan(64, 64, 4, 2)
         if largest <= 192:
             # 2.48 ms; 2 stages 2.69, late 2.80
             return Plan(32, 64, 4, 3, late=False)
@@ -167,9 +175,13 @@ def plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma:
         return _NARROW
     if target.has_wgmma and element == 2:
         if largest <= 64:
-            return Plan(64, 64, 4, 3, tma=False)
+            return Plan(64, 64, 4, 2) if feature == "mask" else Plan(64, 64, 4, 3, tma=False)
         if largest <= 128:
-            return Plan(64, 64, 4, 2) if feature == "window" else Plan(128, 64, 8, 3, tma=False)
+            # documents, ms: D96, 2 x 4096 x 16 heads, 0.46, by 2 stages 0.51; D128, 2 x 8192 x 32/8, 2.06, 1.61
+            if feature == "documents" and largest <= 96:
+                return Plan(64, 64, 4, 3, tma=False)
+            by_half = feature in ("window", "documents", "mask")
+            return Plan(64, 64, 4, 2) if by_half else Plan(128, 64, 8, 3, tma=False)
         if largest <= 192:
             return Plan(128, 32, 8, 3, tma=False)
         if largest <= 256:
@@ -179,10 +191,14 @@ def plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma:
     return _first(_WIDE_DQ if is_wide(target) else _DQ, element, d_qk, d_v, target)
 
 
-@tunable("never measured", ("num_warps",))
+@tunable("NVIDIA H200, 2026-11-28, and never elsewhere", ("num_warps",))
 def plan_dbias(element: int, d_qk: int, d_v: int, regular: bool, fma: bool, target: Target) -> Plan:
     if fma:
         return Plan(32, 32, 8, 1)
+    if target.has_wgmma and element == 2 and max(d_qk, d_v) <= 128 and not _is_narrow(d_qk, d_v, regular):
+        # one bias for 4 sequences, whole backward, ms, by 64 x 64 on 8 warps, on 4, this: D128, 550 x 32 heads, 0.70,
+        # 0.52, 0.53; D96, 1000 x 16, 1.03, 0.68, 0.64; D64, 8 x 1000 x 12, 0.75, 0.75, 0.65
+        return Plan(128, 128, 8, 1)
     if max(d_qk, d_v) * element <= 256 and not _is_narrow(d_qk, d_v, regular):
         return Plan(64, 64, 8, 1)
     # as compiled for TF32, 192 KiB at head dim 512

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import triton
 import triton.language as tl
 
+from powertrain.ops.attention.triton.read_mask import visible_ranges
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
 
 
@@ -25,7 +26,9 @@ class Features(NamedTuple):
     # same for a whole row, is added to the LSE instead of to every score.
     alibi: Literal["none", "two_sided", "one_sided"]
     bias: Literal["none", "pointers", "descriptor", "one_row"]  # how it is read; one row serves all queries
+    bias_is_mask: bool  # boolean: says who sees whom
     has_documents: bool
+    has_ranges: bool  # blocks that documents and mask let all see are known (read_mask.py)
     has_dropout: bool
     has_softcap: bool
     fast_tanh: bool  # the hardware's tanh
@@ -223,7 +226,10 @@ def bias_of(
 
 
 @triton.jit
-def add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def add_bias(
+    s, i_first, j_first, i, j, p, p_first, mods, FEATURES: tl.constexpr, READS_BIAS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
     """(s with ALiBi and a floating bias, visibility by a boolean bias) of queries i, at positions p, and keys j, the
     first of which are i_first, p_first and j_first. KEYS_FIRST: the tile is [keys, queries]. With one-sided ALiBi,
     s lacks - slope * (p - p_first), which the caller adds to the LSE."""
@@ -233,7 +239,7 @@ def add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES: tl.constexpr
         s -= bias.slope * tl.abs(p - j).to(tl.float32)
     if FEATURES.alibi == "one_sided":
         s += bias.slope * (j - p_first).to(tl.float32)
-    if FEATURES.bias != "none":
+    if READS_BIAS:
         if FEATURES.bias == "descriptor":
             value = bias.base.load([i_first, j_first])  # [BLOCK_M, BLOCK_N]
             if KEYS_FIRST:
@@ -245,7 +251,7 @@ def add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES: tl.constexpr
             corner = bias.base + i_first * to_int64(bias.stride_q) + j_first * to_int64(bias.stride_k)
             ptrs = corner + (i - i_first) * bias.stride_q + (j - j_first) * bias.stride_k
             value = tl.load(ptrs, mask=(i < mods.q_len) & (j < mods.k_len), other=0.0)  # the shape of s
-        if value.dtype == tl.uint8:
+        if FEATURES.bias_is_mask:
             visible = visible & (value != 0)
         else:
             s += value.to(tl.float32) * LOG2E
@@ -253,37 +259,30 @@ def add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES: tl.constexpr
 
 
 @triton.jit
-def documents_of(row_ptr, other_ptr, range_ptr, b64, rows, length, size, other_size, other_length):
-    """(Documents of rows [BLOCK, 1], begin and end of the other side's positions that have any of these documents)."""
-    low = length
-    high = length
+def documents_of(row_ptr, other_ptr, b64, rows, length, size, other_size, other_length):
+    """Documents of rows [BLOCK, 1]."""
     if row_ptr is not None:
         own = tl.load(row_ptr + b64 * size + rows, mask=rows < length, other=-1)  # [BLOCK, 1]
         documents = Documents(own, other_ptr + b64 * other_size, other_length)
     else:
         documents = Documents(rows, length, length)
-    if range_ptr is not None:
-        low_ptr = range_ptr + (b64 * size + rows) * 2
-        low = tl.min(tl.min(tl.load(low_ptr, mask=rows < length, other=2147483647), 0), 0)
-        high = tl.max(tl.max(tl.load(low_ptr + 1, mask=rows < length, other=0), 0), 0)
-    return documents, low, high
+    return documents
 
 
 @triton.jit
-def keys_of_documents(
-    span, first, i, q_len, k_len, b64, queries, keys, qdoc_ptr, kdoc_ptr, qrange_ptr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """(Documents of the queries i [BLOCK_M, 1] from `first` on, and the bounds `span` of the keys that they see, as
-    `key_span` gives them, without those of other documents)."""
+def visible_keys(span, first, q_len, b64, queries, qrange_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The bounds `span` of the keys that the queries from `first` on see, as `key_span` gives them, without what their
+    ranges leave out."""
     begin, full_begin, full_end, end = span
-    documents, low, high = documents_of(qdoc_ptr, kdoc_ptr, qrange_ptr, b64, i, q_len, queries, keys, k_len)
-    if qdoc_ptr is not None:
+    if qrange_ptr is not None:
+        low, high, full_low, full_high = visible_ranges(qrange_ptr, b64, first, queries, BLOCK_M)
         end = tl.minimum(end, high)
-        begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
-        # every block is masked
-        full_begin, full_end = begin, begin
+        begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end // BLOCK_N * BLOCK_N)
+        full_begin = tl.maximum(tl.maximum(full_begin, tl.cdiv(full_low, BLOCK_N) * BLOCK_N), begin)
+        full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+        full_end = tl.maximum(tl.minimum(full_end, tl.minimum(end, full_high) // BLOCK_N * BLOCK_N), full_begin)
     # a block past the sequence sees nothing: its results are zeros
-    return documents, begin, full_begin, full_end, tl.where(first < q_len, end, full_end)
+    return begin, full_begin, full_end, tl.where(first < q_len, end, full_end)
 
 
 @triton.jit
@@ -351,13 +350,17 @@ def recomputed_weights(
 
     Rows past the sequence need no mask, because their q and do are 0 and their lse and delta finite. Without BOUNDED
     keys past the end need none either: their gradients are not stored."""
+    # a block that all see needs no look at the mask
+    READS_BIAS: tl.constexpr = FEATURES.bias != "none" and (
+        MASKED or not (FEATURES.has_ranges and FEATURES.bias_is_mask)
+    )
     s, t = apply_softcap(product, mods.scale, FEATURES)
-    s, visible = add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES, KEYS_FIRST)
+    s, visible = add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES, READS_BIAS, KEYS_FIRST)
     if FEATURES.alibi == "one_sided":
         # the part of ALiBi that add_bias left out
         lse += mods.bias.slope * (p - p_first).to(tl.float32)
     weights = tl.exp2(s - lse)
-    if MASKED or FEATURES.bias != "none":
+    if MASKED or READS_BIAS:
         if MASKED:
             visible = visible & is_visible(p, j, mods.k_len, mods.limits, FEATURES, BOUNDED)
         visible = visible & same_document(mods.documents, others, FEATURES)
