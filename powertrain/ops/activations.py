@@ -212,6 +212,10 @@ def gated_activation(
     checks.shape(op, "up", up, x.shape, "shape of x")
     width = x.shape[-1] if up is None else 2 * x.shape[-1]
     checks.shape(op, "bias", bias, (width,), "gate and up")
+    if not limit >= 0:
+        checks.fail(op, "limit", "be at least 0 (inf: none)", limit)
+    if not abs(alpha) < math.inf:
+        checks.fail(op, "alpha", "be finite", alpha)
     if torch.compiler.is_compiling() or not use_kernel(op, x):
         return rows_apart(lambda x, up: _gated_torch(x, kind, up, bias, order, limit, alpha), x, up)
     bias = bias if bias is None else bias.contiguous()

@@ -23,6 +23,7 @@ Sources: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2
 Milakov and Gimelshein, arXiv:1805.02867.
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -288,7 +289,7 @@ def cross_entropy(
         implemented and say so.
     Source: torch.nn.functional.cross_entropy; z-loss from Chowdhery et al., arXiv:2204.02311.
     """
-    check_loss_arguments("cross_entropy", target, reduction, label_smoothing, softcap)
+    check_loss_arguments("cross_entropy", target, reduction, label_smoothing, z_loss, softcap)
     checks.require(logits.dim() > 0, "cross_entropy", "logits", "have at least one dim", "a scalar")
     checks.floating("cross_entropy", logits=logits)
     checks.same_device("cross_entropy", "logits", logits, target=target)
@@ -304,10 +305,11 @@ def cross_entropy(
 
 
 def check_loss_arguments(
-    op: str, target: Tensor, reduction: str, label_smoothing: float, softcap: float | None
+    op: str, target: Tensor, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
     checks.one_of(op, "reduction", reduction, ("mean", "sum", "none"))
     checks.require(0.0 <= label_smoothing <= 1.0, op, "label_smoothing", "be in [0, 1]", label_smoothing)
+    checks.require(abs(z_loss) < math.inf, op, "z_loss", "be finite", z_loss)
     checks.require(softcap is None or softcap >= 0, op, "softcap", "be at least 0 (0: none), or None", softcap)
     is_index = target.dtype in (torch.int64, torch.int32)
     checks.require(is_index, op, "target", "be int64 or int32", checks.name(target.dtype))

@@ -440,7 +440,7 @@ def linear_cross_entropy(
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    check_loss_arguments(op, target, reduction, label_smoothing, softcap)
+    check_loss_arguments(op, target, reduction, label_smoothing, z_loss, softcap)
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.floating(op, x=x, weight=weight, bias=bias)
     checks.same_device(op, "x", x, weight=weight, bias=bias, target=target, main_grad=main_grad)

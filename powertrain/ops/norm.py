@@ -21,6 +21,7 @@ a bias from 8193 on); other rows beyond 12288 twice if there is a bias.
 Sources: Zhang and Sennrich, arXiv:1910.07467; Ba et al., arXiv:1607.06450; chunked variance after Chan et al. 1979.
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -252,6 +253,8 @@ def _norm(
         checks.shape(op, "bias", bias, x.shape[-1:], "last dim of x")
     if residual is not None:
         checks.shape(op, "residual", residual, x.shape, "shape of x")
+    if not 0 <= eps < math.inf:
+        checks.fail(op, "eps", "be at least 0 and finite", eps)
     if not use_kernel(op, x):
         return _norm_torch(x, weight, bias, residual, eps, is_layer, zero_centered, round_first)
     # the kernels read weight and bias with stride 1

@@ -245,7 +245,7 @@ def vocab_parallel_cross_entropy(
     Raises ValueError naming the argument.
     """
     op = "vocab_parallel_cross_entropy"
-    check_loss_arguments(op, target, reduction, label_smoothing, softcap)
+    check_loss_arguments(op, target, reduction, label_smoothing, z_loss, softcap)
     checks.require(logits.dim() > 0, op, "logits", "have at least one dim", "a scalar")
     checks.floating(op, logits=logits)
     checks.same_device(op, "logits", logits, target=target)
@@ -400,7 +400,7 @@ def vocab_parallel_linear_cross_entropy(
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    check_loss_arguments(op, target, reduction, label_smoothing, softcap)
+    check_loss_arguments(op, target, reduction, label_smoothing, z_loss, softcap)
     checks.one_of(op, "reduction", reduction, ("mean", "sum"))
     checks.floating(op, x=x, weight=weight, bias=bias)
     checks.same_device(op, "x", x, weight=weight, bias=bias, target=target)

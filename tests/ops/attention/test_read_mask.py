@@ -146,3 +146,19 @@ def test_the_gradient_of_a_bias_that_dq_stores(heads: int, batch: int, device: t
         out = attention(*leaves, attn_bias=bias, is_causal=True, seqused_k=lengths, backend=backend)
         found.append(torch.autograd.grad(out.square().sum(), (bias, *leaves)))
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["triton", "chunked", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_row_whose_bias_is_minus_infinity(backend: str, is_causal: bool, device: torch.device) -> None:
+    """It sees nothing: its result and its gradients are 0, not NaN; a bias that is NaN is not hidden."""
+    leaves = [torch.randn(1, 6, 2, 16, device=device, requires_grad=True) for _ in range(3)]
+    bias = torch.zeros(1, 1, 6, 6, device=device)
+    bias[0, 0, 2], bias[0, 0, 3, :4] = -torch.inf, -torch.inf
+    bias.requires_grad_()
+    out = attention(*leaves, attn_bias=bias, is_causal=is_causal, backend=backend)
+    grads = torch.autograd.grad(out.square().sum(), [*leaves, bias])
+    assert not out[0, 2].any() and not grads[0][0, 2].any() and all(x.isfinite().all() for x in grads)
+    with torch.no_grad():
+        bias[0, 0, 1, 0] = torch.nan
+    assert attention(*leaves, attn_bias=bias, backend=backend)[0, 1].isnan().any()

@@ -99,6 +99,8 @@ def _attend(
         s = mask.softcap * torch.tanh(s / mask.softcap)
     if added is not None:
         s = s + added.to(dtype)
+        # a row of them alone would have a NaN gradient through its LSE
+        visible = visible & (added != -torch.inf)
     s = s.masked_fill(~visible, -torch.inf)
     sink = None
     if tensors.sinks is not None:
