@@ -59,13 +59,14 @@ def convert(
     from powertrain.train.checkpoint.convert import convert as write
     from powertrain.train.checkpoint.load import NAMES, open_weights
     from powertrain.train.optim import DTYPES
+    from powertrain.train.signals import exits_on_signals
 
     console = Console(soft_wrap=True, highlight=False)
     with _one_line(source):
         weights = open_weights(source, from_.value if from_ else None, config or ())
     model = weights.config
     console.print(f"{weights.path}: {NAMES[weights.kind]}, {model.architecture}, {model.num_layers} layers")
-    with _one_line(destination):
+    with _one_line(destination), exits_on_signals():
         done = write(
             weights, destination, to.value, dtype=DTYPES[dtype.value] if dtype else None, vocab_size=vocab_size,
             check=check, pipe_parallel_size=pipe_parallel_size, model_parallel_size=model_parallel_size,

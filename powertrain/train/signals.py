@@ -20,3 +20,22 @@ def children_without_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def exits_on_signals() -> Iterator[None]:
+    """In this block signals that ask to end raise SystemExit (128 and the signal's number), so that `finally` removes
+    what is half written. Those that someone else handles or ignores (nohup) are left to them, and so is Ctrl-C, which
+    raises already. In the main thread."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    taken = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)

@@ -2,8 +2,10 @@
 
 import errno
 import json
+import os
 import re
 import resource
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -467,3 +469,19 @@ def test_two_ranks_start_from_weights(parallel: str, tmp_path: Path) -> None:
     found = _weights(tmp_path / "run")
     for name, expected in _weights(source).items():
         torch.testing.assert_close(found[name][: len(expected)], expected, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_conversion_that_is_ended_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, write = _small(tmp_path / "in"), convert_module._WRITERS["neox"]
+
+    def ended(folder: Path, *options: Any) -> None:
+        write(folder, *options)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setitem(convert_module._WRITERS, "neox", ended)
+    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--to", "neox"])
+    assert done.exit_code == 128 + number and [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert signal.getsignal(number) is signal.SIG_DFL
