@@ -134,6 +134,18 @@ def test_attention_of_masks_and_documents(seed: int, device: torch.device) -> No
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
+def test_a_mask_a_head_within_one_document(device: torch.device) -> None:
+    """Blocks of one document are seen whole as far as documents go; the mask, which has no ranges, is read there."""
+    leaves = [torch.randn(1, 150, 2, 16, device=device, requires_grad=True) for _ in range(3)]
+    mask = torch.rand(1, 2, 150, 150, device=device) < 0.5
+    ids = torch.zeros(1, 150, dtype=torch.int32, device=device)
+    found = []
+    for backend in ("triton", "reference"):
+        out = attention(*leaves, attn_bias=mask, document_ids=ids, backend=backend)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_gradient_of_a_bias_that_dq_stores(heads: int, batch: int, device: torch.device) -> None:

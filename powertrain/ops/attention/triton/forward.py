@@ -70,9 +70,7 @@ def _attend(
     """Add keys begin to end, in blocks, to the state (acc, m, l) of the queries i [BLOCK_M, 1], at positions p, the
     first of which are `first` and `p_first`."""
     # a block that all see needs no look at the mask
-    READS_BIAS: tl.constexpr = FEATURES.bias != "none" and (
-        MASKED or not (FEATURES.has_ranges and FEATURES.bias_is_mask)
-    )
+    READS_BIAS: tl.constexpr = FEATURES.bias != "none" and (MASKED or not FEATURES.mask_has_ranges)
     acc, m, l = state  # noqa: E741 # acc: tile of [BLOCK_M, D_V], m and l: [BLOCK_M]
     for start in range(begin, end, BLOCK_N):
         if FMA:

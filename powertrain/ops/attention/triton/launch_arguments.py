@@ -62,6 +62,7 @@ def _features(args: OpArguments, mask: ReadMask, dtype: torch.dtype, target: Tar
         has_prefix=args.prefix is not None, bottom_right=args.bottom_right, alibi=alibi_kind(args),
         bias=_bias_kind(mask.bias, target), bias_is_mask=mask.is_boolean,
         has_documents=args.query_documents is not None, has_ranges=has_ranges(args, mask),
+        mask_has_ranges=mask.tiles is not None,
         has_dropout=args.seed is not None, has_softcap=args.softcap > 0,
         fast_tanh=dtype is not torch.float32 and not settings().interpret,
     )  # fmt: skip

@@ -137,9 +137,8 @@ class ReadMask(NamedTuple):
     """The bias or mask as the kernels read it."""
 
     bias: Tensor | None  # a boolean one is uint8 or int16
-    tiles: (
-        Tensor | None
-    )  # of a boolean one that all heads share: int8 [b|1, tiles of rows, of columns], `_mask_tiles_kernel`
+    # of a boolean one that all heads share: int8 [b|1, tiles of rows, tiles of columns], from `_mask_tiles_kernel`
+    tiles: Tensor | None
 
     @property
     def is_boolean(self) -> bool:

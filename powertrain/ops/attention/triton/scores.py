@@ -28,7 +28,8 @@ class Features(NamedTuple):
     bias: Literal["none", "pointers", "descriptor", "one_row"]  # how it is read; one row serves all queries
     bias_is_mask: bool  # boolean: says who sees whom
     has_documents: bool
-    has_ranges: bool  # blocks that documents and mask let all see are known (read_mask.py)
+    has_ranges: bool  # blocks that nobody or everybody sees are known (read_mask.py)
+    mask_has_ranges: bool  # by the boolean mask too, so that it is not read in the latter
     has_dropout: bool
     has_softcap: bool
     fast_tanh: bool  # the hardware's tanh
@@ -351,9 +352,7 @@ def recomputed_weights(
     Rows past the sequence need no mask, because their q and do are 0 and their lse and delta finite. Without BOUNDED
     keys past the end need none either: their gradients are not stored."""
     # a block that all see needs no look at the mask
-    READS_BIAS: tl.constexpr = FEATURES.bias != "none" and (
-        MASKED or not (FEATURES.has_ranges and FEATURES.bias_is_mask)
-    )
+    READS_BIAS: tl.constexpr = FEATURES.bias != "none" and (MASKED or not FEATURES.mask_has_ranges)
     s, t = apply_softcap(product, mods.scale, FEATURES)
     s, visible = add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES, READS_BIAS, KEYS_FIRST)
     if FEATURES.alibi == "one_sided":
