@@ -277,7 +277,8 @@ def _norm_torch(
     with without_autocast(x.device):
         h = x if residual is None else (x + residual).to(residual.dtype)
         one_dtype = all(t is None or t.dtype == x.dtype for t in (h, weight, bias))
-        if one_dtype and not zero_centered and not round_first and (is_layer or bias is None):
+        rounds = round_first and x.dtype is not acc_dtype(x.dtype)
+        if one_dtype and not zero_centered and not rounds and (is_layer or bias is None):
             # PyTorch's own compute in float32 inside; casting up first takes up to twice as long on a CPU
             y = (
                 F.layer_norm(h, x.shape[-1:], weight, bias, eps)

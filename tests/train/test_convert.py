@@ -482,6 +482,11 @@ def test_a_conversion_that_is_ended_leaves_nothing(
         os.kill(os.getpid(), number)
 
     monkeypatch.setitem(convert_module._WRITERS, "neox", ended)
-    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--to", "neox"])
+    # the tests may run under nohup, which ignores SIGHUP
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--to", "neox"])
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
     assert done.exit_code == 128 + number and [path.name for path in tmp_path.iterdir()] == ["in"]
-    assert signal.getsignal(number) is signal.SIG_DFL
