@@ -43,12 +43,12 @@ class Flash3(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int,
-        starts: Tensor | None = None, longest: int | None = None,
+        starts: Tensor | None = None, longest: int | None = None, softcap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         ctx.options = {
             "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest,
             "softmax_scale": scale, "is_causal": causal and left < 0, "window_size_left": left,
-            "window_size_right": 0 if causal else -1,
+            "window_size_right": 0 if causal else -1, "softcap": softcap,
         }  # fmt: skip
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -59,7 +59,7 @@ class Flash3(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = map(torch.empty_like, (q, k, v))
         torch.ops.flash_attn_3.bwd(grad.contiguous(), q, k, v, out, lse, dq, dk, dv, **ctx.options)
-        return dq, dk, dv, *[None] * 5
+        return dq, dk, dv, *[None] * 6
 
 
 @torch.library.custom_op("powertrain_benchmarks::flash_3", mutates_args=())

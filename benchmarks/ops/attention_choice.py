@@ -185,7 +185,7 @@ def _variants(problem: Problem) -> tuple[dict[str, Variants], dict[str, str], li
             except (PowertrainError, RuntimeError) as error:
                 said.append(f"{problem.label} | {name}: {str(error).splitlines()[0]}")
                 continue
-            if any(_differs(a, b) for a, b in zip(found, expected.setdefault(way, found), strict=True)):
+            if any(differs(a, b) for a, b in zip(found, expected.setdefault(way, found), strict=True)):
                 said.append(f"{problem.label} | {name}: WRONG, not timed")
             else:
                 variants[way][name] = run
@@ -198,7 +198,7 @@ def _variants(problem: Problem) -> tuple[dict[str, Variants], dict[str, str], li
     return variants, chosen, said
 
 
-def _differs(a: Tensor, b: Tensor) -> bool:
+def differs(a: Tensor, b: Tensor) -> bool:
     # bfloat16 results of sums in other orders; nan differs
     return not bool((a.float() - b.float()).norm() <= 0.03 * b.float().norm() + 1e-3)
 

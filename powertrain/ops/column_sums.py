@@ -64,7 +64,7 @@ def _sum_rows(
     BLOCK_N: tl.constexpr,
     STREAMS: tl.constexpr,
 ):
-    # these lines are evicted before what was in the L2: `_plan` has the times
+    # the L2 evicts x's cache lines before those of other tensors; `_plan` has the times
     POLICY: tl.constexpr = "evict_first" if STREAMS else ""
     cols = col_block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

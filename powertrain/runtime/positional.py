@@ -1,5 +1,5 @@
-"""Errors of public functions for values of the wrong kind: they name the argument and say what it must be. A value that
-was given by position, and belongs to another argument, is an error that names that one."""
+"""Errors of public functions for values of the wrong kind: the error names the argument and says what it must be. For a
+value that was given by position and belongs to another parameter, the error names that parameter."""
 
 import functools
 import inspect

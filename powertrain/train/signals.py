@@ -24,9 +24,9 @@ def children_without_signals() -> Iterator[None]:
 
 @contextmanager
 def exits_on_signals() -> Iterator[None]:
-    """In this block signals that ask to end raise SystemExit (128 and the signal's number), so that `finally` removes
-    what is half written. Those that someone else handles or ignores (nohup) are left to them, and so is Ctrl-C, which
-    raises already. In the main thread."""
+    """In this block signals that ask to end raise SystemExit (128 plus the signal's number), so that `finally` removes
+    half-written files. A signal that already has a handler, or is ignored (SIGHUP under nohup), is not changed; Ctrl-C
+    has one, which raises KeyboardInterrupt. Main thread only."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -17,6 +17,7 @@ from powertrain.ops.attention.triton.read_mask import (
     read_mask,
 )
 from powertrain.runtime.target import Target
+from tests.torch_setup import HAS_GPU
 
 pytestmark = pytest.mark.kernels
 
@@ -174,3 +175,24 @@ def test_a_row_whose_bias_is_minus_infinity(backend: str, is_causal: bool, devic
     with torch.no_grad():
         bias[0, 0, 1, 0] = torch.nan
     assert attention(*leaves, attn_bias=bias, backend=backend)[0, 1].isnan().any()
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="CUDA graphs")
+@pytest.mark.parametrize("name", ["attn_bias", "document_ids"])
+def test_a_graph_reads_the_mask_of_its_replay(name: str) -> None:
+    """Copies and ranges are made in the graph, from what the mask's memory holds then."""
+    q, k, v = (torch.randn(2, 333, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ids = torch.arange(333, dtype=torch.int32, device="cuda").expand(2, -1)
+    masks = torch.rand(2, 2, 1, 333, 333, device="cuda") < 0.3
+    first, second = (ids // 50, ids // 90) if name == "document_ids" else masks
+    given = first.clone()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            attention(q, k, v, backend="triton", **{name: given})
+        with torch.cuda.graph(graph, stream=stream):
+            out = attention(q, k, v, backend="triton", **{name: given})
+        given.copy_(second)
+        graph.replay()
+        stream.synchronize()
+    assert torch.equal(out, attention(q, k, v, backend="triton", **{name: second}))

@@ -130,7 +130,7 @@ def _slowest_feature(args: OpArguments) -> str:
 
 def uses_tma(fma: bool, target: Target, *operands: Operand) -> bool:
     """Whether TMA descriptors can be made: they need 16-byte addresses and strides."""
-    if fma or not target.has_tma or settings().interpret:
+    if fma or not has_descriptors(target):
         return False
     for x, b, s, h, r in operands:
         if (b | s | h | r) % (16 // x.element_size()) or (not x.is_meta and x.data_ptr() % 16):

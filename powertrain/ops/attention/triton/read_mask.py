@@ -27,18 +27,19 @@ _NONE = tl.constexpr(2**31 - 1)  # the begin of a range that nobody sees; its en
 
 @kernel(unaligned=("own_ptr", "other_ptr"))
 def _document_ranges_kernel(own_ptr, other_ptr, range_ptr, own_size, other_size, granules, BLOCK: tl.constexpr):
-    """The ranges of one granule: from the first to the last position of `other` that has one of its documents."""
+    """The ranges of one granule: from the first to the last position of `other` that has one of its documents. All of
+    that is seen by each row if the granule has one document and no other document lies between."""
     b, granule = to_int64(tl.program_id(0) // granules), tl.program_id(0) % granules
     low = tl.full([BLOCK], _NONE, tl.int32)
     high = tl.zeros([BLOCK], tl.int32)
     count = tl.zeros([BLOCK], tl.int32)
     begin, end = granule * GRANULE, tl.minimum((granule + 1) * GRANULE, own_size)
-    before = tl.load(own_ptr + b * own_size + begin)
-    alike = before >= 0  # all rows have one document
-    before = before * 0 - 1
+    first = tl.load(own_ptr + b * own_size + begin)
+    alike = first >= 0  # all rows have the first one's document
+    before = begin * 0 - 1
     for row in range(begin, end):
         document = tl.load(own_ptr + b * own_size + row)
-        alike = alike & ((document == before) | (row == begin))
+        alike = alike & (document == first)
         # the ids of neighbours are mostly equal, and negative ones belong to no document
         if (document != before) & (document >= 0):
             for start in range(0, other_size, BLOCK):
@@ -119,8 +120,8 @@ def _store_ranges(range_ptr, begin, end, full_begin, full_end):
 
 @triton.jit
 def visible_ranges(range_ptr, b64, first, size, BLOCK: tl.constexpr):
-    """(begin, end) of what the positions from `first` on, a block of a batch entry of `size`, see, and (full_begin,
-    full_end) of what all of them see."""
+    """(begin, end, full_begin, full_end) of the block of positions that starts at `first`: outside of begin to end none
+    of them sees anything, from full_begin to full_end each sees everything. `size`: positions of a batch entry."""
     WIDTH: tl.constexpr = (BLOCK + GRANULE - 1) // GRANULE
     n = first // GRANULE + tl.arange(0, WIDTH)
     granules = tl.cdiv(size, GRANULE)
@@ -152,7 +153,7 @@ def read_mask(bias: Tensor | None, target: Target) -> ReadMask:
     # 16 heads D128 2.05, 0.60, copied as bytes 0.63
     if bias is None:
         return ReadMask(None, None)
-    # what is broadcast is copied once
+    # a dim along which the bias was expanded has one entry in memory, and so in the copy
     once = bias[tuple(slice(1) if stride == 0 else slice(None) for stride in bias.stride()[:3])]
     copies = once.shape[2] > 1 and has_descriptors(target)
     if bias.dtype is torch.bool:
