@@ -73,10 +73,10 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
             yield Reason(f"it has no {name}", other)
 
 
-# results by device: of each forward plan, and of each backward (padded head dim, deterministic, plan, heads that share
+# results by device: of each forward plan, and of each backward (padded head dims, deterministic, plan, heads that share
 # keys in parts, packed sequences by length)
 _self_tests: dict[Plan, dict[int | None, str | None]] = {}
-_backward_self_tests: dict[tuple[int, bool, BackwardPlan, bool, bool], dict[int | None, str | None]] = {}
+_backward_self_tests: dict[tuple[int, int, bool, BackwardPlan, bool, bool], dict[int | None, str | None]] = {}
 
 
 def fails_here(call: Operands, plan: Plan) -> str | None:
@@ -90,11 +90,11 @@ def fails_here(call: Operands, plan: Plan) -> str | None:
 
 
 def backward_fails_here(call: Operands, plan: BackwardPlan, schedule: Schedule | None) -> str | None:
-    """The same of the backward, at a padded head dim."""
-    width, deterministic = width_of(max(call.d_qk, call.d_v)), call.args.deterministic
+    """The same of the backward, at padded head dims."""
+    widths, deterministic = (width_of(call.d_qk), width_of(call.d_v)), call.args.deterministic
     kernel = (False, False) if schedule is None else (schedule.num_splits > 1, schedule.longest_first)
-    results = _backward_self_tests.setdefault((width, deterministic, plan, *kernel), {})
-    name = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
+    results = _backward_self_tests.setdefault((*widths, deterministic, plan, *kernel), {})
+    name = f"attention's backward{', deterministic,' if deterministic else ''} at head dims {widths[0]} and {widths[1]}"
     return self_test.failure(
         results, call.q.tensor.device, lambda on: backward_defect(call, plan, schedule), f"{name}: triton serves"
     )
@@ -164,7 +164,8 @@ _forward_op = autograd.forward_op("attention_hopper", _forward, _backward_ops)
 def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """Every need of this backward that the problem does not meet."""
     yield from why_not(problem)
-    if reason := why_not_of(problem.head_dim_qk, problem.head_dim_v, problem.has_unordered_keys):
+    is_plain = not (problem.deterministic or problem.mask.softcap > 0 or problem.mask.alibi)
+    if reason := why_not_of(problem.head_dim_qk, problem.head_dim_v, problem.has_unordered_keys, is_plain):
         yield Reason(reason, "use triton")
     lengths, widest = problem.lengths, max(problem.head_dim_qk, problem.head_dim_v)
     if widest > _WIDE and problem.layout == "thd" and lengths.sequences > 32 and lengths.queries < 128:

@@ -31,8 +31,10 @@ from powertrain.ops.attention.hopper.backward_plans import (
     Plan,
     Schedule,
     dq_width,
+    is_plain_call,
     plan_of,
     schedule_of,
+    why_not_96_keys,
     why_not_weights,
     width_of,
 )
@@ -206,14 +208,17 @@ def _hopper_attention_sums_kernel(
             )  # fmt: skip
 
 
-def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
-    """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
+def why_not_of(d_qk: int, d_v: int, unordered: bool, is_plain: bool) -> str | None:
+    """The part of `why_not_backward` that the forward does not share and that needs no tensors. `is_plain`: neither
+    deterministic nor with a softcap or ALiBi."""
     dims = d_qk, d_v
     if max(dims) > 256:
         if reason := why_not_weights(d_qk, d_v):
             return reason
-    elif any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 128 < min(dims) <= max(dims) <= 256):
-        return f"head dims must be multiples of 8, both up to 128 or both of 136 to 256, are {d_qk} and {d_v}"
+    elif any(dim % 8 for dim in dims):
+        return f"head dims must be multiples of 8, are {d_qk} and {d_v}"
+    elif min(dims) <= 128 < max(dims) and (reason := why_not_96_keys(d_qk, d_v, is_plain)):
+        return f"of head dims on both sides of 128: {reason}"
     if unordered:
         return "keys must belong to one sequence each, sequences in ascending order (cu_seqlens_k_padded says so)"
     return None
@@ -239,7 +244,7 @@ def why_not_backward(operands: Operands) -> str | None:
     for name, operand in named.items():
         if not operand.tensor.numel():
             return f"{name} is empty"
-    if reason := why_not_of(operands.d_qk, operands.d_v, args.unordered):
+    if reason := why_not_of(operands.d_qk, operands.d_v, args.unordered, is_plain_call(args)):
         return reason
     for name, (x, b, s, h, r) in named.items():
         is_aligned = x.is_meta or x.data_ptr() % 16 == 0

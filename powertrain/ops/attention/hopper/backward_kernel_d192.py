@@ -1,4 +1,5 @@
-"""Backward of attention for Hopper at head dims of 136 to 192, in Gluon, with 96 keys a tile.
+"""Backward of attention for Hopper at query head dims of 136 to 192 and value head dims up to 192, in Gluon, with 96
+keys a tile.
 
 The sums are those of hopper/backward.py. Three *consumers* share a tile of 96 keys. Of a block of 64 queries each
 computes the scores and dp of 32 keys, queries along the rows; p and ds meet in shared memory. Then each owns 64 head
@@ -6,9 +7,10 @@ dims: dvᵀ and dkᵀ of all keys, [64 head dims, 64 + 32 keys] (Triton's tensor
 dq, which it adds to the sums in memory. The product for dv waits for the next block, whose exponentials run beside it.
 The *producer* only loads.
 
-k, v, q and do lie as pieces of 64 columns, whatever the head dim: 192 columns, of which the last may be zeros. Up to
-head dim 160 scores, dp and dq leave out the last 32; dk and dv cannot, as wgmma has 64 rows. Tiles add in no fixed
-order; ALiBi, a softcap and query heads split over tiles are backward_kernel_d256.py's.
+k, v, q and do lie as pieces of 64 columns, of which the last may be zeros: q and k as three pieces, v and do as one to
+three. A consumer without a piece of v has no columns of dv. Scores, dp and dq leave out the last 32 columns where they
+are zeros; dk and dv cannot, as wgmma has 64 rows. Tiles add in no fixed order; ALiBi, a softcap and query heads split
+over tiles are backward_kernel_d256.py's.
 
 Source: FlashAttention-3's tile for this head dim has the same shape (Shah et al. 2024, arXiv:2407.08608).
 """
@@ -49,18 +51,17 @@ from powertrain.runtime.gluon_compat import (
 from powertrain.runtime.launch import gluon_kernel
 
 _CONSUMERS = gl.constexpr(8)  # the barrier at which they meet
-_PIECES = gl.constexpr(3)  # of 64 columns, a consumer's each
+_PIECES = gl.constexpr(3)  # of 64 columns of q and k, a consumer's each
 _STAGES = gl.constexpr(2)
 
 
 class _Buffers(NamedTuple):
-    """Tiles in shared memory. q and do: [stages * 3, 64, 64], a piece of 64 columns each; k, v, p and ds have the first
-    64 keys and the last 32 apart."""
+    """Tiles in shared memory, in pieces of 64 columns; k, v, p and ds have the first 64 keys and the last 32 apart."""
 
     k: Any  # [3, 64, 64], [3, 32, 64]
-    v: Any  # [3, 64, 64], [3, 32, 64]
-    q: Any
-    do: Any
+    v: Any  # [pieces, 64, 64], [pieces, 32, 64]
+    q: Any  # [stages * 3, 64, 64]
+    do: Any  # [stages * pieces, 64, 64]
     rows: Any  # [stages, 128]: LSE and delta
     p: Any  # [stages, 64, 64], [stages, 64, 32]
     ds: Any  # [stages, 64, 64], [stages, 64, 32]
@@ -77,11 +78,11 @@ class _Barriers(NamedTuple):
 
 
 @gluon.jit
-def _load(desc, smem, bar, stage, place):
-    """A tile in pieces of 64 columns, from piece number `stage` * 3 on."""
+def _load(desc, smem, bar, stage, place, PIECES: gl.constexpr):
+    """A tile in pieces of 64 columns, from piece number `stage` * PIECES on."""
     b, head, end, row = place
-    for i in gl.static_range(_PIECES):
-        tma_load(desc, [b, head, end, row, i * 64], bar, as_tile(smem.index(stage * _PIECES + i)))
+    for i in gl.static_range(PIECES):
+        tma_load(desc, [b, head, end, row, i * 64], bar, as_tile(smem.index(stage * PIECES + i)))
 
 
 @gluon.jit
@@ -92,7 +93,8 @@ def _produce(
     await_kernel_before(CONFIG.starts_early)
     q_smem, do_smem, rows_smem = smem.q, smem.do, smem.rows
     _, q_full, q_empty, do_full, do_empty = bars
-    BYTES: gl.constexpr = 64 * 192 * q_smem.dtype.primitive_bitwidth // 8
+    V_PIECES: gl.constexpr = (CONFIG.d_v + 63) // 64
+    PIECE: gl.constexpr = 64 * 64 * q_smem.dtype.primitive_bitwidth // 8
     b, head0, q_end, row0 = place
     head = gl.to_tensor(0)
     block = begin
@@ -101,13 +103,13 @@ def _produce(
         odd = (i // _STAGES) & 1 ^ 1
         mbarrier.wait(q_empty.index(stage), odd)
         bar = q_full.index(stage)
-        mbarrier.expect(bar, BYTES + 2 * 64 * 4)
-        _load(q_desc, q_smem, bar, stage, (b, head0 + head, q_end, row0 + block * 64))
+        mbarrier.expect(bar, _PIECES * PIECE + 2 * 64 * 4)
+        _load(q_desc, q_smem, bar, stage, (b, head0 + head, q_end, row0 + block * 64), _PIECES)
         tma_load(rows_desc, [(tile0 + head * slots + block) * 128], bar, rows_smem.index(stage))  # [128]: LSE, delta
         mbarrier.wait(do_empty.index(stage), odd)
         bar = do_full.index(stage)
-        mbarrier.expect(bar, BYTES)
-        _load(do_desc, do_smem, bar, stage, (b, head0 + head, q_end, row0 + block * 64))
+        mbarrier.expect(bar, V_PIECES * PIECE)
+        _load(do_desc, do_smem, bar, stage, (b, head0 + head, q_end, row0 + block * 64), V_PIECES)
         block += 1
         wraps = block == end
         head = gl.where(wraps, head + 1, head)
@@ -132,10 +134,12 @@ def _ask(rows, stage, keys, i, zeros, D: gl.constexpr, CONSUMER: gl.constexpr):
     """rows keysᵀ of a consumer's keys, under way: [64 queries, 32 keys]."""
     # not a constant: addresses computed from one would be kept in registers throughout
     first = i >> 30
-    at = stage * _PIECES
-    s = _multiply_piece(rows, at, keys, first, zeros, False, 64, CONSUMER)
-    s = _multiply_piece(rows, at + 1, keys, first + 1, s, True, 64, CONSUMER)
-    return _multiply_piece(rows, at + 2, keys, first + 2, s, True, 32 if D <= 160 else 64, CONSUMER)
+    PIECES: gl.constexpr = (D + 63) // 64
+    at = stage * PIECES
+    s = zeros
+    for n in gl.static_range(PIECES):
+        s = _multiply_piece(rows, at + n, keys, first + n, s, n > 0, 32 if D <= n * 64 + 32 else 64, CONSUMER)
+    return s
 
 
 @gluon.jit
@@ -150,9 +154,9 @@ def _ask_for_dq(ds_smem, stage, k_smem, i, COLS: gl.constexpr, CONSUMER: gl.cons
 
 
 @gluon.jit
-def _add_rows(rows, at, weights, stage, sums, use_acc, CONSUMER: gl.constexpr):
+def _add_rows(rows, at, weights, stage, sums, use_acc, PIECES: gl.constexpr, CONSUMER: gl.constexpr):
     """sums + rowsᵀ weights, under way, of a consumer's 64 columns of rows: [64 columns, 64 keys], [64, 32]."""
-    a = rows.index(at * _PIECES + CONSUMER).permute((1, 0))
+    a = rows.index(at * PIECES + CONSUMER).permute((1, 0))
     first = hopper.warpgroup_mma(a, weights[0].index(stage), sums[0], use_acc=use_acc, is_async=True)
     second = hopper.warpgroup_mma(a, weights[1].index(stage), sums[1], use_acc=use_acc, is_async=True)
     return first, second
@@ -229,6 +233,10 @@ def _consume(
     low = distance
     tile = tile0 + begin
     total = num_q_per_kv * count
+    V_PIECES: gl.constexpr = (CONFIG.d_v + 63) // 64
+    # products under way for dv and dq
+    DV: gl.constexpr = 2 if CONSUMER < V_PIECES else 0
+    DQ: gl.constexpr = 2 if sum_ptr is not None else 0
     for i in range(total):
         stage = i % _STAGES
         before = (i + 1) % _STAGES  # the stage of the block before, there being two
@@ -242,22 +250,23 @@ def _consume(
         mbarrier.wait(do_full.index(stage), (i // _STAGES) & 1)
         dp = _ask(do_smem, stage, v_smem, i, zeros, CONFIG.d_v, CONSUMER)  # [64, 32]
         # of the block before; at the first there is none: use_acc discards the product
-        dv = _add_rows(do_smem, before, p_smem, before, dv, i > 1, CONSUMER)
-        s = hopper.warpgroup_mma_wait(_PIECES + 2, deps=[s])
+        if DV > 0:
+            dv = _add_rows(do_smem, before, p_smem, before, dv, i > 1, V_PIECES, CONSUMER)
+        s = hopper.warpgroup_mma_wait(V_PIECES + DV, deps=[s])
         p = _masked_weights(gl.exp2(s * (scale * LOG2E) - lse), low, own_left, window, CONFIG)
         # given back with do, when all have multiplied p
         mbarrier.wait(do_empty.index(stage), (i // _STAGES) & 1 ^ 1)
         _put(p_smem, stage, p, CONSUMER)
-        dp = hopper.warpgroup_mma_wait(2, deps=[dp])
+        dp = hopper.warpgroup_mma_wait(DV, deps=[dp])
         _put(ds_smem, stage, p * (dp - delta), CONSUMER)
         hopper.fence_async_shared()
         # all have stored their p and ds, and have done with the ds of two blocks before
         named_barrier_sync_divergent(_CONSUMERS, 384)
         if sum_ptr is not None:
-            dq = _ask_for_dq(ds_smem, stage, k_smem, i, 32 if CONSUMER == 2 and CONFIG.d_qk <= 160 else 64, CONSUMER)
-        dk = _add_rows(q_smem, stage, ds_smem, stage, dk, True, CONSUMER)
-        DQ: gl.constexpr = 2 if sum_ptr is not None else 0
-        dv = hopper.warpgroup_mma_wait(2 + DQ, deps=dv)
+            dq = _ask_for_dq(ds_smem, stage, k_smem, i, 32 if CONFIG.d_qk <= CONSUMER * 64 + 32 else 64, CONSUMER)
+        dk = _add_rows(q_smem, stage, ds_smem, stage, dk, True, _PIECES, CONSUMER)
+        if DV > 0:
+            dv = hopper.warpgroup_mma_wait(2 + DQ, deps=dv)
         if i > 0:
             mbarrier.arrive(do_empty.index(before), count=1)
         if sum_ptr is not None:
@@ -269,13 +278,14 @@ def _consume(
         wraps = low == distance + count * 64
         tile = gl.where(wraps, tile + 1 + slots - count, tile + 1)
         low = gl.where(wraps, distance, low)
-    if total > 0:
-        stage = (total - 1) % _STAGES
-        dv = _add_rows(do_smem, stage, p_smem, stage, dv, total > 1, CONSUMER)
-        dv = hopper.warpgroup_mma_wait(0, deps=dv)
+    if DV > 0:
+        if total > 0:
+            stage = (total - 1) % _STAGES
+            dv = _add_rows(do_smem, stage, p_smem, stage, dv, total > 1, V_PIECES, CONSUMER)
+            dv = hopper.warpgroup_mma_wait(0, deps=dv)
     # all have read k and v, in whose place dk and dv leave
     named_barrier_sync_divergent(_CONSUMERS, 384)
-    if dv_ptr is not None:
+    if DV > 0 and dv_ptr is not None:
         _store_columns(dv, v_smem, dv_ptr, k_left, k_capacity, stride_dvs, CONFIG.d_v, CONSUMER)
     if dk_ptr is not None:
         scaled = (dk[0] * scale, dk[1] * scale)
@@ -283,14 +293,14 @@ def _consume(
 
 
 @gluon.jit
-def _alloc_buffers(dtype: gl.constexpr):
+def _alloc_buffers(dtype: gl.constexpr, V_PIECES: gl.constexpr):
     # panels of 32 keys, one for each consumer
     half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     k = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
-    v = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
+    v = (alloc_pipeline_stages(dtype, V_PIECES, 64, 64), alloc_pipeline_stages(dtype, V_PIECES, 32, 64))
     q = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
-    do = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
+    do = alloc_pipeline_stages(dtype, _STAGES * V_PIECES, 64, 64)
     p = (
         gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
         gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
@@ -339,7 +349,8 @@ def _hopper_attention_bwd_d192_kernel(
         D_QK, D_V, False, False, False, False, STARTS_EARLY,
     )  # fmt: skip
     window = Window(left, right)
-    smem = _alloc_buffers(q_desc.dtype)
+    V_PIECES: gl.constexpr = (D_V + 63) // 64
+    smem = _alloc_buffers(q_desc.dtype, V_PIECES)
     bars = _init_barriers()
 
     await_kernel_before(STARTS_EARLY)
@@ -362,11 +373,11 @@ def _hopper_attention_bwd_d192_kernel(
     end, row = place_of_keys(k_start, k_len, first, keys, CONFIG.ragged_k)
     # the last 32 keys may all lie behind the end: one row of the sequence is loaded then, whose scores are masked
     tail = gl.minimum(row + 64, keys - 1)
-    mbarrier.expect(bars.kv_full, 2 * 96 * 192 * (q_desc.dtype.primitive_bitwidth // 8))
-    _load(k_desc, smem.k[0], bars.kv_full, 0, (b_load, kv, end, row))
-    _load(v_desc, smem.v[0], bars.kv_full, 0, (b_load, kv, end, row))
-    _load(k_tail_desc, smem.k[1], bars.kv_full, 0, (b_load, kv, end, tail))
-    _load(v_tail_desc, smem.v[1], bars.kv_full, 0, (b_load, kv, end, tail))
+    mbarrier.expect(bars.kv_full, (_PIECES + V_PIECES) * 96 * 64 * (q_desc.dtype.primitive_bitwidth // 8))
+    _load(k_desc, smem.k[0], bars.kv_full, 0, (b_load, kv, end, row), _PIECES)
+    _load(v_desc, smem.v[0], bars.kv_full, 0, (b_load, kv, end, row), V_PIECES)
+    _load(k_tail_desc, smem.k[1], bars.kv_full, 0, (b_load, kv, end, tail), _PIECES)
+    _load(v_tail_desc, smem.v[1], bars.kv_full, 0, (b_load, kv, end, tail), V_PIECES)
     q_end, q_row = place_of(q_start, q_len, gl.to_tensor(0), queries, CONFIG.ragged_q)
     place = (b_load, kv * num_q_per_kv, q_end, q_row)
     distance = begin * 64 + offset - first

@@ -53,14 +53,18 @@ PLAN_OF_96_KEYS = Plan(block_n=96, stages=2, registers=160)
 PLAN_OF_WEIGHTS = Plan(block_m=128, block_n=128, stores_weights=True)
 
 
-def why_not_96_keys(operands: Operands) -> str | None:
-    """Why backward_kernel_d192.py does not take this call, or None."""
-    args, dims = operands.args, (operands.d_qk, operands.d_v)
-    if not 128 < min(dims) <= max(dims) <= 192:
-        return f"head dims must be 136 to 192, are {dims[0]} and {dims[1]}"
-    if args.deterministic or args.softcap > 0 or args.slopes is not None:
+def why_not_96_keys(d_qk: int, d_v: int, is_plain: bool) -> str | None:
+    """Why backward_kernel_d192.py does not take this call, or None. `is_plain`: as `is_plain_call` says."""
+    if not 128 < d_qk <= 192 or d_v > 192:
+        return f"head dims must be 136 to 192 of query and key and up to 192 of value, are {d_qk} and {d_v}"
+    if not is_plain:
         return "it has no deterministic order, no softcap and no ALiBi"
     return None
+
+
+def is_plain_call(args: OpArguments) -> bool:
+    """Neither deterministic nor with a softcap or ALiBi."""
+    return not args.deterministic and args.softcap == 0 and args.slopes is None
 
 
 def why_not_weights(d_qk: int, d_v: int) -> str | None:
@@ -126,7 +130,11 @@ def plan_of(operands: Operands) -> Plan:
     plan, widest = plan_for(operands.d_qk, operands.d_v), max(operands.d_qk, operands.d_v)
     if widest > 256 or (widest > 192 and _prefers_weights(operands)):
         return PLAN_OF_WEIGHTS
-    if 160 < widest <= 192 and why_not_96_keys(operands) is None and _prefers_96_keys(operands):
+    takes_96_keys = why_not_96_keys(operands.d_qk, operands.d_v, is_plain_call(operands.args)) is None
+    # the other kernels have one range of head dims for both
+    if takes_96_keys and operands.d_v <= 128:
+        return PLAN_OF_96_KEYS
+    if takes_96_keys and widest > 160 and _prefers_96_keys(operands):
         # its kernel cannot split the heads that share keys. D192 64/8 S8192, whose reads miss the L2: 9.58 ms, with 64
         # keys in two parts 10.25
         if _splits_of(operands, plan, misses=False) == 1:
