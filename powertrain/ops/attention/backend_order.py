@@ -207,11 +207,15 @@ def by_cost(names: tuple[str, ...], costs: Mapping[str, float], planned: float) 
 
 def _fixed_backwards(p: AttentionProblem, names: tuple[str, ...]) -> tuple[str, ...]:
     """Backwards that take any forward's results, in the fixed order: cuDNN's behind ours where hopper comes first, but
-    for 192/128, causal (forward and backward of 512 to 8192 queries, one H200: 0.73 to 0.81 of triton's time)."""
+    for 192/128, causal, over 1024 queries. ms of one H200, hopper and cuDNN: B2 S8192 16/16 3.96, 3.62; B1 S4096
+    128/128 4.26, 3.87; B2 S4096 64/8 4.33, 3.94; B8 S1000 16/16 .414, .404; B1 S904 8/8 .061, .069; full B4 S3000 16/16
+    2.26, 2.55."""
     in_order = tuple(name for name in names if name in BACKWARDS)
     if in_order.index("hopper") > in_order.index("cudnn"):
         return in_order
-    return ("hopper", "cudnn", "triton") if _is_192_128(p) and p.mask.is_causal else ("hopper", "triton", "cudnn")
+    if _is_192_128(p) and p.mask.is_causal and p.lengths.size in ("medium", "long"):
+        return "cudnn", "hopper", "triton"
+    return "hopper", "triton", "cudnn"
 
 
 def points_for(p: AttentionProblem) -> tuple[Kind | None, Points | None]:

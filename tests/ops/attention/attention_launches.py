@@ -75,6 +75,8 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
                 launch(feature, head_dims, dtype, "hopper")
         for head_dims in ((80, 80), (160, 160), (192, 192)):  # in two pieces of columns
             launch("causal", head_dims, dtype, "hopper")
+        for feature in ("causal", "packed"):  # tiles of 96 keys serve unequal ones alone
+            launch(feature, (192, 128), dtype, "hopper")
         for feature, head_dims in (("causal", (512, 512)), ("packed", (384, 384)), ("softcap", (320, 448))):
             launch(feature, head_dims, dtype, "hopper")
         # heads that are not split: tiles of 128, 64, 96 keys

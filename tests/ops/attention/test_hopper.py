@@ -24,7 +24,7 @@ from powertrain.runtime.compile.triton_compat import lower
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
-from tests.ops.attention.attention_launches import META, any_order, launch
+from tests.ops.attention.attention_launches import META, any_order
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 compiled = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
@@ -381,20 +381,24 @@ def test_expanded_heads_are_read_once() -> None:
 @compiled
 @pytest.mark.parametrize("cudnn", [0, versions.USUAL_CUDNN])
 def test_backward_is_hoppers_cudnns_or_tritons(cudnn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has: cuDNN differentiates 192/128 where it is there, Triton where not."""
+    """Whatever this machine has: cuDNN differentiates long 192/128 where it is there."""
     # not `assume`, which autograd's threads do not see; decisions are made once for a process's software
     monkeypatch.setattr(versions, "_here", lambda: versions.Installed((2, 11), True, cudnn))
     monkeypatch.setattr(select, "_decisions", {})
 
-    def launched(dims: tuple[int, int]) -> set[str]:
+    def launched(dims: tuple[int, int], length: int) -> set[str]:
+        sizes = (dims[0], dims[0], dims[1])
+        inputs = (torch.empty(2, length, 4, d, dtype=torch.bfloat16, device=META, requires_grad=True) for d in sizes)
         with any_order(), record("sm_90") as wanted:
-            launch("causal", dims, torch.bfloat16, "hopper")
+            out = attention(*inputs, is_causal=True)
+            out.backward(torch.empty_like(out))
         return _names(wanted.specs)
 
-    assert "_hopper_attention_bwd_kernel" in launched((128, 128))
-    names = launched((192, 128))
-    assert "_hopper_attention_fwd_kernel" in names and "_hopper_attention_bwd_kernel" not in names
-    assert ("_attention_dq_kernel" in names) == (cudnn == 0)
+    assert "_hopper_attention_bwd_kernel" in launched((128, 128), 2048)
+    names = launched((192, 128), 8192)
+    assert "_hopper_attention_fwd_kernel" in names
+    assert ("_hopper_attention_bwd_d192_kernel" in names) == (cudnn == 0)
+    assert "_hopper_attention_bwd_d192_kernel" in launched((192, 128), 512)
 
 
 def test_heads_of_a_group() -> None:

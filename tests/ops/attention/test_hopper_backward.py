@@ -12,8 +12,14 @@ import triton
 from torch import Tensor
 
 from powertrain.ops.attention.hopper import backward_plans, maps
-from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward
-from powertrain.ops.attention.hopper.backward_plans import PLAN_OF_96_KEYS, Plan, plan_for, why_not_96_keys
+from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward, why_not_of
+from powertrain.ops.attention.hopper.backward_plans import (
+    PLAN_OF_96_KEYS,
+    Plan,
+    is_plain_call,
+    plan_for,
+    why_not_96_keys,
+)
 from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 from powertrain.runtime.compile.service import entry_for
@@ -57,9 +63,7 @@ def test_tensors() -> None:
     assert "not float32" in str(reason(_empty(2, 64, 4, 128, dtype=torch.float32)))
     assert all(reason(_empty(2, 64, 4, dim)) is None for dim in (72, 136, 192, 200, 256))
     for dim in (60, 132):
-        assert f"multiples of 8, both up to 128 or both of 136 to 256, are {dim} and {dim}" in str(
-            reason(_empty(2, 64, 4, dim))
-        )
+        assert f"head dims must be multiples of 8, are {dim} and {dim}" in str(reason(_empty(2, 64, 4, dim)))
     assert "query is empty" in str(reason(_empty(2, 0, 4, 64), _empty(2, 8, 4, 64)))
     assert "query's rows must be contiguous" in str(reason(_empty(2, 64, 4, 131)[..., :128], _empty(2, 64, 4, 128)))
     assert "int32" in str(reason(_empty(64, 2**18, 64, 64), _empty(64, 8, 64, 64)))
@@ -244,6 +248,8 @@ def test_wide_products_run_beside_everything_else(
     ("head_dim", "need", "given"),
     [
         pytest.param(192, ALL, {}, id="causal"),
+        pytest.param(192, ALL, {"d_v": 128, "repeats": 8}, id="d128-of-value-split"),
+        _slow(136, ALL, {"d_v": 40}, id="d40-of-value"),
         _slow(160, ALL, {"right": -1}, id="full-d160"),
         _slow(192, [False, True, True], {}, id="no-dq"),
         _slow(136, ALL, {"left": 100}, id="window-d136"),
@@ -254,6 +260,7 @@ def test_products_of_96_keys_run_beside_everything_else(
     head_dim: int, need: list[bool], given: dict[str, Any], tmp_path: Path
 ) -> None:
     """Three consumers of 160 registers, which hold 96 sums a thread: nothing may be on the stack."""
+    d_v = given.get("d_v", head_dim)
     entry = _entry(head_dim, torch.bfloat16, need, plan=PLAN_OF_96_KEYS, **given)
     facts = entry.manifest["launch"]
     assert (facts["num_warps"], facts["stack"]) == (16, 0)
@@ -261,20 +268,25 @@ def test_products_of_96_keys_run_beside_everything_else(
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(entry.members["cubin"])
     sass = subprocess.run([NDISASM, "-c", "-ndf", cubin], capture_output=True, text=True, check=True).stdout
-    # in each consumer scores, dp, dv, dq, dk and the last dv
-    assert sass.count("WARPGROUP.DEPBAR") == 3 * (5 + need[0])
-    scores = 10 if head_dim <= 160 else 12
-    assert sass.count("HGMMA") == 3 * (2 * scores + 3 * 8 + 6 * need[0])
+    # in each consumer scores, dp, dk, and where it has them dv and dq
+    pieces = -(-d_v // 64)
+    assert sass.count("WARPGROUP.DEPBAR") == 3 * (3 + need[0]) + pieces
+    scores, dp = (-(-dim // 32) * 2 for dim in (head_dim, d_v))
+    assert sass.count("HGMMA") == 3 * (scores + dp + 8 + 6 * need[0]) + 8 * pieces
+    assert sass.count("UTMAREDG") == ((5 if head_dim <= 160 else 6) if need[0] else 0)
 
 
 def test_what_96_keys_refuse() -> None:
-    def reason(head_dim: int, **given: Any) -> str | None:
-        return why_not_96_keys(Operands.of(*(_empty(2, 64, 4, head_dim) for _ in range(3)), _args(**given)))
-
-    assert all(reason(head_dim) is None for head_dim in (136, 160, 192))
-    assert "head dims must be 136 to 192, are 200 and 200" in str(reason(200))
+    assert all(why_not_96_keys(*dims, True) is None for dims in ((136, 136), (160, 192), (192, 8), (192, 128)))
+    for dims in ((200, 128), (128, 128), (192, 200)):
+        assert f"136 to 192 of query and key and up to 192 of value, are {dims[0]}" in str(why_not_96_keys(*dims, True))
+    plain = {"layout": "thd", "left": 5, "query_starts": STARTS, "key_starts": STARTS}
+    assert is_plain_call(_args(**plain))
     for given in ({"deterministic": True}, {"softcap": 3.0}, {"slopes": _empty(4, dtype=torch.float32)}):
-        assert "no deterministic order" in str(reason(192, **given))
+        assert not is_plain_call(_args(**given))
+        # the other kernels have both head dims up to 128 or above
+        assert "on both sides of 128: it has no deterministic order" in str(why_not_of(192, 128, False, False))
+        assert why_not_of(192, 136, False, False) is None
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")

@@ -330,10 +330,10 @@ def test_chunks(shape: tuple[int, ...], expected: list[tuple[Any, ...]]) -> None
 
 
 def test_head_dims() -> None:
-    assert all(why_not_of(dim, dim, False) is None for dim in (264, 320, 512))
+    assert all(why_not_of(dim, dim, False, True) is None for dim in (264, 320, 512))
     reason = "head dims must be equal multiples of 8, 200 to 512, are "
     for dims in ((512, 264), (260, 260), (520, 520)):
-        assert why_not_of(*dims, False) == f"{reason}{dims[0]} and {dims[1]}"
+        assert why_not_of(*dims, False, True) == f"{reason}{dims[0]} and {dims[1]}"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attenti
 from powertrain.ops.attention.hopper.backward_plans import (
     Plan,
     Schedule,
-    dq_width,
     is_plain_call,
     plan_of,
     schedule_of,
@@ -44,7 +43,7 @@ from powertrain.ops.attention.operands import BackwardCall, Operand, Operands
 from powertrain.ops.attention.triton.sequences import SMALL, find_sequence, longest_first, sequence_span
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
-from powertrain.ops.shapes import next_power_of_2
+from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.tensor_maps import TensorMap, tensor_map
@@ -173,6 +172,40 @@ def _bring_into_rows(
         tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D))  # [64, W]
 
 
+@triton.jit
+def _bring_piece(from_ptr, base, place, cols, scale, stride_xs, D: tl.constexpr, KEYS: tl.constexpr):
+    """A piece of 64 columns `cols` of KEYS keys, whose sums are [64, KEYS]."""
+    start, first, length, capacity = place
+    x = tl.load(from_ptr + tl.arange(0, 64 * KEYS))  # [64 * KEYS]
+    # as in _bring_into_rows
+    x = x.reshape(KEYS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, KEYS)
+    rows = first + tl.arange(0, KEYS)[None, :]
+    x = tl.where(rows < length, x * scale, 0.0).to(base.dtype.element_ty)
+    ptrs = base + to_int64(start + rows) * stride_xs + cols
+    tl.store(ptrs, x, mask=(rows < capacity) & (cols < D))  # [64, KEYS]
+
+
+@triton.jit
+def _bring_columns_into_rows(
+    number, sum_ptr, x_ptr, starts_ptr, used_ptr, batch, keys, slots, heads, scale, stride_xb, stride_xs, stride_xh,
+    D: tl.constexpr,
+):  # fmt: skip
+    """64 columns of dk or dv of 96 keys, from the sums [64 columns, 64 keys] and [64, 32] of a consumer of
+    backward_kernel_d192.py."""
+    PIECES: tl.constexpr = (D + 63) // 64
+    t, piece = number // 3, number % 3
+    b, head, start, first, length, capacity = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, keys, 96)
+    if (first < capacity) & (piece < PIECES):
+        storage = to_int64(b)
+        if starts_ptr is not None:
+            storage = storage * 0
+        from_ptr = sum_ptr + (to_int64(t) * PIECES + piece) * (64 * 96)
+        base = x_ptr + storage * stride_xb + to_int64(head) * stride_xh
+        cols = piece * 64 + tl.arange(0, 64)[:, None]
+        _bring_piece(from_ptr, base, (start, first, length, capacity), cols, scale, stride_xs, D, 64)
+        _bring_piece(from_ptr + 64 * 64, base, (start, first + 64, length, capacity), cols, scale, stride_xs, D, 32)
+
+
 @kernel(unaligned=SMALL)
 def _hopper_attention_sums_kernel(
     dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, dq_ptr, dk_ptr, dv_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
@@ -182,23 +215,35 @@ def _hopper_attention_sums_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, W_DQ: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_HEADS: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """64 rows of a result a program: `k_programs` of dk, as many of dv, then those of dq. One launch, as each boundary
-    between launches leaves the SMs without work for a microsecond or two."""
+    """64 rows of a result a program, of tiles of 96 keys 64 columns: `k_programs` of dk, as many of dv, then those of
+    dq. One launch, as each boundary between launches leaves the SMs without work for a microsecond or two."""
     wait_for_kernel_before(STARTS_EARLY)
     number = tl.program_id(0)
     if dk_ptr is not None:
         if number < k_programs:
-            _bring_into_rows(
-                number, dk_sum_ptr, dk_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1, num_splits,
-                scale, stride_dkb, stride_dks, stride_dkh, 0, D_QK, W_QK, BLOCK_N, SPLIT_HEADS,
-            )  # fmt: skip
+            if BLOCK_N == 96:
+                _bring_columns_into_rows(
+                    number, dk_sum_ptr, dk_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, scale,
+                    stride_dkb, stride_dks, stride_dkh, D_QK,
+                )  # fmt: skip
+            else:
+                _bring_into_rows(
+                    number, dk_sum_ptr, dk_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1, num_splits,
+                    scale, stride_dkb, stride_dks, stride_dkh, 0, D_QK, W_QK, BLOCK_N, SPLIT_HEADS,
+                )  # fmt: skip
         number -= k_programs
     if dv_ptr is not None:
         if (number >= 0) & (number < k_programs):
-            _bring_into_rows(
-                number, dv_sum_ptr, dv_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1, num_splits,
-                1.0, stride_dvb, stride_dvs, stride_dvh, 0, D_V, W_V, BLOCK_N, SPLIT_HEADS,
-            )  # fmt: skip
+            if BLOCK_N == 96:
+                _bring_columns_into_rows(
+                    number, dv_sum_ptr, dv_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1.0,
+                    stride_dvb, stride_dvs, stride_dvh, D_V,
+                )  # fmt: skip
+            else:
+                _bring_into_rows(
+                    number, dv_sum_ptr, dv_ptr, k_starts_ptr, k_used_ptr, batch, keys, k_slots, kv_heads, 1, num_splits,
+                    1.0, stride_dvb, stride_dvs, stride_dvh, 0, D_V, W_V, BLOCK_N, SPLIT_HEADS,
+                )  # fmt: skip
         number -= k_programs
     if dq_ptr is not None:
         if number >= 0:
@@ -312,7 +357,7 @@ class _Scratch(NamedTuple):
         tiles = operands.num_heads * slots
         sums = order = None
         if need_dq:
-            size = tiles * plan.block_m * dq_width(operands, plan)
+            size = tiles * plan.block_m * width_of(operands.d_qk)
             sums = torch.empty(size, dtype=torch.float32, device=device)
         # it tells the kernel too that parts have sums of dk and dv of their own, whether dq is wanted or not
         if operands.args.deterministic and (need_dq or schedule.num_splits > 1):
@@ -325,6 +370,11 @@ class _Scratch(NamedTuple):
         return _Scratch(tiles, slots, rows, sums, order, counter, key_slots)
 
 
+def _width_of_sums(head_dim: int, plan: Plan) -> int:
+    """Columns of the sums of dk or dv."""
+    return 64 * cdiv(head_dim, 64) if plan.block_n == 96 else width_of(head_dim)
+
+
 class _KeySums(NamedTuple):
     """Sums of dk and dv in float32, where the heads that share keys are split over tiles. They lie as the threads hold
     them: [storage * kv heads, parts, blocks, keys of a tile * width]."""
@@ -335,10 +385,11 @@ class _KeySums(NamedTuple):
     parts: int  # with sums of their own: 1, to which all parts add; if deterministic, one for each part
 
     @staticmethod
-    def of(operands: Operands, schedule: Schedule, rows: int, need_dk: bool, need_dv: bool) -> "_KeySums":
+    def of(operands: Operands, plan: Plan, schedule: Schedule, need_dk: bool, need_dv: bool) -> "_KeySums":
+        rows = operands.storage * operands.heads.kv * operands.key_blocks(plan.block_n) * plan.block_n
         parts = schedule.num_splits if operands.args.deterministic else 1
         dims = (need_dk, operands.d_qk), (need_dv, operands.d_v)
-        sizes = [rows * parts * width_of(dim) if need else 0 for need, dim in dims]
+        sizes = [rows * parts * _width_of_sums(dim, plan) if need else 0 for need, dim in dims]
         memory = torch.empty(sum(sizes), dtype=torch.float32, device=operands.q.tensor.device)
         dk, dv = (Operand(x, 0, 0, 0, 0) if x.numel() else None for x in memory.split(sizes))
         return _KeySums(memory, dk, dv, parts)
@@ -349,14 +400,12 @@ def _launch(
     schedule: Schedule,
 ) -> None:  # fmt: skip
     args, heads = operands.args, operands.heads
-    num_heads, w_qk = heads.kv * heads.q_per_kv, dq_width(operands, plan)
-    blocks = operands.key_blocks(plan.block_n)
-    rows = operands.storage * heads.kv * blocks * plan.block_n
+    num_heads, blocks = heads.kv * heads.q_per_kv, operands.key_blocks(plan.block_n)
     early = starts_early(operands.target)
     scratch = _Scratch.of(operands, plan, dq is not None, schedule)
     sums = None
     if schedule.num_splits > 1:
-        sums = _KeySums.of(operands, schedule, rows, dk is not None, dv is not None)
+        sums = _KeySums.of(operands, plan, schedule, dk is not None, dv is not None)
     zeros = sums.memory if sums is not None and sums.parts == 1 else None
     do = operands.like_query(_for_tma(call.dout))
     dlse = None if call.dlse is None else call.dlse.contiguous()
@@ -366,8 +415,8 @@ def _launch(
         args.query_starts, args.query_used, args.key_starts, scratch.key_slots,
         operands.batch, operands.queries, scratch.slots, num_heads, heads.q_per_kv, heads.kv_step, heads.q_step,
         0 if zeros is None else zeros.numel(), blocks, *o_strides, do.b, do.s, do.h, do.r,
-        D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-        STARTS_EARLY=early,
+        D_V=operands.d_v, W_QK=width_of(operands.d_qk), W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n, STARTS_EARLY=early,
     )  # fmt: skip
     into = (dk, dv) if sums is None else (sums.dk, sums.dv)
     _launch_main(operands, do, into[0], into[1], scratch, plan, schedule, blocks)
@@ -380,7 +429,7 @@ def _launch_sums(
 ) -> None:  # fmt: skip
     """Those that are given, from their sums."""
     args, heads, blocks = operands.args, operands.heads, operands.key_blocks(plan.block_n)
-    k_programs = operands.storage * heads.kv * blocks * plan.block_n // 64
+    k_programs = operands.storage * heads.kv * blocks * (3 if plan.block_n == 96 else plan.block_n // 64)
     programs = scratch.tiles * plan.block_m // 64 if dq else 0
     programs += k_programs * ((dk is not None) + (dv is not None))
     absent = Operand(operands.k.tensor, 0, 0, 0, 0)
@@ -393,7 +442,7 @@ def _launch_sums(
         operands.batch, operands.queries, operands.keys, scratch.slots, blocks, heads.kv, heads.q_per_kv, parts,
         k_programs, args.scale,
         to_q.b, to_q.s, to_q.h, to_q.r, to_k.b, to_k.s, to_k.h, to_v.b, to_v.s, to_v.h,
-        D_QK=operands.d_qk, D_V=operands.d_v, W_DQ=dq_width(operands, plan), W_QK=width_of(operands.d_qk),
+        D_QK=operands.d_qk, D_V=operands.d_v, W_DQ=width_of(operands.d_qk), W_QK=width_of(operands.d_qk),
         W_V=width_of(operands.d_v), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SPLIT_HEADS=parts > 1,
         STARTS_EARLY=starts_early(operands.target),
     )  # fmt: skip
@@ -426,10 +475,11 @@ def _launch_main(
     sizes = operands.batch, operands.queries, operands.keys
     members = heads.q_per_kv // num_splits
     if plan.block_n == 96:
+        # it finds the number of parts by the number of programs
         names = "LEFT", "RIGHT", "BOTTOM_RIGHT", "D_QK", "D_V", "REGISTERS", "STARTS_EARLY", "num_warps"
         _hopper_attention_bwd_d192_kernel[(count,)](
-            *maps, scratch.sums, *tensors[2:4], *tensors[6:], *sizes, heads.kv, members, *order, *strides,
-            args.scale, args.left, args.right, **{name: options[name] for name in names},
+            *maps, *tensors[2:4], *tensors[6:], *sizes, heads.kv, members, *order, *strides,
+            args.scale, args.left, args.right, SPLIT_HEADS=num_splits > 1, **{name: options[name] for name in names},
         )  # fmt: skip
     elif plan.block_n == 64:
         # it finds the number of parts by the number of programs
@@ -461,7 +511,10 @@ def _maps_of(operands: Operands, do: Operand, scratch: _Scratch, plan: Plan) -> 
         # pieces of 64 columns; keys in 64 and 32 rows
         q, grads = (ending_maps(x, plan.block_m, (64,), ragged_q)[0] for x in queries)
         parts = [ending_maps(x, rows_of_part, (64,), ragged_k)[0] for x in keys for rows_of_part in (64, 32)]
-        return q, *parts, grads, rows
+        sums = scratch.sums
+        if sums is not None:
+            sums = tensor_map(sums, (sums.numel() // 32, 32), (32, 1), (64, 32))
+        return q, *parts, grads, rows, sums
     pieces = pieces_of(operands.d_qk), pieces_of(operands.d_v)
     of_queries = [ending_maps(x, plan.block_m, p, ragged_q) for x, p in zip(queries, pieces, strict=True)]
     of_keys = [ending_maps(x, plan.block_n, p, ragged_k) for x, p in zip(keys, pieces, strict=True)]

@@ -4,13 +4,18 @@ keys a tile.
 The sums are those of hopper/backward.py. Three *consumers* share a tile of 96 keys. Of a block of 64 queries each
 computes the scores and dp of 32 keys, queries along the rows; p and ds meet in shared memory. Then each owns 64 head
 dims: dvᵀ and dkᵀ of all keys, [64 head dims, 64 + 32 keys] (Triton's tensors are powers of 2), and those columns of
-dq, which it adds to the sums in memory. The product for dv waits for the next block, whose exponentials run beside it.
-The *producer* only loads.
+dq, which TMA adds to the sums in memory, from shared memory: while a consumer's own additions are under way, its next
+fence between ordinary stores and wgmma waits for them. The *producer* only loads.
 
 k, v, q and do lie as pieces of 64 columns, of which the last may be zeros: q and k as three pieces, v and do as one to
 three. A consumer without a piece of v has no columns of dv. Scores, dp and dq leave out the last 32 columns where they
-are zeros; dk and dv cannot, as wgmma has 64 rows. Tiles add in no fixed order; ALiBi, a softcap and query heads split
-over tiles are backward_kernel_d256.py's.
+are zeros; dk and dv cannot, as wgmma has 64 rows. Tiles add in no fixed order; ALiBi and a softcap are
+backward_kernel_d256.py's. Where heads are split, dk and dv leave the consumers as sums, [64 head dims, 64 keys] and
+[64 head dims, 32 keys] of each piece.
+
+ms, one H200, backward of D192 causal, B2 S8192 16/16, B4 S3000, full; FlashAttention-3: 4.14 1.31 2.36; 3.75 1.17 2.10.
+With additions by the consumers, and the product for dv beside the next block's exponentials: 4.46 1.39 2.61. With the
+next block's scores behind the products of this one 4.24 1.33 2.39.
 
 Source: FlashAttention-3's tile for this head dim has the same shape (Shah et al. 2024, arXiv:2407.08608).
 """
@@ -37,22 +42,27 @@ from powertrain.ops.attention.hopper.primitives import (
     as_tile,
     int32,
     keep_order,
+    rows_in_order,
 )
 from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
 from powertrain.runtime.gluon_compat import (
+    barrier,
     gl,
     gluon,
     hopper,
     mbarrier,
     named_barrier_sync_divergent,
+    tma,
     tma_load,
+    tma_store_add,
 )
 from powertrain.runtime.launch import gluon_kernel
 
 _CONSUMERS = gl.constexpr(8)  # the barrier at which they meet
 _PIECES = gl.constexpr(3)  # of 64 columns of q and k, a consumer's each
-_STAGES = gl.constexpr(2)
+_STAGES = gl.constexpr(2)  # of queries; results' gradients, p and ds have one
+_SUMS = gl.constexpr(32)  # columns of a row of the sums of dq, as TMA adds it
 
 
 class _Buffers(NamedTuple):
@@ -61,18 +71,19 @@ class _Buffers(NamedTuple):
     k: Any  # [3, 64, 64], [3, 32, 64]
     v: Any  # [pieces, 64, 64], [pieces, 32, 64]
     q: Any  # [stages * 3, 64, 64]
-    do: Any  # [stages * pieces, 64, 64]
+    do: Any  # [pieces, 64, 64]
     rows: Any  # [stages, 128]: LSE and delta
-    p: Any  # [stages, 64, 64], [stages, 64, 32]
-    ds: Any  # [stages, 64, 64], [stages, 64, 32]
+    p: Any  # [1, 64, 64], [1, 64, 32]
+    ds: Any  # [1, 64, 64], [1, 64, 32]
+    dq: Any  # [3, 128, 32]: a consumer's columns, in the order in which its threads hold them
 
 
 class _Barriers(NamedTuple):
-    """mbarriers; all but the first have one for each stage."""
+    """mbarriers; those of queries have one for each stage."""
 
     kv_full: Any
     q_full: Any  # with LSE and delta
-    q_empty: Any  # the three consumers have multiplied q
+    q_empty: Any  # the three consumers have multiplied q, and ds with it
     do_full: Any
     do_empty: Any  # the three consumers have multiplied do
 
@@ -100,16 +111,14 @@ def _produce(
     block = begin
     for i in range((end - begin) * num_q_per_kv):
         stage = i % _STAGES
-        odd = (i // _STAGES) & 1 ^ 1
-        mbarrier.wait(q_empty.index(stage), odd)
+        mbarrier.wait(q_empty.index(stage), (i // _STAGES) & 1 ^ 1)
         bar = q_full.index(stage)
         mbarrier.expect(bar, _PIECES * PIECE + 2 * 64 * 4)
         _load(q_desc, q_smem, bar, stage, (b, head0 + head, q_end, row0 + block * 64), _PIECES)
         tma_load(rows_desc, [(tile0 + head * slots + block) * 128], bar, rows_smem.index(stage))  # [128]: LSE, delta
-        mbarrier.wait(do_empty.index(stage), odd)
-        bar = do_full.index(stage)
-        mbarrier.expect(bar, V_PIECES * PIECE)
-        _load(do_desc, do_smem, bar, stage, (b, head0 + head, q_end, row0 + block * 64), V_PIECES)
+        mbarrier.wait(do_empty, i & 1 ^ 1)
+        mbarrier.expect(do_full, V_PIECES * PIECE)
+        _load(do_desc, do_smem, do_full, 0, (b, head0 + head, q_end, row0 + block * 64), V_PIECES)
         block += 1
         wraps = block == end
         head = gl.where(wraps, head + 1, head)
@@ -143,23 +152,36 @@ def _ask(rows, stage, keys, i, zeros, D: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _ask_for_dq(ds_smem, stage, k_smem, i, COLS: gl.constexpr, CONSUMER: gl.constexpr):
+def _ask_for_dq(ds_smem, k_smem, i, COLS: gl.constexpr, CONSUMER: gl.constexpr):
     """ds k of a consumer's first COLS columns, under way."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-    piece = CONSUMER + (i >> 30)
+    at = i >> 30  # as in _ask
     zeros = gl.zeros([64, COLS], gl.float32, layout)
-    k = k_smem[0].index(piece).slice(0, COLS, 1)
-    dq = hopper.warpgroup_mma(ds_smem[0].index(stage), k, zeros, use_acc=False, is_async=True)
-    return hopper.warpgroup_mma(ds_smem[1].index(stage), k_smem[1].index(piece).slice(0, COLS, 1), dq, is_async=True)
+    k = k_smem[0].index(CONSUMER + at).slice(0, COLS, 1)
+    dq = hopper.warpgroup_mma(ds_smem[0].index(at), k, zeros, use_acc=False, is_async=True)
+    k = k_smem[1].index(CONSUMER + at).slice(0, COLS, 1)
+    return hopper.warpgroup_mma(ds_smem[1].index(at), k, dq, is_async=True)
 
 
 @gluon.jit
-def _add_rows(rows, at, weights, stage, sums, use_acc, PIECES: gl.constexpr, CONSUMER: gl.constexpr):
-    """sums + rowsᵀ weights, under way, of a consumer's 64 columns of rows: [64 columns, 64 keys], [64, 32]."""
-    a = rows.index(at * PIECES + CONSUMER).permute((1, 0))
-    first = hopper.warpgroup_mma(a, weights[0].index(stage), sums[0], use_acc=use_acc, is_async=True)
-    second = hopper.warpgroup_mma(a, weights[1].index(stage), sums[1], use_acc=use_acc, is_async=True)
+def _add_rows(rows, piece, weights, i, sums):
+    """sums + rowsᵀ weights, under way, of a piece of 64 columns of rows: [64 columns, 64 keys], [64, 32]."""
+    a, at = rows.index(piece).permute((1, 0)), i >> 30  # as in _ask
+    first = hopper.warpgroup_mma(a, weights[0].index(at), sums[0], is_async=True)
+    second = hopper.warpgroup_mma(a, weights[1].index(at), sums[1], is_async=True)
     return first, second
+
+
+@gluon.jit
+def _add_dq(desc, dq, smem, row):
+    """A consumer's columns of dq to the sums in memory, from row `row` on; `tma.store_wait` says when shared memory has
+    been read."""
+    smem = smem.slice(0, 2 * dq.shape[1], 0)
+    smem.store(rows_in_order(dq))
+    hopper.fence_async_shared()
+    barrier()
+    for part in gl.static_range(smem.shape[0] // 64):
+        tma_store_add(desc, [row + part * 64, 0], smem.slice(part * 64, 64, 0))
 
 
 @gluon.jit
@@ -188,13 +210,13 @@ def _masked_weights(p, low, keys_left, window, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _put(weights, stage, x, CONSUMER: gl.constexpr):
+def _put(weights, x, CONSUMER: gl.constexpr):
     """A consumer's 32 keys of p or ds."""
     x = x.to(weights[0].dtype)
     if CONSUMER == 2:
-        weights[1].index(stage).store(x)
+        weights[1].index(0).store(x)
     else:
-        weights[0].index(stage).slice(CONSUMER * 32, 32, 1).store(x)
+        weights[0].index(0).slice(CONSUMER * 32, 32, 1).store(x)
 
 
 @gluon.jit
@@ -211,15 +233,23 @@ def _store_columns(sums, smem, ptr, rows_left, capacity, stride, D: gl.constexpr
 
 
 @gluon.jit
+def _leave_sums(sums, ptr, CONSUMER: gl.constexpr):
+    """Add a consumer's columns of dk or dv to the float32 sums of a tile of keys."""
+    base = ptr + CONSUMER * (64 * 96)
+    add_in_order(base, sums[0])
+    add_in_order(base + 64 * 64, sums[1])
+
+
+@gluon.jit
 def _consume(
-    sum_ptr, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left, k_capacity,
+    sum_desc, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left, k_capacity,
     stride_dks, stride_dvs, scale, window, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 columns of dk, dv and dq, and computes p and ds of 32 of the 96 keys.
 
     distance  position of the first query less that of the CTA's first key;  k_left  keys from that one on"""
     await_kernel_before(CONFIG.starts_early)
-    k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem = smem
+    k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem, dq_smem = smem
     kv_full, q_full, q_empty, do_full, do_empty = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -227,19 +257,18 @@ def _consume(
     zeros = gl.zeros([64, 32], gl.float32, s_layout)
     dk = (gl.zeros([64, 64], gl.float32, sums_layout), gl.zeros([64, 32], gl.float32, s_layout))
     dv = (gl.zeros([64, 64], gl.float32, sums_layout), gl.zeros([64, 32], gl.float32, s_layout))
+    V_PIECES: gl.constexpr = (CONFIG.d_v + 63) // 64
+    DQ_COLS: gl.constexpr = 32 if CONFIG.d_qk <= CONSUMER * 64 + 32 else 64
+    W_DQ: gl.constexpr = 160 if CONFIG.d_qk <= 160 else 192
+    # products under way for dq
+    DQ: gl.constexpr = 2 if sum_desc is not None else 0
     mbarrier.wait(kv_full, 0)
     distance -= CONSUMER * 32
     own_left = k_left - CONSUMER * 32
     low = distance
     tile = tile0 + begin
-    total = num_q_per_kv * count
-    V_PIECES: gl.constexpr = (CONFIG.d_v + 63) // 64
-    # products under way for dv and dq
-    DV: gl.constexpr = 2 if CONSUMER < V_PIECES else 0
-    DQ: gl.constexpr = 2 if sum_ptr is not None else 0
-    for i in range(total):
+    for i in range(num_q_per_kv * count):
         stage = i % _STAGES
-        before = (i + 1) % _STAGES  # the stage of the block before, there being two
         rows = rows_smem.index(stage)
         mbarrier.wait(q_full.index(stage), (i // _STAGES) & 1)
         # four numbers a thread, ahead of the products: loads behind them would wait for the tensor cores
@@ -247,49 +276,52 @@ def _consume(
         delta = gl.expand_dims(rows.slice(64, 64).load(row_layout), 1)
         keep_order()
         s = _ask(q_smem, stage, k_smem, i, zeros, CONFIG.d_qk, CONSUMER)  # [64, 32]
-        mbarrier.wait(do_full.index(stage), (i // _STAGES) & 1)
-        dp = _ask(do_smem, stage, v_smem, i, zeros, CONFIG.d_v, CONSUMER)  # [64, 32]
-        # of the block before; at the first there is none: use_acc discards the product
-        if DV > 0:
-            dv = _add_rows(do_smem, before, p_smem, before, dv, i > 1, V_PIECES, CONSUMER)
-        s = hopper.warpgroup_mma_wait(V_PIECES + DV, deps=[s])
+        # loaded when all had multiplied the gradients of the block before, and its p with them
+        mbarrier.wait(do_full, i & 1)
+        dp = _ask(do_smem, i >> 30, v_smem, i, zeros, CONFIG.d_v, CONSUMER)  # [64, 32]
+        s = hopper.warpgroup_mma_wait(V_PIECES, deps=[s])
         p = _masked_weights(gl.exp2(s * (scale * LOG2E) - lse), low, own_left, window, CONFIG)
-        # given back with do, when all have multiplied p
-        mbarrier.wait(do_empty.index(stage), (i // _STAGES) & 1 ^ 1)
-        _put(p_smem, stage, p, CONSUMER)
-        dp = hopper.warpgroup_mma_wait(DV, deps=[dp])
-        _put(ds_smem, stage, p * (dp - delta), CONSUMER)
+        _put(p_smem, p, CONSUMER)
+        dp = hopper.warpgroup_mma_wait(0, deps=[dp])
+        # all have multiplied the ds of the block before
+        mbarrier.wait(q_empty.index((i + 1) % _STAGES), ((i + 1) // _STAGES) & 1 ^ 1)
+        _put(ds_smem, p * (dp - delta), CONSUMER)
         hopper.fence_async_shared()
-        # all have stored their p and ds, and have done with the ds of two blocks before
+        tma.store_wait(0)
+        # all have stored their p and ds, and TMA has read the dq of the block before
         named_barrier_sync_divergent(_CONSUMERS, 384)
-        if sum_ptr is not None:
-            dq = _ask_for_dq(ds_smem, stage, k_smem, i, 32 if CONFIG.d_qk <= CONSUMER * 64 + 32 else 64, CONSUMER)
-        dk = _add_rows(q_smem, stage, ds_smem, stage, dk, True, _PIECES, CONSUMER)
-        if DV > 0:
+        if CONSUMER < V_PIECES:
+            dv = _add_rows(do_smem, CONSUMER + (i >> 30), p_smem, i, dv)
+        if sum_desc is not None:
+            dq = _ask_for_dq(ds_smem, k_smem, i, DQ_COLS, CONSUMER)
+        dk = _add_rows(q_smem, stage * _PIECES + CONSUMER, ds_smem, i, dk)
+        if CONSUMER < V_PIECES:
             dv = hopper.warpgroup_mma_wait(2 + DQ, deps=dv)
-        if i > 0:
-            mbarrier.arrive(do_empty.index(before), count=1)
-        if sum_ptr is not None:
+        mbarrier.arrive(do_empty, count=1)
+        if sum_desc is not None:
             dq = hopper.warpgroup_mma_wait(2, deps=[dq])
-            add_in_order(sum_ptr + tile.to(gl.int64) * (64 * 192) + CONSUMER * (64 * 64), dq)
+            _add_dq(sum_desc, dq, dq_smem.index(CONSUMER), tile * (64 * W_DQ // _SUMS) + CONSUMER * 128)
         dk = hopper.warpgroup_mma_wait(0, deps=dk)
         mbarrier.arrive(q_empty.index(stage), count=1)
         low += 64
         wraps = low == distance + count * 64
         tile = gl.where(wraps, tile + 1 + slots - count, tile + 1)
         low = gl.where(wraps, distance, low)
-    if DV > 0:
-        if total > 0:
-            stage = (total - 1) % _STAGES
-            dv = _add_rows(do_smem, stage, p_smem, stage, dv, total > 1, V_PIECES, CONSUMER)
-            dv = hopper.warpgroup_mma_wait(0, deps=dv)
+    # shared memory is the CTA's until it ends
+    tma.store_wait(0)
     # all have read k and v, in whose place dk and dv leave
     named_barrier_sync_divergent(_CONSUMERS, 384)
-    if DV > 0 and dv_ptr is not None:
-        _store_columns(dv, v_smem, dv_ptr, k_left, k_capacity, stride_dvs, CONFIG.d_v, CONSUMER)
-    if dk_ptr is not None:
-        scaled = (dk[0] * scale, dk[1] * scale)
-        _store_columns(scaled, k_smem, dk_ptr, k_left, k_capacity, stride_dks, CONFIG.d_qk, CONSUMER)
+    if CONFIG.splits_heads:
+        if CONSUMER < V_PIECES and dv_ptr is not None:
+            _leave_sums(dv, dv_ptr, CONSUMER)
+        if dk_ptr is not None:
+            _leave_sums(dk, dk_ptr, CONSUMER)
+    else:
+        if CONSUMER < V_PIECES and dv_ptr is not None:
+            _store_columns(dv, v_smem, dv_ptr, k_left, k_capacity, stride_dvs, CONFIG.d_v, CONSUMER)
+        if dk_ptr is not None:
+            scaled = (dk[0] * scale, dk[1] * scale)
+            _store_columns(scaled, k_smem, dk_ptr, k_left, k_capacity, stride_dks, CONFIG.d_qk, CONSUMER)
 
 
 @gluon.jit
@@ -300,39 +332,47 @@ def _alloc_buffers(dtype: gl.constexpr, V_PIECES: gl.constexpr):
     k = (alloc_pipeline_stages(dtype, _PIECES, 64, 64), alloc_pipeline_stages(dtype, _PIECES, 32, 64))
     v = (alloc_pipeline_stages(dtype, V_PIECES, 64, 64), alloc_pipeline_stages(dtype, V_PIECES, 32, 64))
     q = alloc_pipeline_stages(dtype, _STAGES * _PIECES, 64, 64)
-    do = alloc_pipeline_stages(dtype, _STAGES * V_PIECES, 64, 64)
+    do = alloc_pipeline_stages(dtype, V_PIECES, 64, 64)
     p = (
-        gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
-        gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
+        gl.allocate_shared_memory(dtype, [1, 64, 64], half_layout),
+        gl.allocate_shared_memory(dtype, [1, 64, 32], half_layout),
     )
     ds = (
-        gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], half_layout),
-        gl.allocate_shared_memory(dtype, [_STAGES, 64, 32], half_layout),
+        gl.allocate_shared_memory(dtype, [1, 64, 64], half_layout),
+        gl.allocate_shared_memory(dtype, [1, 64, 32], half_layout),
     )
     rows = gl.allocate_shared_memory(gl.float32, [_STAGES, 128], rows_layout)
-    return _Buffers(k, v, q, do, rows, p, ds)
+    dq = alloc_pipeline_stages(gl.float32, 3, 128, _SUMS)
+    return _Buffers(k, v, q, do, rows, p, ds, dq)
+
+
+@gluon.jit
+def _barrier(arrivals: gl.constexpr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=arrivals)
+    return bar
 
 
 @gluon.jit
 def _init_barriers():
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
+    kv_full = _barrier(1)
     q_full = alloc_mbarriers(_STAGES, 1)
     q_empty = alloc_mbarriers(_STAGES, 3)
-    do_full = alloc_mbarriers(_STAGES, 1)
-    do_empty = alloc_mbarriers(_STAGES, 3)
+    do_full = _barrier(1)
+    do_empty = _barrier(3)
     hopper.fence_async_shared()
     return _Barriers(kv_full, q_full, q_empty, do_full, do_empty)
 
 
 @gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_bwd_d192_kernel(
-    q_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, rows_desc, sum_ptr, dk_ptr, dv_ptr,
+    q_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, do_desc, rows_desc, sum_desc, dk_ptr, dv_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, k_slots_ptr,
     batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, scale, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, REGISTERS: gl.constexpr, STARTS_EARLY: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, REGISTERS: gl.constexpr, SPLIT_HEADS: gl.constexpr,
+    STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     let_next_kernel_start(STARTS_EARLY)
     # int64 where a stride needs it
@@ -340,13 +380,17 @@ def _hopper_attention_bwd_d192_kernel(
     blocks, swizzle, slots = int32(blocks), int32(swizzle), int32(slots)
     batch, left, right = int32(batch), int32(left), int32(right)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, k_slots_ptr)
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    splits = gl.to_tensor(1)
+    if SPLIT_HEADS:
+        splits = gl.num_programs(0) // (blocks * kv_heads * (1 if PACKED else batch))
+        kv_heads = kv_heads * splits
     sizes = BackwardSizes(
         batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None
     )
-    PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, False, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, False, False, False, False, STARTS_EARLY,
+        D_QK, D_V, False, SPLIT_HEADS, False, False, STARTS_EARLY,
     )  # fmt: skip
     window = Window(left, right)
     V_PIECES: gl.constexpr = (D_V + 63) // 64
@@ -354,7 +398,7 @@ def _hopper_attention_bwd_d192_kernel(
     bars = _init_barriers()
 
     await_kernel_before(STARTS_EARLY)
-    b, kv, _, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(
+    b, kv, slot, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(
         gl.program_id(0), lengths, sizes, 96
     )  # fmt: skip
     begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, 64, 96)
@@ -363,21 +407,31 @@ def _hopper_attention_bwd_d192_kernel(
     storage, b_load = b.to(gl.int64), b
     if PACKED:
         storage, b_load = storage * 0, gl.to_tensor(0)
-    kv64 = kv.to(gl.int64)
+    head = kv // splits
+    head64 = head.to(gl.int64)
     k64 = k_start.to(gl.int64)
-    if dk_ptr is not None:
-        dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
-    if dv_ptr is not None:
-        dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
+    if SPLIT_HEADS:
+        # all parts add to the same sums
+        of_head = head64 if PACKED else head64 + b.to(gl.int64) * (kv_heads // splits)
+        place_of_sums = (of_head * blocks + slot) * (64 * 96)
+        if dk_ptr is not None:
+            dk_ptr += place_of_sums * _PIECES
+        if dv_ptr is not None:
+            dv_ptr += place_of_sums * V_PIECES
+    else:
+        if dk_ptr is not None:
+            dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + head64 * stride_dkh
+        if dv_ptr is not None:
+            dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + head64 * stride_dvh
 
     end, row = place_of_keys(k_start, k_len, first, keys, CONFIG.ragged_k)
     # the last 32 keys may all lie behind the end: one row of the sequence is loaded then, whose scores are masked
     tail = gl.minimum(row + 64, keys - 1)
     mbarrier.expect(bars.kv_full, (_PIECES + V_PIECES) * 96 * 64 * (q_desc.dtype.primitive_bitwidth // 8))
-    _load(k_desc, smem.k[0], bars.kv_full, 0, (b_load, kv, end, row), _PIECES)
-    _load(v_desc, smem.v[0], bars.kv_full, 0, (b_load, kv, end, row), V_PIECES)
-    _load(k_tail_desc, smem.k[1], bars.kv_full, 0, (b_load, kv, end, tail), _PIECES)
-    _load(v_tail_desc, smem.v[1], bars.kv_full, 0, (b_load, kv, end, tail), V_PIECES)
+    _load(k_desc, smem.k[0], bars.kv_full, 0, (b_load, head, end, row), _PIECES)
+    _load(v_desc, smem.v[0], bars.kv_full, 0, (b_load, head, end, row), V_PIECES)
+    _load(k_tail_desc, smem.k[1], bars.kv_full, 0, (b_load, head, end, tail), _PIECES)
+    _load(v_tail_desc, smem.v[1], bars.kv_full, 0, (b_load, head, end, tail), V_PIECES)
     q_end, q_row = place_of(q_start, q_len, gl.to_tensor(0), queries, CONFIG.ragged_q)
     place = (b_load, kv * num_q_per_kv, q_end, q_row)
     distance = begin * 64 + offset - first
@@ -387,15 +441,15 @@ def _hopper_attention_bwd_d192_kernel(
             q_desc, do_desc, rows_desc, place, smem, bars, begin, begin + count, tile0, slots, num_q_per_kv, CONFIG,
         )),
         (_consume, (
-            sum_ptr, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            sum_desc, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
             k_capacity, stride_dks, stride_dvs, scale, window, CONFIG, 0,
         )),
         (_consume, (
-            sum_ptr, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            sum_desc, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
             k_capacity, stride_dks, stride_dvs, scale, window, CONFIG, 1,
         )),
         (_consume, (
-            sum_ptr, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
+            sum_desc, dk_ptr, dv_ptr, smem, bars, count, num_q_per_kv, tile0, begin, slots, distance, k_left,
             k_capacity, stride_dks, stride_dvs, scale, window, CONFIG, 2,
         )),
     ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

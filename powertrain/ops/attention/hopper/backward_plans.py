@@ -46,9 +46,7 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
     return Plan(stages=2 if 80 < min(d_qk, d_v) <= 96 else 3, early=True)
 
 
-# three consumers; the producer has 32 registers. ms, one H200, backward, 64 and 96 keys: D192 causal B2 S8192 H16
-# 5.22, 4.50; B4 S3000 1.66, 1.39; B8 S1000 0.587, 0.477; full 10.30, 8.87; 2.96, 2.68; .873, .774. Head dims to 160,
-# whose dk and dv it pads to 192 columns, were not timed
+# three consumers; the producer has 32 registers. Speeds: _prefers_96_keys
 PLAN_OF_96_KEYS = Plan(block_n=96, stages=2, registers=160)
 PLAN_OF_WEIGHTS = Plan(block_m=128, block_n=128, stores_weights=True)
 
@@ -106,23 +104,29 @@ def _prefers_weights(operands: Operands) -> bool:
 
 
 def _prefers_96_keys(operands: Operands) -> bool:
-    """Whether tiles of 96 keys are faster than tiles of 64, at head dims of 168 to 192, by an estimate of the time of
-    all tiles on all SMs: a block of 64 queries takes 3.35 us with 96 keys and 2.6 us with 64, but there are half as
-    many tiles again of 64 keys.
+    """Whether tiles of 96 keys are faster than tiles of 64, at head dims of 136 to 192, by an estimate of the time of
+    all tiles on all SMs. A block of queries takes less time for each key of 96, but there are half as many tiles again
+    of 64 keys.
 
-    Backward in ms, one H200, 64 keys and 96: B8 S1000 16/16 0.587, 0.477; B2 S8192 5.22, 4.50; B1 S904 8/8 0.066,
-    0.078; S417 16/16 0.058, 0.079; B3 S5550 12/1 full 5.13, 6.67; S18787 12/1 12.1, 13.8."""
-    each, heads, args = _queries_of_each(operands), operands.heads, operands.args
-    blocks = cdiv(max(1, each), 64)
+    Backward in ms, one H200, 64 keys and 96, heads that share keys split as chosen: D192 B2 S8192 16/16 5.07, 4.21; B8
+    S1000 .499, .450; B1 S904 8/8 .059, .067; B2 S417 full .067, .076; B3 S5550 12/1 full 5.13, 4.32 (all parts); B1
+    S2048 16/2 .210, .242. D160 B2 S8192 4.40, 3.82; B8 S1000 .441, .410; B1 S900 8/8 .052, .061; B1 S8192 32/8 full
+    8.91, 7.66; B4 S2048 32/8 1.281, 1.207; B1 S3640 28/4 .870, .823; B1 S1000 8/1 .057, .069."""
+    widest = max(operands.d_qk, operands.d_v)
+    blocks, heads, sms = cdiv(max(1, _queries_of_each(operands)), 64), operands.heads, operands.target.num_sms
 
-    def us(block_n: int, of_block: float) -> float:
-        tiles = operands.storage * heads.kv * operands.key_blocks(block_n)
-        longest, sms = heads.q_per_kv * blocks, operands.target.num_sms
-        if args.right < 0:
-            return of_block * cdiv(tiles, sms) * longest
-        return of_block * max(longest, tiles * longest / 2 / sms)
+    def us(plan: Plan, splits: int) -> float:
+        tiles = operands.storage * heads.kv * splits * operands.key_blocks(plan.block_n)
+        longest = heads.q_per_kv // splits * blocks
+        if operands.args.right < 0:
+            return _block_us(plan, widest) * cdiv(tiles, sms) * longest
+        return _block_us(plan, widest) * max(longest, tiles * longest / 2 / sms)
 
-    return us(96, 3.35) + 5 < us(64, 2.6)
+    narrow = plan_for(operands.d_qk, operands.d_v)
+    splits = _splits_of(operands, PLAN_OF_96_KEYS)
+    # parts of wider tiles add half as much again to the sums of dk and dv
+    margin = 5 if splits == 1 else 30
+    return us(PLAN_OF_96_KEYS, splits) + margin < us(narrow, _splits_of(operands, narrow))
 
 
 def plan_of(operands: Operands) -> Plan:
@@ -130,21 +134,11 @@ def plan_of(operands: Operands) -> Plan:
     plan, widest = plan_for(operands.d_qk, operands.d_v), max(operands.d_qk, operands.d_v)
     if widest > 256 or (widest > 192 and _prefers_weights(operands)):
         return PLAN_OF_WEIGHTS
-    takes_96_keys = why_not_96_keys(operands.d_qk, operands.d_v, is_plain_call(operands.args)) is None
-    # the other kernels have one range of head dims for both
-    if takes_96_keys and operands.d_v <= 128:
-        return PLAN_OF_96_KEYS
-    if takes_96_keys and widest > 160 and _prefers_96_keys(operands):
-        # its kernel cannot split the heads that share keys. D192 64/8 S8192, whose reads miss the L2: 9.58 ms, with 64
-        # keys in two parts 10.25
-        if _splits_of(operands, plan, misses=False) == 1:
+    if why_not_96_keys(operands.d_qk, operands.d_v, is_plain_call(operands.args)) is None:
+        # the other kernels have one range of head dims for both
+        if operands.d_v <= 128 or _prefers_96_keys(operands):
             return PLAN_OF_96_KEYS
     return plan
-
-
-def dq_width(operands: Operands, plan: Plan) -> int:
-    """Columns of the sums of dq."""
-    return 192 if plan.block_n == 96 else width_of(operands.d_qk)
 
 
 class Schedule(NamedTuple):
@@ -185,7 +179,7 @@ def _query_bytes(operands: Operands) -> int:
 def _splits_of(operands: Operands, plan: Plan, misses: bool = True) -> int:
     """Parts of the query heads that share keys. Without `misses` the estimate ignores reads that miss the L2."""
     args, heads, blocks = operands.args, operands.heads, operands.key_blocks(plan.block_n)
-    if heads.q_per_kv == 1 or plan.block_n == 96:
+    if heads.q_per_kv == 1:
         return 1
     queries, widest = _queries_of_each(operands), max(operands.d_qk, operands.d_v)
     seen = min(queries, args.left + plan.block_n) if args.left >= 0 else queries
@@ -194,7 +188,7 @@ def _splits_of(operands: Operands, plan: Plan, misses: bool = True) -> int:
     return head_splits_for(
         operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
         args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, operands.target.num_sms,
-        _BLOCK_US.get(width_of(widest), 2.1), widest > 128, plan.block_n * _query_bytes(operands) if misses else 0,
+        _block_us(plan, widest), widest > 128, plan.block_n * _query_bytes(operands) if misses else 0,
     )  # fmt: skip
 
 
@@ -207,9 +201,15 @@ _TILES_IN_ANY_ORDER = 16384
 # SMs of the H100 SXM and H200. In a fixed order, dk and dv are sums over the parts, so the number of parts decides how
 # they are rounded: it must be the same on every Hopper GPU
 _SMS_IF_DETERMINISTIC = 132
-# microseconds that a block of 64 queries takes in a tile of 64 keys, by padded head dim; from B2 S8192 causal (H8
-# 2.26 ms, H16 5.14, H8 3.08). Narrower head dims have tiles of 128 keys, and take 2.1
-_BLOCK_US = {160: 2.3, 192: 2.6, 256: 3.1}
+# microseconds that a block of 64 queries takes in a tile of 64 keys and in one of 96, by padded head dim; from B2 S8192
+# causal (64 keys: 16/16 4.40 ms and 5.07, 8/8 3.08; 96 keys 3.82 and 4.20). Narrower head dims have tiles of 128 keys
+_BLOCK_US = {64: {160: 2.2, 192: 2.5, 256: 3.1}, 96: {160: 2.75, 192: 3.0}}
+
+
+def _block_us(plan: Plan, widest: int) -> float:
+    return _BLOCK_US.get(plan.block_n, {}).get(width_of(widest), 2.1)
+
+
 # what tiles read together from which their reads miss the L2, and what as many again cost
 _AT_WORK_BYTES, _MISSES_PENALTY = 70e6, 0.25
 
@@ -267,7 +267,8 @@ def head_splits_for(
     share = 1.0 if deterministic else 0.4 if repeats >= 8 else 0.55
     if is_wide:
         share = 1.3 if deterministic else 1.1
-    if is_causal and repeats * longest <= share * mean and excess(repeats) == 0:
+    # D192 32/8 B2 S2048 with 96 keys a tile, an excess of 0.11: 0.694 ms, in two parts 0.745
+    if is_causal and repeats * longest <= share * mean and excess(repeats) < 0.2:
         return 1
 
     def cost(splits: int) -> float:

@@ -27,10 +27,17 @@ def keep_order():
 
 
 @gluon.jit
+def rows_in_order(x):
+    """Accumulators [64, N] in the order in which the threads hold them, as [2 * N, 32]."""
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([2 * N, 32])
+
+
+@gluon.jit
 def _in_order(x):
     """Accumulators [64, N] in vectors of 4, one a thread, and where each vector stands, counted in float32."""
     N: gl.constexpr = x.shape[1]
-    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([16 * N, 2, 2])
+    x = rows_in_order(x).reshape([16 * N, 2, 2])
     even, odd = x.split()
     x0, x2 = even.split()
     x1, x3 = odd.split()
