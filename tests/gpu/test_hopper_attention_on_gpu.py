@@ -173,21 +173,20 @@ def test_self_tests_pass_and_run_once() -> None:
         PLANS
     )
     both = product((64, 128, 256), (False, True))
-    backwards = [(width, turn, backward_plans.plan_for(width, width)) for width, turn in both]
-    backwards.append((192, False, backward_plans.PLAN_OF_96_KEYS))
+    backwards = [(width, width, turn, backward_plans.plan_for(width, width)) for width, turn in both]
+    backwards += [(192, d_v, False, backward_plans.PLAN_OF_96_KEYS) for d_v in (128, 192)]
     found = []
-    for d, fixed, plan in backwards:
-        call = _causal_call(d, d, fixed)
+    for d_qk, d_v, fixed, plan in backwards:
+        call = _causal_call(d_qk, d_v, fixed)
         schedule = backward_plans.schedule_of(call, plan)
-        # tiles of 96 keys cannot split the heads that share keys
-        for splits in (1,) if plan.block_n == 96 else (1, 3):
+        for splits in (1, 3):
             found.append(hopper_backend.backward_fails_here(call, plan, schedule._replace(num_splits=splits)))
-    assert found == [None] * 13
+    assert found == [None] * 16
     assert hopper_backend._self_tests == {plan: {0: None} for plan in tested}
     assert hopper_backend._backward_self_tests == {
         (*backward, is_split, False): {0: None}
         for backward in backwards
-        for is_split in ((False,) if backward[2].block_n == 96 else (False, True))
+        for is_split in (False, True)
     }
 
 
