@@ -5,9 +5,9 @@ the benchmark attention_choice measured.
     python scripts/attention_times.py times.jsonl --source random3 --file benchmarks/results/... --commit ...
 
 adds the problems of a file, one row each, or replaces those of a source of that name. `--first 55` leaves out the first
-55 problems of the file, because another card timed them. `--forget hopper:136-512` drops a backend's times of the other
-sources at these head dims, because its kernels there have changed. `--folds 6` writes nothing: it leaves
-a sixth of the problems out of the table in turn, and counts which of their choices are too slow.
+55 problems of the file, because another card timed them. `--forget hopper:136-512` drops a backend's backward times of
+the other sources at these head dims, because its kernels there have changed. `--folds 6` writes nothing: it leaves a
+sixth of the problems out of the table in turn, and counts which of their choices are too slow.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--source", default="random")
     for name in ("file", "date", "commit", "versions"):
         parser.add_argument(f"--{name}", default="")
-    parser.add_argument("--forget", default="", help="backend:least-most head dim")
+    parser.add_argument("--forget", default="", help="backend:least-most head dim, whose backward has changed")
     parser.add_argument("--first", type=int, default=0, help="leave out so many problems at the beginning")
     parser.add_argument("--folds", type=int, default=0, help="judge the choices instead")
     asked = parser.parse_args()
@@ -165,12 +165,12 @@ def main() -> None:
         name, _, dims = asked.forget.partition(":")
         least, most = map(int, dims.split("-"))
         for row in table["rows"]:
-            if least <= max(row["case"]["head_dim_qk"], row["case"]["head_dim_v"]) <= most:
-                row["ms"].pop(name, None)
+            if least <= max(row["case"]["head_dim_qk"], row["case"]["head_dim_v"]) <= most and name in row["ms"]:
+                row["ms"][name][1] = None
     table["rows"] = [*(row for row in table["rows"] if row["source"] != asked.source), *new]
     if found:
         table["sources"][asked.source] = {n: getattr(asked, n) for n in ("file", "date", "commit", "versions")}
-    rows = [row for row in table["rows"] if row["ms"]]
+    rows = [row for row in table["rows"] if any(ms != [None, None] for ms in row["ms"].values())]
     head = {name: value for name, value in table.items() if name != "rows"}
     # a row a line: a change of one is a change of one line
     lines = ",\n".join("  " + json.dumps(row) for row in rows)

@@ -184,9 +184,7 @@ def test_self_tests_pass_and_run_once() -> None:
     assert found == [None] * 16
     assert hopper_backend._self_tests == {plan: {0: None} for plan in tested}
     assert hopper_backend._backward_self_tests == {
-        (*backward, is_split, False): {0: None}
-        for backward in backwards
-        for is_split in (False, True)
+        (*backward, is_split, False): {0: None} for backward in backwards for is_split in (False, True)
     }
 
 

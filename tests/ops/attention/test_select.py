@@ -237,7 +237,7 @@ D64: dict[str, Any] = {"head_dim_qk": 64, "head_dim_v": 64, "mask": MaskSpec(rig
     "facts, expected",
     [
         ({}, "hopper"),
-        ({"head_dim_qk": 192}, "flash-attn-4"),
+        ({"head_dim_qk": 192}, "hopper"),
         ({"head_dim_qk": 64, "head_dim_v": 64}, "hopper"),
         ({"head_dim_qk": 256, "head_dim_v": 256}, "hopper"),
         ({"head_dim_qk": 96, "head_dim_v": 96}, "hopper"),
@@ -269,7 +269,7 @@ D64: dict[str, Any] = {"head_dim_qk": 64, "head_dim_v": 64, "mask": MaskSpec(rig
         ),
         ({"lengths": Lengths(512, 4096, equal=False), "needs_grad": False, **D64}, "hopper"),
         ({"lengths": Lengths(512, 768, equal=False), "needs_grad": False, **D64}, "hopper"),
-        ({"lengths": Lengths(16, 16), "needs_grad": False}, "flash"),
+        ({"lengths": Lengths(16, 16), "needs_grad": False}, "efficient"),
         ({"lengths": Lengths(16, 16), "num_kv_heads": 4}, "hopper"),
         (
             {"lengths": Lengths(512, 4096), "needs_grad": False, "num_heads": 28, "num_kv_heads": 4, **D64},

@@ -500,7 +500,8 @@ def _launch_main(
 
 
 def _maps_of(operands: Operands, do: Operand, scratch: _Scratch, plan: Plan) -> tuple[TensorMap | None, ...]:
-    """Of q, k, v, do, two each, and of LSE and delta, in the order of the kernels' parameters."""
+    """Of q, k, v, do, two each, and of LSE and delta, in the order of the kernels' parameters; of tiles of 96 keys the
+    sums of dq too."""
     args = operands.args
     ragged_q = operands.is_packed or args.query_used is not None
     ragged_k = operands.is_packed or args.key_used is not None
@@ -511,14 +512,16 @@ def _maps_of(operands: Operands, do: Operand, scratch: _Scratch, plan: Plan) -> 
         # pieces of 64 columns; keys in 64 and 32 rows
         q, grads = (ending_maps(x, plan.block_m, (64,), ragged_q)[0] for x in queries)
         parts = [ending_maps(x, rows_of_part, (64,), ragged_k)[0] for x in keys for rows_of_part in (64, 32)]
-        sums = scratch.sums
-        if sums is not None:
-            sums = tensor_map(sums, (sums.numel() // 32, 32), (32, 1), (64, 32))
-        return q, *parts, grads, rows, sums
+        return q, *parts, grads, rows, None if scratch.sums is None else _map_of_sums(scratch.sums)
     pieces = pieces_of(operands.d_qk), pieces_of(operands.d_v)
     of_queries = [ending_maps(x, plan.block_m, p, ragged_q) for x, p in zip(queries, pieces, strict=True)]
     of_keys = [ending_maps(x, plan.block_n, p, ragged_k) for x, p in zip(keys, pieces, strict=True)]
     return *of_queries[0], *of_keys[0], *of_keys[1], *of_queries[1], rows
+
+
+def _map_of_sums(sums: Tensor) -> TensorMap:
+    """As backward_kernel_d192.py adds to them: 64 rows of 32 at a time."""
+    return tensor_map(sums, (sums.numel() // 32, 32), (32, 1), (64, 32))
 
 
 def _for_tma(x: Tensor) -> Tensor:
