@@ -239,13 +239,14 @@ class AdamW(torch.optim.AdamW):
             grad_factor = self._clip_factor(max_norm, grad_scale)
         for index, group in enumerate(self.param_groups):
             self._step_of_group(index, group, grad_scale, found_inf, grad_factor)
-        # a backward of a graph made before the step then says so, as after torch's steps; kernels write unseen
-        increment_version([p for group in self.param_groups for p in group["params"] if p.grad is not None])
         return loss
 
     def _step_of_group(self, index: int, group: dict[str, Any], *options: Tensor | None) -> None:
         """options: grad_scale, found_inf, grad_factor."""
         tensors = self._plain_tensors(group)
+        # a backward of a graph made before the step then says so, as after torch's steps; kernels write unseen.
+        # 0.06 us a parameter
+        increment_version([p for p in group["params"] if p.grad is not None] if tensors is None else tensors.params)
         if tensors is not None and use_kernel("adamw", tensors.params[0]):
             for update, places in self._located_updates(index, tensors):
                 first = tensors.at(places[:1])
