@@ -42,6 +42,7 @@ from powertrain.ops.cross_entropy_short_rows import LONGEST_ROW, launch_short_dl
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.nodes import refuse_graph
 from powertrain.runtime.sharding import placements
 
 Reduction = Literal["mean", "sum", "none"]
@@ -213,6 +214,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 def refuse_second_backward(ctx: Any, op: str, instead: str) -> None:
     """The gradient made in forward was handed out by the first backward."""
+    refuse_graph(ctx, op)
     if ctx.used:
         raise RuntimeError(
             f"{op}: a second backward is not possible, the gradient made in forward was given away by the first; "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.tensor_tables import DeviceTable, chunk_of_program, chunk_table, distances_of, is_dense, tensor_at
@@ -168,6 +169,7 @@ def clip_grad_norm_(
             a["chunks"], a["table"], factor, a["grad"], a["count"],
             ALIGNED=a["aligned"], CHUNK=CHUNK, BLOCK=4096, num_warps=8,
         )  # fmt: skip
+    increment_version(grads)
     return total
 
 
@@ -178,7 +180,7 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
     Plain tensors; `global_norm` takes DTensors. No gradients: 0. No host synchronisation.
     """
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     if _one_kernel(grads):
         return _total_norm(grads, 2, math.inf)[0]
     return _norm_in_float32(grads, 2)
@@ -239,7 +241,7 @@ def global_norm(grads: Iterable[Tensor], stages: dist.ProcessGroup | None = None
             dist.all_reduce(square, group=group)
         squares.append(square)
     if not squares:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     total = torch.stack(squares).sum() if len(squares) > 1 else squares[0]
     if stages is not None:
         dist.all_reduce(total, group=stages)

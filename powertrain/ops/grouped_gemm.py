@@ -29,7 +29,15 @@ from powertrain.ops.attention.backends.zero_padding import zero_tail
 from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks, tracing
-from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.dispatch import (
+    Op,
+    falls_back,
+    in_functorch,
+    is_traced,
+    refuse_vmap,
+    use_kernel,
+    without_autocast,
+)
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -417,9 +425,10 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     )
     refuse_invariant("grouped_gemm (mixture of experts)", "use a model with dense MLPs")
     kernel = use_kernel(op, x)
-    if kernel or is_traced(x):
+    if kernel or (is_traced(x) and not in_functorch()):
         y: Tensor = _grouped_gemm_op(x, weight, offsets.contiguous(), kernel)
         return y
+    refuse_vmap(op, offsets)
     with without_autocast(x.device):
         return _grouped_gemm_torch(x, weight, offsets)
 

@@ -57,6 +57,8 @@ _FEW = 1 << 36
 def adapted_norm(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
     """Norms of the rows of weight + scale B A: [N], float32 (float64 for float64). No gradient."""
     acc = acc_dtype(weight.dtype)
+    # forward mode differentiates in no_grad too
+    weight, A, B = (t.detach() for t in (weight, A, B))
     with torch.no_grad(), without_autocast(weight.device):
         a, b = A.to(weight.dtype), B.to(acc) * scale
         cross = gemm(weight, a, out=weight.new_empty((weight.shape[0], a.shape[0]), dtype=acc)) * b

@@ -28,14 +28,17 @@ def empty(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """torch.empty_like(x). That of meta tensors, on which a backward's kernels are found ahead, would make PyTorch
-    import sympy: up to 4 s of a first call."""
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory of x's shape, dense, in the order of its dims, but for the last, which is contiguous.
+
+    torch.empty_like of an expanded tensor, or of windows that overlap, may permute the last dim; that of meta tensors,
+    on which a backward's kernels are found ahead, makes PyTorch import sympy: up to 4 s of a first call.
+    """
     if not x.is_meta:
-        return torch.empty_like(x)
-    # dense, with the dims in x's order in memory
-    order = sorted(range(x.dim()), key=x.stride, reverse=True)
-    made = x.new_empty([x.shape[dim] for dim in order])
+        like = torch.empty_like(x, dtype=dtype)
+        return like if like.stride(-1) == 1 or x.shape[-1] <= 1 else x.new_empty(x.shape, dtype=dtype)
+    order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
+    made = x.new_empty([x.shape[dim] for dim in order], dtype=dtype)
     return made.permute([order.index(dim) for dim in range(x.dim())])
 
 

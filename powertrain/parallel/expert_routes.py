@@ -9,6 +9,7 @@ from torch import Tensor
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts, SplitSizes
 from powertrain.runtime import checks
+from powertrain.runtime.nodes import ON_ONE_RANK, once_differentiable
 
 
 class ExpertRows(NamedTuple):
@@ -122,7 +123,7 @@ class _Pad(torch.autograd.Function):
         return _pad_rows(rows, source_rows)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("expert parallelism", ON_ONE_RANK)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _unpad_rows(grad, *ctx.saved_tensors), None, None
 
@@ -134,7 +135,7 @@ class _Unpad(torch.autograd.Function):
         return _unpad_rows(rows, slots)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("expert parallelism", ON_ONE_RANK)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _pad_rows(grad, *ctx.saved_tensors), None, None
 

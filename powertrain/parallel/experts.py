@@ -41,6 +41,7 @@ from powertrain.parallel.transport.base import SplitSizes
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH
 from powertrain.quant.recipe import Block, Row
 from powertrain.runtime import checks
+from powertrain.runtime.nodes import ON_ONE_RANK, once_differentiable, refuse_graph
 from powertrain.runtime.positional import hinted
 
 Way = Literal["auto", "overlapped", "sequential"]
@@ -62,7 +63,7 @@ class _AllToAll(torch.autograd.Function):
         return format.unpack(transport.all_to_all(format.pack(rows), splits))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("expert parallelism", ON_ONE_RANK)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         back, overlap = ctx.saved_splits
         return find(overlap.key).transport.all_to_all(grad, back), None, None, None
@@ -192,8 +193,10 @@ class _Overlapped(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("expert parallelism", ON_ONE_RANK)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # received rows are saved, and no graph leads to the rows that were sent
+        refuse_graph(ctx, "expert parallelism", ON_ONE_RANK)
         route, overlap, format = ctx.saved_route
         x, gate_up, down, *zs = ctx.saved_tensors
         activations: list[Tensor] = []

@@ -56,6 +56,7 @@ from powertrain.parallel.transport.base import RowCounts
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime.dispatch import Op, without_autocast
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.nodes import ON_ONE_RANK, refuse_graph
 
 _PADDING = (None,) * MAX_WEIGHTS
 
@@ -134,6 +135,8 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) 
 
 
 def _gather_backward(ctx: Any, *grads: Maybe) -> tuple[Maybe, ...]:
+    # x is saved in FP8, and no graph leads to it from there
+    refuse_graph(ctx, "fp8_all_gather_gemm", ON_ONE_RANK)
     x, w0, w1, w2, sent, x_inv, scales = saved_tensors(ctx)
     dys = grads[:MAX_WEIGHTS]
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]

@@ -54,6 +54,7 @@ from powertrain.parallel.transport.base import RowCounts
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime.dispatch import Op, without_autocast
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.nodes import ON_ONE_RANK, refuse_graph
 
 
 @marks_broken
@@ -104,6 +105,8 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _scatter_backward(ctx: Any, dy: Maybe, *_: Any) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 10
+    # x is saved in FP8, and no graph leads to it from there
+    refuse_graph(ctx, "fp8_gemm_reduce_scatter", ON_ONE_RANK)
     _, w, x_t, x_inv, scale = saved_tensors(ctx)
     need = ctx.needs_input_grad[:3]
     operands = (dy.contiguous(), w, x_t, x_inv, scale)

@@ -58,7 +58,7 @@ class FP8State(nn.Module):
             return
         shapes = ((3,), (3, recipe.history), (3,))
         for name, shape in zip(BUFFERS, shapes, strict=True):
-            before, now = self._buffers.get(name), torch.zeros(shape, device=device)
+            before, now = self._buffers.get(name), torch.zeros(shape, dtype=torch.float32, device=device)
             if before is not None and not before.is_meta:
                 known = before[..., : shape[-1]]  # the newest come first
                 now[..., : known.shape[-1]] = known

@@ -36,30 +36,37 @@ _library = torch.library.Library("powertrain", "FRAGMENT")
 
 def is_traced(x: Tensor) -> bool:
     """Values cannot be read on the host here: torch.compile, a tensor subclass (a fake tensor), functorch."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in _PLAIN
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN or in_functorch()
+
+
+def in_functorch() -> bool:
+    """Inside torch.func.grad, jvp, vmap and their kin. They trace PyTorch's functions, plain ones too, in eager calls;
+    values that vmap does not batch can be read."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_vmap(name: str, *tensors: Tensor) -> None:
     """Raise NotImplementedError if torch.vmap batches one of the tensors."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
-        return
-    if any(torch._C._functorch.is_batchedtensor(x) for x in tensors):
+    if in_functorch() and any(map(_is_batched, tensors)):
         raise NotImplementedError(_NO_VMAP.format(name=name))
 
 
-_NO_VMAP = (
-    "{name}: vmap is not implemented; add the batch dimension to the tensors, "
-    "or use `with powertrain.disable(...)` to take plain PyTorch"
-)
+def _is_batched(x: Tensor) -> bool:
+    functorch = torch._C._functorch
+    # of vmap(grad(f)), grad's tensors are around vmap's
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
-_NO_FUNC = (
-    "{name}: torch.func.grad and its kin are not implemented; use torch.autograd.grad, "
-    "or `with powertrain.disable(...)` to take plain PyTorch"
-)
+
+_NO_VMAP = f"{{name}}: vmap is not implemented; add the batch dimension to the tensors; {nodes.PLAIN}"
+
+_NO_FUNC = f"{{name}}: torch.func.grad and its kin are not implemented; use torch.autograd.grad; {nodes.PLAIN}"
+
+
+_NO_FORWARD_MODE = f"{{name}}: forward-mode differentiation is not implemented; {nodes.PLAIN}"
 
 
 def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,10 +194,7 @@ class Op:
         """torch.library drops tangents of tensors that want no gradient, without a word."""
         tensors = [arg for arg in args if type(arg) in _PLAIN]
         if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-            raise NotImplementedError(
-                f"{self.name}: forward-mode differentiation is not implemented; use `with powertrain.disable(...):` "
-                "to take plain PyTorch"
-            )
+            raise NotImplementedError(_NO_FORWARD_MODE.format(name=self.name))
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """The forward: of a recording of an earlier call with this signature, or the whole."""
@@ -370,9 +374,12 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 disable(name)
                 return function(*args, **kwargs)
             except positional.WRONG as raised:
-                # torch.func refuses the autograd.Function of torch.library's ops, and names neither op nor way out
-                if "setup_context" in str(raised):
-                    raise NotImplementedError(_NO_FUNC.format(name=name)) from None
+                # torch.func refuses the autograd.Function of torch.library's ops, and forward mode functions
+                # without a jvp: neither names the op or a way out
+                refusals = {"setup_context": _NO_FUNC, "jvp function": _NO_FORWARD_MODE, "forward AD": _NO_FORWARD_MODE}
+                refusal = next((text for word, text in refusals.items() if word in str(raised)), None)
+                if refusal is not None:
+                    raise NotImplementedError(refusal.format(name=name)) from None
                 better = positional.better_error(op, function, args, kwargs, raised)
                 if better is None:
                     raise

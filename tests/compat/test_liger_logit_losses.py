@@ -192,3 +192,14 @@ def test_nothing_wide_is_saved() -> None:
         row_blocks.total_variation(student, teacher, torch.ones(8, dtype=torch.bool))
     given = {student.untyped_storage().data_ptr(), teacher.untyped_storage().data_ptr()}
     assert all(t.numel() < 64 or t.untyped_storage().data_ptr() in given for t in saved)
+
+
+def test_the_graph_of_linear_kl_div_is_refused() -> None:
+    """Its gradients are made in forward: a Hessian would be zero."""
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8)
+    loss = liger_fused_linear_kl_div(x, w, torch.randn(3, 5).softmax(-1), torch.arange(3))
+    with pytest.raises(NotImplementedError, match="liger_fused_linear_kl_div: create_graph=True and double backward"):
+        torch.autograd.functional.hessian(
+            lambda x: liger_fused_linear_kl_div(x, w, torch.ones(3, 5) / 5, torch.arange(3)), x
+        )
+    loss.backward()

@@ -589,3 +589,36 @@ def test_another_default_device_does_not_matter(device: torch.device) -> None:
         optimizer.step(max_norm=1.0)
     assert norm.item() == pytest.approx(3 * 5**0.5)
     assert p.device.type == device.type and p.isfinite().all() and (p < 1).all()
+
+
+def test_a_graph_made_before_a_step_says_so(device: torch.device) -> None:
+    """Kernels write where autograd does not look: a backward would use the new parameters, without a word."""
+    p = torch.nn.Parameter(torch.ones(5, device=device))
+    opt = AdamW([p])
+    for _ in range(3):  # the first makes the state, the second its tables
+        graph = (p * p).sum()
+        p.grad = torch.ones_like(p)
+        opt.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            graph.backward()
+
+
+def test_a_graph_of_a_gradient_that_was_clipped_says_so(device: torch.device) -> None:
+    p = torch.nn.Parameter(torch.ones(5, device=device))
+    p.grad = torch.ones_like(p)
+    graph = (p.grad * p.square()).sum()
+    clip_grad_norm_([p], 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    p = torch.nn.Parameter(torch.ones(5))
+    p.grad = torch.ones_like(p)
+    other, ours = torch.optim.SGD([p], lr=1e-2, momentum=0.9), AdamW([p])
+    other.step()
+    ours.step()
+    message = r"AdamW: state_dict must have step, exp_avg and exp_avg_sq, got \['momentum_buffer'\]"
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(other.state_dict())
+    assert ours.state[p]["step"] == 1 and ours.param_groups[0]["lr"] == 1e-3

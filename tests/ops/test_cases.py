@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import powertrain
 from powertrain.ops.cases import Case, cases
@@ -207,8 +208,9 @@ def test_compile_fullgraph(case: Case, device: torch.device) -> None:
 def test_double_backward_says_so(case: Case, device: torch.device) -> None:
     tensors = _inputs(case, device)
     leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
-    grads = torch.autograd.grad(_scalar(case.run(**tensors)), leaves, create_graph=True, allow_unused=True)
     with pytest.raises((NotImplementedError, RuntimeError), match=r"double backward|second backward"):
+        # gradients that no graph leads from are refused here
+        grads = torch.autograd.grad(_scalar(case.run(**tensors)), leaves, create_graph=True, allow_unused=True)
         torch.autograd.grad(sum(g.sum() for g in grads if g is not None), leaves, allow_unused=True)
 
 
@@ -352,13 +354,108 @@ def test_lazy_minus(case: Case, device: torch.device) -> None:
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_forward_mode_is_refused_and_not_dropped(device: torch.device) -> None:
-    x = torch.randn(4, 16, device=device)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+@every_op
+def test_forward_mode_is_right_or_says_so(case: Case, device: torch.device) -> None:
+    """Of each input alone, with and without a gradient of its own: torch.library drops tangents without a word."""
+    tensors = _inputs(case, device)
+    leaves = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
+    torch.manual_seed(0)
+    grads = torch.autograd.grad(_weighted(case.run(**tensors)), list(leaves.values()), allow_unused=True)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is None:
+            continue
+        tangent = torch.randn_like(leaf)
+        for primal in (leaf, leaf.detach()):
+            torch.manual_seed(0)
+            try:
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(primal, tangent)
+                    found = forward_ad.unpack_dual(_weighted(case.run(**{**tensors, name: dual}))).tangent
+            except NotImplementedError as error:
+                assert "forward-mode differentiation is not implemented" in str(error)
+                continue
+            assert found is not None, name
+            # the sum of terms some of which cancel
+            torch.testing.assert_close(found, (grad * tangent).sum(), rtol=1e-3, atol=1e-3 * grad.norm().item())
+
+
+def _weighted(result: Any) -> Tensor:
+    """A number that is linear in the results: what a loss that is not squared gives back."""
+    weights = torch.Generator().manual_seed(1)
+    return sum(
+        (out.float() * torch.randn(out.shape, generator=weights, dtype=torch.float32).to(out.device)).sum()
+        for out in _outputs(result)
+    )
+
+
+@every_op
+def test_no_part_of_a_second_derivative_is_left_out(case: Case, device: torch.device) -> None:
+    """Of the gradient of one input with respect to one other: the graph must lead there, or the call must be refused.
+    A loss that is linear in the results hides the way through the gradient given to backward."""
+    tensors = _inputs(case, device)
+    leaves = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
+    wide = {n: t if t is None or not t.is_floating_point() else t.detach().double() for n, t in tensors.items()}
+    wide |= {n: wide[n].requires_grad_() for n in leaves}
+    for of in leaves:
+        torch.manual_seed(0)
+        (exact,) = torch.autograd.grad(
+            _weighted(case.reference(**wide)), wide[of], create_graph=True, allow_unused=True
+        )
+        if exact is None or not exact.requires_grad:
+            continue
+        torch.manual_seed(0)
         try:
-            out = powertrain.rms_norm(dual, torch.ones(16, device=device))
-        except (NotImplementedError, RuntimeError) as error:
-            assert "forward" in str(error).lower()
-        else:
-            assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+            (grad,) = torch.autograd.grad(
+                _weighted(case.run(**tensors)), tensors[of], create_graph=True, allow_unused=True
+            )
+        except NotImplementedError as error:
+            assert "double backward" in str(error)
+            continue
+        for by in leaves:
+            (wanted,) = torch.autograd.grad(exact.sum(), wide[by], retain_graph=True, allow_unused=True)
+            if wanted is None or not wanted.abs().max() > 1e-6:
+                continue
+            try:
+                (found,) = torch.autograd.grad(grad.sum(), tensors[by], retain_graph=True, allow_unused=True)
+            except (NotImplementedError, RuntimeError) as error:
+                assert "double backward" in str(error) or "derivative for aten::" in str(error)
+                continue
+            assert found is not None and found.abs().max() > 0, f"d{of}/d{by}"
+
+
+@every_op
+def test_gradients_in_batches_are_right_or_refused(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+    leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
+    out = next(out for out in _outputs(case.run(**tensors)) if out.requires_grad)
+    many = torch.randn(2, *out.shape, device=device).to(out.dtype)
+    exact = torch.autograd.grad(out, leaves, many[0], allow_unused=True)
+    out = next(out for out in _outputs(case.run(**tensors)) if out.requires_grad)
+    try:
+        ours = torch.autograd.grad(out, leaves, many, allow_unused=True, is_grads_batched=True)
+    except NotImplementedError as error:
+        assert "is_grads_batched and vmap of a backward are not implemented" in str(error)
+        return
+    if case.op != "bias_dropout_add":  # which draws another mask every time
+        for a, b in zip(ours, exact, strict=True):
+            torch.testing.assert_close(None if a is None else a[0], b, rtol=1e-3, atol=1e-4)
+
+
+@every_op
+def test_default_dtype_changes_nothing(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+
+    def results() -> list[Tensor | None]:
+        torch.manual_seed(0)
+        outputs = _outputs(case.run(**tensors))
+        leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
+        return [*outputs, *torch.autograd.grad(_weighted(tuple(outputs)), leaves, allow_unused=True)]
+
+    exact = results()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ours = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(ours, exact, strict=True):
+        assert a is b is None or torch.equal(a, b)

@@ -101,3 +101,10 @@ def test_errors_name_the_argument() -> None:
     ):
         with pytest.raises(ValueError, match=f"^fp8_gated_activation: {said}"):
             fp8_gated_activation(*args)
+
+
+def test_the_graph_of_a_gradient_is_refused(device: torch.device) -> None:
+    """What is saved is rounded: no graph would lead from the gradients to gate and up."""
+    gate, up = (torch.randn(2, 32, device=device, requires_grad=True) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="fp8_gated_activation: create_graph=True and double backward"):
+        torch.autograd.grad(fp8_gated_activation(gate, up).sum(), gate, create_graph=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 from powertrain.ops import grouped_gemm as module
 from powertrain.ops.cases.grouped_gemm import _plain
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
+from powertrain.runtime.dispatch import disable
 from powertrain.testing.numerics import check
 
 
@@ -118,3 +119,19 @@ def test_more_than_2_31_elements(device: torch.device) -> None:
     weight = torch.randn(2, 64, K, device=device, dtype=torch.bfloat16)
     y = grouped_gemm(x, weight, torch.tensor([T - 32, T], dtype=torch.int32, device=device))
     torch.testing.assert_close(y[-32:], x[-32:] @ weight[1].T, rtol=2e-2, atol=1.0)
+
+
+def test_torch_func_takes_plain_pytorch_where_no_kernel_serves(device: torch.device) -> None:
+    x, weight = torch.randn(5, 8, device=device), torch.randn(2, 4, 8, device=device)
+    offsets = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    leaf = weight.clone().requires_grad_()
+    with disable("grouped_gemm"):
+        ours = torch.func.grad(lambda w: grouped_gemm(x, w, offsets).square().sum())(weight)
+        (exact,) = torch.autograd.grad(grouped_gemm(x, leaf, offsets).square().sum(), leaf)
+        torch.testing.assert_close(ours, exact)
+        batched = torch.vmap(lambda x: grouped_gemm(x, weight, offsets))(torch.stack([x, 2 * x]))
+        torch.testing.assert_close(batched[1], 2 * batched[0])
+        # of vmap(grad(f)), offsets that differ are inside grad's tensors
+        per_sample = torch.vmap(torch.func.grad(lambda w, at: grouped_gemm(x, w, at).sum()), (None, 0))
+        with pytest.raises(NotImplementedError, match="grouped_gemm: vmap is not implemented"):
+            per_sample(weight, torch.stack([offsets, offsets]))

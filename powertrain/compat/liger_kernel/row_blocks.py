@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from powertrain.ops.shapes import acc_dtype
+from powertrain.runtime.nodes import refuse_graph
 
 # elements of a block: 64 MiB of float32 for each tensor that is made of it; not tuned
 _BLOCK = 1 << 24
@@ -82,6 +83,7 @@ class _LinearKLDiv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph(ctx, "liger_fused_linear_kl_div", "a product and F.kl_div can be differentiated twice")
         grads = (None if grad is None else (grad * dloss).to(grad.dtype) for grad in ctx.saved_tensors)
         return (*grads, None, None, None, None)
 

@@ -32,6 +32,7 @@ from powertrain.parallel.overlap import Overlap
 from powertrain.quant.linear import TakesRecipe
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
+from powertrain.runtime.nodes import ON_ONE_RANK, once_differentiable
 
 Ranks = DeviceMesh | Overlap
 
@@ -112,6 +113,7 @@ class _AllReduceGrad(torch.autograd.Function):
         return p.to_local()
 
     @staticmethod
+    @once_differentiable("tensor parallelism", ON_ONE_RANK)
     def backward(ctx: Any, dp: Tensor) -> Tensor:
         # float32 for the sum over ranks: it is rounded once
         total = dp.to(acc_dtype(dp.dtype), memory_format=torch.contiguous_format, copy=True)

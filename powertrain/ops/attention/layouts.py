@@ -17,7 +17,11 @@ _FROM_LSE: dict[Layout, tuple[int, ...]] = {
 
 
 def to_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    """[b, h, s, d] of a 4-D tensor, [1, h, t, d] of a packed one."""
+    """[b, h, s, d] of a 4-D tensor, [1, h, t, d] of a packed one; a copy of heads that overlap."""
+    # of windows that overlap (unfold) PyTorch's kernels and others' make results whose last dim is not contiguous, and
+    # write them as if it was
+    if any(0 < step < x.shape[-1] and size > 1 for step, size in zip(x.stride()[:-1], x.shape, strict=False)):
+        x = x.contiguous()
     if layout == "bhsd":
         return x
     return x.transpose(0, 1)[None] if layout == "thd" else x.permute(_TO_BHSD[layout])

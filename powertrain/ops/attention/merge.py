@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.layouts import from_bhsd, from_lse_order, to_bhsd
-from powertrain.ops.shapes import acc_dtype, cdiv, next_power_of_2
+from powertrain.ops.shapes import acc_dtype, cdiv, empty_like, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
@@ -227,20 +227,13 @@ def _unit(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor of x's shape and, where it is dense, of its order of dims; the last dim contiguous."""
-    # empty_like of an expanded tensor is dense but may permute the last dim
-    made = torch.empty_like(x, dtype=dtype)
-    return made if made.stride(-1) == 1 or x.shape[-1] <= 1 else x.new_empty(x.shape, dtype=dtype)
-
-
 def _strides(*tensors: Tensor | None) -> list[int]:
     return [stride for x in tensors for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
 def _merge_fwd_outputs(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # the order of dims of the first part, so a chain of merges never transposes
-    return _like(oa, dtype), la.new_empty(la.shape, dtype=torch.float32)
+    return empty_like(oa, dtype), la.new_empty(la.shape, dtype=torch.float32)
 
 
 def _merge_fwd(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -258,7 +251,7 @@ def _merge_fwd(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtyp
 def _merge_bwd_outputs(
     do: Tensor | None, dlse: Tensor | None, oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, need: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    made = [_like(oa, oa.dtype), _like(ob, ob.dtype), la.new_empty(la.shape), lb.new_empty(lb.shape)]
+    made = [empty_like(oa), empty_like(ob), la.new_empty(la.shape), lb.new_empty(lb.shape)]
     return tuple(x if needed else None for x, needed in zip(made, need, strict=True))
 
 

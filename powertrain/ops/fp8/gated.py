@@ -29,6 +29,7 @@ from powertrain.ops.shapes import as_rows, cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.nodes import refuse_graph
 
 _BLOCK_R = 16  # of rows of one group: 16 bytes of a 16-bit operand are 8 elements for each of 256 threads
 
@@ -243,6 +244,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 6
+    # what is saved of the inputs is rounded, and no graph leads to them from there
+    refuse_graph(ctx, "fp8_gated_activation")
     need_gate, need_up = ctx.needs_input_grad[:2]
     dgate, dup = _gated_bwd_op(dy, *ctx.saved_tensors, *ctx.options)
     return (dgate if need_gate else None), (dup if need_up else None), *(None,) * 4
@@ -265,7 +268,7 @@ _gated_op = Op(
 )
 
 
-_Plain = plain_function(_forward, _setup_context, _backward)
+_Plain = plain_function("fp8_gated_activation", _forward, _setup_context, _backward)
 
 
 @falls_back("fp8_gated_activation")

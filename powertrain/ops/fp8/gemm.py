@@ -244,7 +244,7 @@ def _along_groups(q: Quantized) -> Quantized:
 def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
     """The formula. Products of FP8 values are exact in float32, and TF32 too, before the scales."""
     if {"group", "block"} & set(_form(a, b)):
-        total = torch.zeros(out.shape, device=out.device)
+        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         scales = [spread(q.scale_inv, q.data.shape) for q in (a, b)]
         for k in range(0, a.data.shape[1], GROUP):
             part = a.data[:, k : k + GROUP].float() @ b.data[:, k : k + GROUP].float().T

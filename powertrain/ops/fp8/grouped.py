@@ -39,6 +39,7 @@ from powertrain.ops.shapes import as_rows, cdiv
 from powertrain.runtime import checks, recording, tracing
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.nodes import refuse_graph
 from powertrain.runtime.target import Target
 
 GroupedBy = Literal["row", "block"]
@@ -296,6 +297,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 8
+    # what is saved of the inputs is rounded, and no graph leads to them from there
+    refuse_graph(ctx, "fp8_grouped_gemm")
     need_dx, need_dw = ctx.needs_input_grad[:2]
     weight, offsets, x_t, x_inv, scale = ctx.saved_tensors
     by, format, power_of_two, _, kernel = ctx.options
@@ -333,7 +336,7 @@ _grouped_op = Op(
 )
 
 
-_Plain = plain_function(_forward, _setup_context, _backward)
+_Plain = plain_function("fp8_grouped_gemm", _forward, _setup_context, _backward)
 
 
 @falls_back("fp8_grouped_gemm")

@@ -192,7 +192,7 @@ def _self_test(device: torch.device) -> str | None:
         (by_group, Quantized(y, powers.T)),
     )
     for a, b in pairs:
-        out = torch.full((128, 256), float("nan"), device=device)
+        out = torch.full((128, 256), float("nan"), dtype=torch.float32, device=device)
         hopper_fp8_gemm(a, b, out)
         wrong = int((out != fp8_gemm_ref(a, b).float()).sum())
         if wrong:

@@ -39,6 +39,7 @@ from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.nodes import refuse_graph
 
 By = Literal["tensor", "row", "block"]
 # by -> granularities of x, W, dy for dgrad, and of dyᵀ and xᵀ
@@ -155,6 +156,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 17
+    # what is saved of the inputs is rounded, and no graph leads to them from there
+    refuse_graph(ctx, "fp8_linear")
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     # once: recomputation unpacks them once
     weight, w, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors
@@ -258,7 +261,7 @@ _linear_op = Op(
 )
 
 
-_Plain = plain_function(_forward, _setup_context, _backward)
+_Plain = plain_function("fp8_linear", _forward, _setup_context, _backward)
 
 
 @falls_back("fp8_linear")

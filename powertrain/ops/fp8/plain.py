@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 
+from powertrain.runtime.nodes import once_differentiable
+
 
 def plain_function(
-    forward: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
+    name: str, forward: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """The autograd.Function of the three functions that an `Op` takes; it is differentiated once."""
+    """The autograd.Function of the three functions that the `Op` called `name` takes; it is differentiated once."""
+    run, differentiate = forward, once_differentiable(name)(backward)
 
     class Plain(torch.autograd.Function):
         @staticmethod
@@ -18,10 +21,6 @@ def plain_function(
             setup_context(ctx, args, output)
             return output
 
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return differentiate(ctx, *grads)
+        backward = staticmethod(differentiate)
 
-    run, differentiate = forward, backward
     return Plain

@@ -112,7 +112,7 @@ def fails_here(device: torch.device) -> str | None:
 
 def _self_test(device: torch.device) -> str | None:
     a, b = exact_operand(128, 192, 7, device), exact_operand(256, 192, 5, device)
-    out = torch.full((128, 256), float("nan"), device=device)
+    out = torch.full((128, 256), float("nan"), dtype=torch.float32, device=device)
     hopper.hopper_gemm(a, b, out)
     wrong = int((out != exact_product(a, b)).sum())
     return f"its self-test gave {wrong} wrong results of {out.numel()}" if wrong else None

@@ -120,7 +120,7 @@ def _self_test(device: torch.device) -> str | None:
     a, b = gemms.exact_operand(128, 192, 7, device), gemms.exact_operand(128, 192, 5, device)
     up, residual = gemms.exact_operand(128, 192, 11, device), gemms.exact_operand(128, 128, 13, device)
     y, z, up_z = (torch.full((128, 128), float("nan"), device=device, dtype=a.dtype) for _ in range(3))
-    amax = torch.zeros(1, device=device)
+    amax = torch.zeros(1, dtype=torch.float32, device=device)
     hopper_epilogue(a, b, y, Epilogue("relu", up, residual=residual, amax=amax, z=z, up_z=up_z))
     gate, other = (gemms.exact_product(a, x).to(a.dtype) for x in (b, up))
     exact = (gate.float().relu() * other.float() + residual.float()).to(a.dtype)

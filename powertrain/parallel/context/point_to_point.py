@@ -14,6 +14,7 @@ from torch import Tensor
 
 from powertrain.parallel.context.sharding import Sharding
 from powertrain.parallel.transport.heartbeat import CollectiveMismatch, Heartbeat, compare_calls
+from powertrain.runtime.nodes import ON_ONE_RANK, once_differentiable
 
 
 class Transfer:
@@ -185,7 +186,7 @@ class _Exchange(torch.autograd.Function):
         return _gather_tokens(x, peers, sharding) if forwards else _scatter_tokens(x, peers, sharding)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("context_parallel", ON_ONE_RANK)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         peers, sharding, forwards = ctx.arguments
         if not grad.is_cuda:

@@ -15,6 +15,7 @@ from powertrain.ops.shapes import acc_dtype
 from powertrain.parallel.context.block_attention import Mask, Queries, Sum, dense_blocks, gradients
 from powertrain.parallel.context.point_to_point import Chunk, ContextGroup, Transfer, gathered_chunks, ring_chunks
 from powertrain.parallel.context.sharding import Sharding
+from powertrain.runtime.nodes import ON_ONE_RANK, once_differentiable
 
 
 class RingAttention(torch.autograd.Function):
@@ -40,7 +41,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("context_parallel", ON_ONE_RANK)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, sinks, slopes = ctx.saved_tensors
         peers, sharding, mask, is_ring = ctx.arguments

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from powertrain.ops.attention import attention
 from powertrain.ops.attention.backends import chunked
@@ -63,3 +64,21 @@ def test_an_empty_batch_with_lengths(layout: Any, backend: str) -> None:
     out = attention(q, q, q, layout=layout, seqused_q=used, seqused_k=used, is_causal=True, backend=backend)
     out.sum().backward()
     assert out.shape == shape and q.grad is not None and q.grad.shape == shape
+
+
+def test_a_backward_inside_autocast_rounds_nothing() -> None:
+    q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
+    out = attention(q, k, v, backend="chunked")
+    exact = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(ours, exact, strict=True))
+
+
+def test_saved_tensors_are_read_once_where_a_graph_is_made() -> None:
+    """torch.utils.checkpoint raises at the second reading."""
+    q = torch.randn(1, 6, 2, 8, requires_grad=True)
+    out = checkpoint(lambda q: attention(q, q, q, backend="chunked"), q, use_reentrant=False)
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    (exact,) = torch.autograd.grad(attention(q, q, q, backend="chunked").sum(), q)
+    torch.testing.assert_close(grad, exact)

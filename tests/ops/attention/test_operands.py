@@ -180,3 +180,19 @@ def test_query_goes_straight_to_the_launch(backend: str, packed: bool, monkeypat
     maps = 2 if backend == "hopper" else 0
     assert walk.launched and len(walk.files) <= 10 + maps, walk.files
     assert len(walk.returns) <= 3 + maps, walk.returns
+
+
+@pytest.mark.parametrize("strides", [(1, 1, 20, 1), (5, 1, 1, 1), (1, 2, 20, 1)])
+def test_heads_that_overlap(strides: tuple[int, ...], device: torch.device) -> None:
+    """Windows of a signal (unfold): memory like theirs may have its last dim anywhere, and was taken for contiguous."""
+    torch.manual_seed(0)
+    windows = torch.randn(60, device=device).as_strided((2, 5, 1, 20), strides)
+    other = torch.randn(2, 5, 1, 20, device=device)
+    for place in range(3):
+        pairs = []
+        for x in (windows, windows.contiguous()):
+            x = x.detach().requires_grad_()
+            out = attention(*[x if n == place else other for n in range(3)])
+            pairs.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        for ours, exact in zip(*pairs, strict=True):
+            torch.testing.assert_close(ours, exact)

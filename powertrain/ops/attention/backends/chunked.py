@@ -17,6 +17,8 @@ from powertrain.ops.attention.layouts import from_lse_order, to_lse_order
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.ops.shapes import acc_dtype
+from powertrain.runtime.dispatch import without_autocast
+from powertrain.runtime.nodes import once_differentiable
 
 # rows of a chunk are chosen by this bound, so memory does not grow with the sequence
 CHUNK_BYTES = 32 << 20  # of float32 scores
@@ -101,8 +103,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     # the backward recomputes with grad mode on, and a graph through that would be wrong rather than missing
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("attention")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        # else a backward inside autocast would round its products to 16 bits
+        with without_autocast(next(grad.device for grad in (dout, dlse) if grad is not None)):
+            return _Chunked._gradients(ctx, dout, dlse)
+
+    @staticmethod
+    def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, *rest, seed = ctx.saved_tensors
         tensors = MaskTensors(*rest)
         mask, scale, dropout_p, _, first = ctx.options

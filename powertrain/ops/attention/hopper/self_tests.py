@@ -98,7 +98,7 @@ def _arguments(args: OpArguments, queries: int, keys: int, heads: int, device: t
     return args._replace(
         layout="bshd" if args.query_starts is None else "thd",
         left=min(args.left, _WINDOW), right=min(args.right, _WINDOW),
-        slopes=None if args.slopes is None else torch.full((heads,), 0.125, device=device),
+        slopes=None if args.slopes is None else torch.full((heads,), 0.125, dtype=torch.float32, device=device),
         sinks=None if args.sinks is None else torch.full((heads,), 0.5, dtype=args.sinks.dtype, device=device),
         query_starts=None if args.query_starts is None else starts,
         key_starts=None if args.key_starts is None else key_starts,

@@ -20,6 +20,7 @@ from powertrain.ops.shapes import as_rows
 from powertrain.quant.linear import BUFFERS, FP8State
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.dispatch import without_autocast
+from powertrain.runtime.nodes import once_differentiable
 
 __all__ = ["ProductModule", "destroy_ub", "initialize_ub"]
 
@@ -210,7 +211,7 @@ class _Accumulating(torch.autograd.Function):
             return F.linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fuse_wgrad_accumulation", "without it the layer can be differentiated twice")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db, _ = ctx.needs_input_grad
