@@ -430,13 +430,19 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether our kernels run where x is: CUDA, meta, or the CPU under the interpreter."""
+    # x.device.type takes three times as long
+    return settings().interpret if x.is_cpu else x.is_cuda or x.is_meta
+
+
 def use_kernel(name: str, x: Tensor) -> bool:
-    """Whether op `name` on x takes our kernel (CUDA, meta, or the CPU under the interpreter) or plain PyTorch."""
-    kind = x.device.type
-    if kind == "cuda" or kind == "meta" or (kind == "cpu" and settings().interpret and x.dtype is not torch.float64):
-        if not is_disabled(name):
-            return True
-        kind = "disabled"
+    """Whether op `name` on x takes our kernel or plain PyTorch."""
+    kind = "disabled"
+    if not has_kernels(x) or (x.is_cpu and x.dtype is torch.float64):
+        kind = x.device.type
+    elif not is_disabled(name):
+        return True
     if not torch.compiler.is_compiling() and tracing.first((name, kind)):
         why = "it is disabled" if kind == "disabled" else f"its tensors are on {kind}"
         tracing.event("dispatch", f"{name}: plain PyTorch, because {why}", op=name)
