@@ -75,8 +75,9 @@ def _is_said_by_sdpa(
         values = [options[name] for name in _BEYOND_SDPA if name in options]
         if not all(value is None or value is False for value in values):
             return False
+    heads, kv_heads = query.shape[1], key.shape[1]
     # it repeats key heads as the module says
-    if query.shape[1] != key.shape[1] * getattr(module, "num_key_value_groups", 1):
+    if heads != kv_heads and heads != kv_heads * getattr(module, "num_key_value_groups", 1):
         return False
     if mask is not None:
         return mask.dim() == 4
@@ -216,7 +217,7 @@ def _documents(ends: Tensor, size: int) -> Tensor:
     return torch.searchsorted(ends, rows, right=True)[None]
 
 
-def attention_mask(*sizes: int, device: torch.device | str = "cpu", **options: Any) -> Tensor | None:
+def attention_mask(*sizes: Any, device: torch.device | str = "cpu", **options: Any) -> Tensor | None:
     """Called by transformers for each kind of layer: `our_mask`; on devices without our kernels its mask for sdpa,
     unmarked."""
     if _has_kernels_on(device):
