@@ -117,7 +117,8 @@ def main() -> None:
     options = parser.parse_args()
     venv, stamp = options.venv, options.venv / "powertrain-installed"
 
-    if venv.exists() and not stamp.exists():
+    # a link leads to the environment of another checkout, which is not ours to make anew
+    if venv.is_symlink() or (venv.exists() and not stamp.exists()):
         lacking = missing(venv) if (venv / "bin" / "python").exists() else ["python"]
         if lacking:
             sys.exit(f"{venv} was not made by this script and lacks {', '.join(lacking)}: remove it, or use VENV=none")

@@ -41,3 +41,13 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
     item.user_properties.append(("cpu_seconds", _cpu_seconds() - item.stash[_STARTED]))  # scripts/test.py adds them up
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of patched models run our ops on the CPU too, in plain PyTorch, where they would run their own code."""
+    from powertrain.patching import attention, replace
+
+    for module in (attention, replace):
+        monkeypatch.setattr(module, "has_kernels", lambda x: True)
+    monkeypatch.setattr(attention, "_has_kernels_on", lambda device: True)

@@ -22,7 +22,9 @@ Sources: Hendrycks and Gimpel, arXiv:1606.08415; Shazeer, arXiv:2002.05202; So e
 clamped form is that of OpenAI's gpt-oss.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -36,10 +38,11 @@ from powertrain.ops.activation_kernels import (
     activation_fwd_outputs,
     split_halves,
 )
-from powertrain.ops.batch_invariance import rows_apart
+from powertrain.ops.batch_invariance import is_batch_invariant, rows_apart
 from powertrain.ops.shapes import acc_dtype, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, use_kernel
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.positional import hinted
 from powertrain.runtime.sharding import leading_dims, placements
 
@@ -172,7 +175,8 @@ def activation(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tenso
     checks.same_device("activation", "x", x, bias=bias)
     checks.shape("activation", "bias", bias, x.shape[-1:], "last dim of x")
     if torch.compiler.is_compiling() or not use_kernel("activation", x):
-        return rows_apart(lambda x: _activation_torch(x, kind, bias), x)
+        act = apart_from_autocast(activation_torch(x, kind, bias), x.device)
+        return rows_apart(lambda x: act(x, bias), x) if is_batch_invariant() else plain(act, x, bias)
     bias = bias if bias is None else bias.contiguous()
     return _activation_op(x, None, bias, kind, "gate_first", False, 0.0, 0.0)
 
@@ -217,7 +221,8 @@ def gated_activation(
     if not abs(alpha) < math.inf:
         checks.fail(op, "alpha", "be finite", alpha)
     if torch.compiler.is_compiling() or not use_kernel(op, x):
-        return rows_apart(lambda x, up: _gated_torch(x, kind, up, bias, order, limit, alpha), x, up)
+        act = apart_from_autocast(gated_torch(x, kind, up, order, limit, alpha), x.device)
+        return rows_apart(lambda x, up: act(x, up, bias), x, up) if is_batch_invariant() else plain(act, x, up, bias)
     bias = bias if bias is None else bias.contiguous()
     return _activation_op(x, up, bias, GATED[kind], order, True, float(limit), float(alpha))
 
@@ -264,30 +269,47 @@ def reglu(x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None, or
     return gated_activation(x, "reglu", up=up, bias=bias, order=order)
 
 
-def _act_torch(z: Tensor, kind: str) -> Tensor:
-    if torch.compiler.is_compiling():
-        # Inductor's tanh takes gelu_tanh at 16384x14336 on an H200 from 0.22 to 0.27 ms; by the sigmoid it does not
-        return _act_ref(z, kind)
-    if kind in ("gelu", "gelu_tanh"):
-        return F.gelu(z, approximate="tanh" if kind == "gelu_tanh" else "none")
-    return F.silu(z) if kind == "silu" else _act_ref(z, kind)
+def _act_torch(kind: str) -> Callable[[Tensor], Tensor]:
+    # Inductor's tanh takes gelu_tanh at 16384x14336 on an H200 from 0.22 to 0.27 ms; by the sigmoid it does not
+    own = None if torch.compiler.is_compiling() else _PYTORCHS.get(kind)
+    return own or (lambda z: _act_ref(z, kind))
 
 
-def _activation_torch(x: Tensor, kind: str, bias: Tensor | None) -> Tensor:
-    with without_autocast(x.device):
-        z = x.to(acc_dtype(x.dtype))
-        return _act_torch(z if bias is None else z + bias, kind).to(x.dtype)
+# they compute 16 bits in float32 inside, and round once
+_PYTORCHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "silu": F.silu, "relu": torch.relu,
+}  # fmt: skip
 
 
-def _gated_torch(
-    x: Tensor, kind: str, up: Tensor | None, bias: Tensor | None, order: Order, limit: float, alpha: float
-) -> Tensor:
-    with without_autocast(x.device):
-        if kind == "clamped_swiglu":
-            return gated_activation_ref(x, kind, up=up, bias=bias, order=order, limit=limit, alpha=alpha)
-        acc = acc_dtype(x.dtype)
-        gate, other = (half.to(acc) for half in split_halves(x, up, order))
+def activation_torch(x: Tensor, kind: str, bias: Tensor | None) -> Callable[..., Tensor]:
+    """The activation of such tensors, (x, bias), in plain PyTorch."""
+    act, dtype, acc = _act_torch(kind), x.dtype, acc_dtype(x.dtype)
+    if bias is None and (act is _PYTORCHS.get(kind) or dtype is acc):
+        return lambda x, bias: act(x)
+    if bias is None:
+        return lambda x, bias: act(x.to(acc)).to(dtype)
+    return lambda x, bias: act(x.to(acc) + bias).to(dtype)
+
+
+def gated_torch(
+    x: Tensor, kind: str, up: Tensor | None, order: Order, limit: float, alpha: float
+) -> Callable[..., Tensor]:
+    """The gated activation of such tensors, (x, up, bias), in plain PyTorch."""
+    if kind == "clamped_swiglu":
+        return lambda x, up, bias: gated_activation_ref(
+            x, kind, up=up, bias=bias, order=order, limit=limit, alpha=alpha
+        )
+    act, dtype, acc = _act_torch(GATED[kind]), x.dtype, acc_dtype(x.dtype)
+    casts = not (dtype is acc and (up is None or up.dtype is acc))
+
+    def gated(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
+        gate, other = split_halves(x, up, order)
+        if casts:
+            gate, other = gate.to(acc), other.to(acc)
         if bias is not None:
             gate_bias, up_bias = split_halves(bias, None, order)
             gate, other = gate + gate_bias, other + up_bias
-        return (_act_torch(gate, GATED[kind]) * other).to(x.dtype)
+        y = act(gate) * other
+        return y.to(dtype) if casts else y
+
+    return gated

@@ -19,12 +19,14 @@ Sources: Srivastava et al. 2014; Salmon et al. 2011, "Parallel random numbers: a
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import dropout
 
 from powertrain.ops.column_sums import PartialSums, column_sums, store_sum
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
@@ -39,8 +41,9 @@ from powertrain.ops.flat_elements import (
 from powertrain.ops.philox import dropout_seed, halves, philox, threshold
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, empty, next_power_of_2, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.sharding import leading_dims, placements
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -485,7 +488,7 @@ def bias_dropout_add(
         training            False: nothing is dropped
         seed      [2]       int64 on x's device: the same seed drops the same elements, on CPU and GPU. None: drawn from
                             torch's generator, so that torch.manual_seed, checkpointing and CUDA graphs act as on
-                            F.dropout
+                            F.dropout, which draws the elements itself where no kernel serves (CPU)
     Returns y [..., N] in the residual's dtype, else x's.
     Numerics: float32, rounded once. Deterministic, the bias gradient included.
     Memory: saves the seed, 16 bytes; nothing else.
@@ -503,9 +506,29 @@ def bias_dropout_add(
         checks.shape("bias_dropout_add", "seed", seed, (2,), "seed and offset")
         checks.require(seed.dtype is torch.int64, "bias_dropout_add", "seed", "be int64", checks.name(seed.dtype))
     p = float(p) if training else 0.0
+    if not use_kernel("bias_dropout_add", x):
+        add = apart_from_autocast(_bda_torch(x, residual, p), x.device)
+        return plain(add, x, bias, residual, seed if p > 0 else None)
     seed = None if p == 0 else dropout_seed(x.device) if seed is None else seed.contiguous()
     # without dropout Inductor fuses the additions with the surrounding operations
-    if not use_kernel("bias_dropout_add", x) or (seed is None and torch.compiler.is_compiling()):
+    if seed is None and torch.compiler.is_compiling():
         with without_autocast(x.device):
-            return bias_dropout_add_ref(x, bias, residual, p, seed=seed)
+            return bias_dropout_add_ref(x, bias, residual, p)
     return _bda_op(x, bias if bias is None else bias.contiguous(), residual, seed, p)
+
+
+def _bda_torch(x: Tensor, residual: Tensor | None, p: float) -> Callable[..., Tensor]:
+    """`bias_dropout_add` of such tensors, (x, bias, residual, seed), in plain PyTorch."""
+    acc, to = acc_dtype(x.dtype), x.dtype if residual is None else residual.dtype
+
+    def add(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None) -> Tensor:
+        # without a seed any elements may be dropped: PyTorch's dropout takes a tenth of the time of Philox here
+        if seed is not None:
+            return bias_dropout_add_ref(x, bias, residual, p, seed=seed)
+        y = x if x.dtype is acc else x.to(acc)
+        y = y if bias is None else y + bias
+        y = dropout(y, p) if p > 0 else y
+        y = y if residual is None else y + residual
+        return y if y.dtype is to else y.to(to)
+
+    return add

@@ -41,8 +41,9 @@ from powertrain.ops.cross_entropy_kernels import (
 from powertrain.ops.cross_entropy_short_rows import LONGEST_ROW, launch_short_dlogits, launch_short_rows
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, use_kernel
 from powertrain.runtime.nodes import refuse_graph
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.sharding import placements
 
 Reduction = Literal["mean", "sum", "none"]
@@ -297,7 +298,9 @@ def cross_entropy(
     checks.same_device("cross_entropy", "logits", logits, target=target)
     checks.shape("cross_entropy", "target", target, logits.shape[:-1], "logits without the last dim")
     if not use_kernel("cross_entropy", logits):
-        return cross_entropy_torch(logits, target, ignore_index, reduction, label_smoothing, z_loss, softcap)
+        options = ignore_index, reduction, label_smoothing, z_loss, softcap
+        loss_of = apart_from_autocast(lambda x, target: cross_entropy_torch(x, target, *options), logits.device)
+        return plain(loss_of, logits, target)
     with_grad = grad_in_forward and torch.is_grad_enabled() and logits.requires_grad
     loss, _, _, _ = _cross_entropy_op(
         as_rows(logits), as_flat(target), ignore_index, reduction, float(label_smoothing), float(z_loss),
@@ -326,17 +329,16 @@ def cross_entropy_torch(
     z_loss: float,
     softcap: float | None,
 ) -> Tensor:
-    with without_autocast(logits.device):
-        z = logits.to(acc_dtype(logits.dtype))
-        z = z.flatten(0, -2) if z.dim() > 1 else z[None]
-        flat = target.reshape(-1).long()
-        if softcap:
-            z = softcap * torch.tanh(z / softcap)
-        loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-        if z_loss:
-            kept = flat != ignore_index
-            extra = torch.where(kept, z_loss * torch.logsumexp(z, dim=-1).square(), 0.0)
-            if reduction != "none":
-                extra = extra.sum() if reduction == "sum" else extra.sum() / kept.sum()
-            loss = loss + extra
-        return loss.view(target.shape) if reduction == "none" else loss
+    z = logits.to(acc_dtype(logits.dtype))
+    z = z.flatten(0, -2) if z.dim() > 1 else z[None]
+    flat = target.reshape(-1).long()
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    if z_loss:
+        kept = flat != ignore_index
+        extra = torch.where(kept, z_loss * torch.logsumexp(z, dim=-1).square(), 0.0)
+        if reduction != "none":
+            extra = extra.sum() if reduction == "sum" else extra.sum() / kept.sum()
+        loss = loss + extra
+    return loss.view(target.shape) if reduction == "none" else loss

@@ -45,9 +45,10 @@ from powertrain.ops.cross_entropy_kernels import (
 )
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, cdiv, empty, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, use_kernel
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.plain_calls import plain
 
 # of logits at a time. 8192 x 4096 x 128256 bf16 on an H200, ms and peak MiB: 160 MiB 43.1, 1223; 256 42.0, 1317; 300
 # 40.6, 1379; 512 41.6, 1567
@@ -455,7 +456,9 @@ def linear_cross_entropy(
         good = main_grad.dtype is torch.float32 and main_grad.is_contiguous()
         checks.require(good, op, "main_grad", "be float32 and contiguous", checks.name(main_grad.dtype))
     if not use_kernel(op, x):
-        return _plain(x, weight, bias, target, main_grad, ignore_index, reduction, label_smoothing, z_loss, softcap)
+        options = ignore_index, reduction, label_smoothing, z_loss, softcap
+        loss_of = apart_from_autocast(lambda *tensors: _loss_torch(*tensors, *options), x.device)
+        return plain(loss_of, x, weight, bias, target, main_grad)
     grad = torch.is_grad_enabled()
     needs = (grad and t is not None and t.requires_grad for t in (x, weight, bias))
     loss = _linear_cross_entropy_op(
@@ -479,9 +482,8 @@ class IntoMainGrad(torch.autograd.Function):
         return None, None
 
 
-def _plain(
+def _loss_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, main_grad: Tensor | None, *options: Any
 ) -> Tensor:
-    with without_autocast(x.device):
-        weight = weight if main_grad is None else IntoMainGrad.apply(weight, main_grad)
-        return cross_entropy_torch(F.linear(x, weight, bias), target, *options)
+    weight = weight if main_grad is None else IntoMainGrad.apply(weight, main_grad)
+    return cross_entropy_torch(F.linear(x, weight, bias), target, *options)

@@ -19,6 +19,7 @@ Sources: Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (groups
 Wang et al., arXiv:2408.15664; balancing loss, Fedus et al., arXiv:2101.03961.
 """
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -41,7 +42,8 @@ from powertrain.ops.moe_kernels import (
 )
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.positional import hinted
 
 Score = Literal["softmax", "sigmoid"]
@@ -217,11 +219,11 @@ def moe_route(
     checks.require(1 <= E <= 4096, op, "logits", "have 1 to 4096 experts", E)
     check_choice(op, E, top_k, score, scaling_factor, num_groups, top_groups)
     if not use_kernel(op, logits):
-        with without_autocast(logits.device):
-            return moe_route_ref(
-                logits, correction_bias, top_k=top_k, score=score, normalize=normalize,
-                scaling_factor=scaling_factor, num_groups=num_groups, top_groups=top_groups,
-            )  # fmt: skip
+        route = functools.partial(
+            moe_route_ref, top_k=top_k, score=score, normalize=normalize, scaling_factor=scaling_factor,
+            num_groups=num_groups, top_groups=top_groups,
+        )  # fmt: skip
+        return plain(apart_from_autocast(route, logits.device), logits, correction_bias)
     bias = None if correction_bias is None else correction_bias.detach().contiguous()
     options = (score == "sigmoid", normalize, float(scaling_factor), num_groups, top_groups)
     weights, experts = _route_op(logits, bias, top_k, *options)
@@ -306,8 +308,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
     if use_kernel(op, rows):
         gathered: Tensor = _gather_op(rows, positions.contiguous(), None if weights is None else weights.contiguous())
         return gathered
-    with without_autocast(rows.device):
-        return moe_unpermute_ref(rows, positions, weights)
+    return plain(apart_from_autocast(moe_unpermute_ref, rows.device), rows, positions, weights)
 
 
 @hinted

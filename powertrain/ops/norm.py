@@ -22,6 +22,7 @@ Sources: Zhang and Sennrich, arXiv:1910.07467; Ba et al., arXiv:1607.06450; chun
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,8 @@ from powertrain.ops.norm_bwd_kernels import norm_bwd, norm_bwd_outputs
 from powertrain.ops.norm_fwd_kernels import norm_fwd, norm_fwd_outputs
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, use_kernel
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.sharding import leading_dims, placements, saved_dims
 
 Casting = Literal["llama", "gemma", "te"]
@@ -256,7 +258,8 @@ def _norm(
     if not 0 <= eps < math.inf:
         checks.fail(op, "eps", "be at least 0 and finite", eps)
     if not use_kernel(op, x):
-        return _norm_torch(x, weight, bias, residual, eps, is_layer, zero_centered, round_first)
+        norm = _norm_torch(x, weight, bias, residual, eps, is_layer, zero_centered, round_first)
+        return plain(apart_from_autocast(norm, x.device), x, weight, bias, residual)
     # the kernels read weight and bias with stride 1
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
@@ -273,29 +276,34 @@ def _norm_torch(
     is_layer: bool,
     zero_centered: bool,
     round_first: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    with without_autocast(x.device):
-        h = x if residual is None else (x + residual).to(residual.dtype)
-        one_dtype = all(t is None or t.dtype == x.dtype for t in (h, weight, bias))
-        rounds = round_first and x.dtype is not acc_dtype(x.dtype)
-        if one_dtype and not zero_centered and not rounds and (is_layer or bias is None):
-            # PyTorch's own compute in float32 inside; casting up first takes up to twice as long on a CPU
-            y = (
-                F.layer_norm(h, x.shape[-1:], weight, bias, eps)
-                if is_layer
-                else F.rms_norm(h, x.shape[-1:], weight, eps)
-            )
-            return y if residual is None else (y, h)
-        acc = acc_dtype(x.dtype)
-        w, b = (None if t is None else t.to(acc) for t in (weight, bias))
-        if w is not None and zero_centered:
-            w = w + 1
-        if is_layer:
-            y = F.layer_norm(h.to(acc), x.shape[-1:], w, b, eps)
-        else:
-            y = F.rms_norm(h.to(acc), x.shape[-1:], None if round_first else w, eps)
+) -> Callable[..., Any]:
+    """The norm of such tensors in plain PyTorch."""
+    shape, dtype, acc = x.shape[-1:], x.dtype, acc_dtype(x.dtype)
+    one_dtype = all(t is None or t.dtype == dtype for t in (residual, weight, bias))
+    rounds = round_first and dtype is not acc
+    if one_dtype and not zero_centered and not rounds and (is_layer or bias is None):
+        # PyTorch's own compute in float32 inside; casting up first takes up to twice as long on a CPU
+        normalize = (
+            (lambda h, w, b: F.layer_norm(h, shape, w, b, eps))
+            if is_layer
+            else (lambda h, w, b: F.rms_norm(h, shape, w, eps))
+        )
+    else:
+
+        def normalize(h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+            w, b = (None if t is None else t.to(acc) for t in (weight, bias))
+            if w is not None and zero_centered:
+                w = w + 1
+            if is_layer:
+                return F.layer_norm(h.to(acc), shape, w, b, eps).to(dtype)
+            y = F.rms_norm(h.to(acc), shape, None if round_first else w, eps)
             if round_first:
-                y = y.to(x.dtype) if w is None else y.to(x.dtype) * w
-            y = y if b is None else y + b
-        y = y.to(x.dtype)
-    return y if residual is None else (y, h)
+                y = y.to(dtype) if w is None else y.to(dtype) * w
+            return (y if b is None else y + b).to(dtype)
+
+    def with_residual(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor) -> Any:
+        h = x + residual
+        h = h if h.dtype is residual.dtype else h.to(residual.dtype)
+        return normalize(h, weight, bias), h
+
+    return with_residual if residual is not None else lambda x, weight, bias, residual: normalize(x, weight, bias)

@@ -28,7 +28,8 @@ from powertrain.ops.rope_kernels import (
 from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype, broadcasts, empty
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, is_traced, use_kernel
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.sharding import placements
 
 Layout = Literal["bshd", "sbhd", "thd"]
@@ -287,8 +288,18 @@ def rope(
     if inplace:
         return _rope_inplace(q, k, at)
     if not use_kernel("rope", q):
-        rotated = _rope_torch((q, k), at)
-        return rotated[0] if k is None else (rotated[0], rotated[1])
+        options = at[6:]
+
+        def turn(
+            q: Tensor, k: Tensor | None, ids: Tensor | None, cos: Tensor, sin: Tensor, axes: Tensor | None,
+            offsets: Tensor | None, starts: Tensor | None,
+        ) -> Any:  # fmt: skip
+            ids = None if ids is None else _per_token("rope", ids, q, layout, axes)
+            turned = _rope_torch((q, k), Positions(cos, sin, axes, ids, offsets, starts, *options))
+            return turned[0] if k is None else turned
+
+        tensors = q, k, position_ids, at.cos, at.sin, at.axes, at.offsets, at.cu_seqlens
+        return plain(apart_from_autocast(turn, q.device), *tensors)
     q_out, k_out = _rope_op(q, k, *at, False)
     return q_out if k is None else (q_out, k_out)
 
@@ -310,7 +321,8 @@ def _rope_inplace(q: Tensor, k: Tensor | None, at: Positions) -> Tensor | tuple[
             if not x.is_inference():
                 torch.autograd.graph.increment_version(x)
     else:
-        turned = _rope_op(q, k, *at, False) if use_kernel("rope", q) else _rope_torch((q, k), at)
+        turn = apart_from_autocast(lambda q, k: _rope_torch((q, k), at), q.device)
+        turned = _rope_op(q, k, *at, False) if use_kernel("rope", q) else turn(q, k)
         with torch.no_grad():
             for x, y in zip(tensors, turned, strict=False):
                 x.detach().copy_(y)
@@ -380,7 +392,7 @@ def rope_qkv(
         concatenation, no zeros.
     Numerics, memory, errors and source: those of `rope`.
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    num_kv_heads, given = num_heads if num_kv_heads is None else num_kv_heads, qkv
     checks.floating("rope_qkv", qkv=qkv)
     checks.one_of("rope_qkv", "packing", packing, ("concat", "grouped"))
     checks.require(
@@ -399,9 +411,20 @@ def rope_qkv(
     grouped = packing == "grouped"
     if use_kernel("rope_qkv", qkv):
         return _rope_qkv_op(qkv, num_heads, num_kv_heads, grouped, *at)
-    q, k, v = _unpack(qkv, num_heads, num_kv_heads, grouped)
-    q, k = _rope_torch((q.flatten(-3, -2), k), at)
-    return q, k, v.clone(memory_format=torch.contiguous_format)
+    options, dims = at[6:], qkv.dim()
+
+    def turn(
+        qkv: Tensor, ids: Tensor | None, cos: Tensor, sin: Tensor, axes: Tensor | None, offsets: Tensor | None,
+        starts: Tensor | None,
+    ) -> Any:  # fmt: skip
+        qkv = qkv if qkv.dim() == dims else qkv.unflatten(-1, (all_heads, -1))
+        ids = None if ids is None else _per_token("rope_qkv", ids, qkv, layout, axes)
+        q, k, v = _unpack(qkv, num_heads, num_kv_heads, grouped)
+        q, k = _rope_torch((q.flatten(-3, -2), k), Positions(cos, sin, axes, ids, offsets, starts, *options))
+        return q, k, v.clone(memory_format=torch.contiguous_format)
+
+    tensors = given, position_ids, at.cos, at.sin, at.axes, at.offsets, at.cu_seqlens
+    return plain(apart_from_autocast(turn, qkv.device), *tensors)
 
 
 def _place(
@@ -492,26 +515,37 @@ def _per_token(op: str, position_ids: Tensor, x: Tensor, layout: Layout, axes: T
 
 
 def _rope_torch(tensors: tuple[Tensor, Tensor | None], at: Positions) -> tuple[Tensor, ...]:
-    with without_autocast(tensors[0].device):
-        cos, sin = _cos_sin(as_4d(tensors[0], at.layout), at)
-        return tuple(_rotate_torch(x, cos, sin, at.interleaved) for x in tensors if x is not None)
+    cos, sin = _cos_sin(as_4d(tensors[0], at.layout), at)
+    return tuple(_rotate_torch(x, cos, sin, at.interleaved) for x in tensors if x is not None)
 
 
 def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    acc, pairs = acc_dtype(x.dtype), cos.shape[-1]
-    cos, sin = (t.to(acc)[0] if x.dim() == 3 else t.to(acc) for t in (cos, sin))
-    # split, since the backward of a slice fills a tensor of x's size with zeros
-    turning, rest = x.split((2 * pairs, x.shape[-1] - 2 * pairs), -1)
+    dtype, acc, pairs = x.dtype, acc_dtype(x.dtype), cos.shape[-1]
+    if cos.dim() > x.dim():
+        cos, sin = cos[0], sin[0]
+    if cos.dtype is not acc:
+        cos, sin = cos.to(acc), sin.to(acc)
+    rest: tuple[Tensor, ...] = ()
+    if 2 * pairs < x.shape[-1]:
+        # split, since the backward of a slice fills a tensor of x's size with zeros
+        x, *rest = x.split((2 * pairs, x.shape[-1] - 2 * pairs), -1)
     # once, so that gradients are summed ahead of rounding
-    turning = turning.to(acc)
-    a, b = turning.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turning.split(pairs, -1)
-    a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
+    turning = x if dtype is acc else x.to(acc)
+    a, b = turning.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    if dtype is not acc:
+        a, b = a.to(dtype), b.to(dtype)
     parts = [torch.stack((a, b), -1).flatten(-2)] if interleaved else [a, b]
-    return torch.cat((*parts, rest), -1)
+    return torch.cat((*parts, *rest), -1)
 
 
 def _cos_sin(x: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
-    """cos and sin of every token of x [outer, inner, H, D]: [outer, inner, 1, pairs]."""
+    """cos and sin of every token of x [outer, inner, H, D]: [outer, inner, 1, pairs], or what broadcasts to it."""
+    if at.position_ids is None and at.offsets is None and at.cu_seqlens is None:
+        # rows of the table one behind the other; that it has them was checked
+        rows = slice(at.offset, at.offset + x.shape[0 if at.layout == "sbhd" else 1])
+        place = (rows, None, None) if at.layout == "sbhd" else (rows, None)
+        return at.cos[place], at.sin[place]
     if at.position_ids is None:
         position = _positions(x, at).unsqueeze(-1)
     elif at.axes is None:
@@ -521,8 +555,12 @@ def _cos_sin(x: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
         _check_in_table(position, at.cos.shape[0])
         pair = torch.arange(at.cos.shape[1], device=x.device)
         return at.cos[position, pair].unsqueeze(-2), at.sin[position, pair].unsqueeze(-2)
-    _check_in_table(position, at.cos.shape[0])
-    return F.embedding(position, at.cos), F.embedding(position, at.sin)
+    try:
+        return F.embedding(position, at.cos), F.embedding(position, at.sin)
+    except IndexError:
+        # PyTorch names neither the argument nor the position; asking ahead takes as long as the look-up
+        _check_in_table(position, at.cos.shape[0])
+        raise
 
 
 def _check_in_table(position: Tensor, count: int) -> None:

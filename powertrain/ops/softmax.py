@@ -21,7 +21,8 @@ from torch import Tensor
 from powertrain.ops.shapes import acc_dtype, broadcasts
 from powertrain.ops.softmax_kernels import softmax_bwd, softmax_bwd_outputs, softmax_fwd, softmax_fwd_outputs
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, is_traced, use_kernel
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.sharding import placements
 
 FullyMasked = Literal["zero", "uniform"]
@@ -136,10 +137,12 @@ def scaled_softmax(
     checks.require(abs(scale) < math.inf, "scaled_softmax", "scale", "be finite", scale)
     dims = 2 if is_causal or mask is not None else 1
     checks.require(x.dim() >= dims, "scaled_softmax", "x", f"have at least {dims} dims", x.dim())
-    mask = None if mask is None else _keywise(mask, x)
+    keywise = None if mask is None else _keywise(mask, x)
     if not use_kernel("scaled_softmax", x):
-        return _softmax_torch(x, mask, float(scale), is_causal, fully_masked == "uniform")
-    return _softmax_op(x, mask, float(scale), is_causal, fully_masked == "uniform")
+        options = float(scale), is_causal, fully_masked == "uniform"
+        softmax = apart_from_autocast(lambda x, mask: _softmax_torch(x, mask, *options), x.device)
+        return plain(softmax, x, mask)
+    return _softmax_op(x, keywise, float(scale), is_causal, fully_masked == "uniform")
 
 
 def _keywise(mask: Tensor, x: Tensor) -> Tensor:
@@ -153,10 +156,13 @@ def _keywise(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _softmax_torch(x: Tensor, mask: Tensor | None, scale: float, causal: bool, uniform: bool) -> Tensor:
-    with without_autocast(x.device):
-        z = x.to(acc_dtype(x.dtype)) * scale
-        for masked in (mask, _above_diagonal(x) if causal else None):
-            z = z if masked is None else z.masked_fill(masked, float("-inf"))
-        empty = z.amax(-1, keepdim=True) == float("-inf") if z.shape[-1] else z.new_zeros((), dtype=torch.bool)
-        y = torch.softmax(z.masked_fill(empty, 0.0), -1)
-        return (y if uniform else y.masked_fill(empty, 0.0)).to(x.dtype)
+    z = x.to(acc_dtype(x.dtype))
+    z = z if scale == 1.0 else z * scale
+    for masked in (mask, _above_diagonal(x) if causal else None):
+        z = z if masked is None else z.masked_fill(masked, float("-inf"))
+    empty = z.detach().amax(-1, keepdim=True) == float("-inf") if z.shape[-1] else z.new_zeros((), dtype=torch.bool)
+    # a CPU's host need not wait for the answer, and saves three passes over z
+    if x.is_cpu and not is_traced(x) and not empty.any():
+        return torch.softmax(z, -1).to(x.dtype)
+    y = torch.softmax(z.masked_fill(empty, 0.0), -1)
+    return (y if uniform else y.masked_fill(empty, 0.0)).to(x.dtype)

@@ -9,6 +9,7 @@ which transformers finds by positions that start again (without a cache and a pa
 sequences begin, and computed as such. A mask that lost its mark (sliced, copied) or never had one is taken as it is.
 """
 
+import importlib
 import inspect
 import sys
 from typing import Any
@@ -21,6 +22,8 @@ from powertrain.ops.conversion import known, unit_stride, unsupported
 from powertrain.ops.shapes import document_starts
 from powertrain.patching.verify import SLACK
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import has_kernels
+from powertrain.runtime.settings import settings
 from powertrain.testing import numerics
 
 KIND = "attention"
@@ -28,16 +31,15 @@ NAME = "powertrain"
 _OP = "attention"
 _MARK = "_powertrain_mask"
 _STARTS = "starts"  # of a mark: where the sequences of packed rows begin
-_imported: dict[str, Any] = {}  # by `_masking_utils`
+_BEYOND_SDPA = frozenset(("softcap", "s_aux", "cu_seq_lens_q", "cache", "head_mask", "output_attentions"))
+_imported: dict[str, Any] = {}  # by `_transformers`
 
 
-def _masking_utils() -> Any:
-    """transformers.masking_utils. Called before a model is compiled: torch 2.11 does not trace the import."""
-    if "masking_utils" not in _imported:
-        from transformers import masking_utils
-
-        _imported["masking_utils"] = masking_utils
-    return _imported["masking_utils"]
+def _transformers(name: str) -> Any:
+    """A module of transformers. Called before a model is compiled: torch 2.11 does not trace the import."""
+    if name not in _imported:
+        _imported[name] = importlib.import_module(f"transformers.{name}")
+    return _imported[name]
 
 
 def register(name: str = NAME) -> None:
@@ -45,13 +47,45 @@ def register(name: str = NAME) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, __version__
 
     # transformers 5 names the length; before it, sdpa_mask took a tensor of cache positions
-    if "q_length" not in inspect.signature(_masking_utils().sdpa_mask).parameters:
+    if "q_length" not in inspect.signature(_transformers("masking_utils").sdpa_mask).parameters:
         raise ImportError(f"transformers {__version__} is too old for {name!r}: pip install 'transformers>=5.23'")
+    _transformers("integrations.sdpa_attention")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 
 
 def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Called by transformers in each layer: `our_forward`; on devices without our kernels transformers' function for
+    sdpa, where that computes the same. Masks are its own there (`attention_mask`)."""
+    if has_kernels(query) or not _is_said_by_sdpa(module, query, key, attention_mask, options):
+        return our_forward(module, query, key, value, attention_mask, **options)
+    forward = _transformers("integrations.sdpa_attention").sdpa_attention_forward
+    result: tuple[Tensor, None] = forward(module, query, key, value, attention_mask, **options)
+    return result
+
+
+def _is_said_by_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> bool:
+    """Whether transformers' function for sdpa computes this call as `our_forward` does."""
+    # most calls name none of them
+    if not _BEYOND_SDPA.isdisjoint(options):
+        values = [options[name] for name in _BEYOND_SDPA if name in options]
+        if not all(value is None or value is False for value in values):
+            return False
+    heads, kv_heads = query.shape[1], key.shape[1]
+    # it repeats key heads as the module says
+    if heads != kv_heads and heads != kv_heads * getattr(module, "num_key_value_groups", 1):
+        return False
+    if mask is not None:
+        return mask.dim() == 4
+    window = options.get("sliding_window")
+    return window is None or key.shape[2] <= window
+
+
+def our_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -73,7 +107,7 @@ def attention_forward(
     head_mask: Tensor | None = None,
     **model_arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers in each layer: (out [b, queries, h, dv], None).
+    """A layer's attention by our op: (out [b, queries, h, dv], None).
 
     Shapes: query [b, h, queries, d], key [b, kv heads, keys, d], value [b, kv heads, keys, dv]; attention_mask [b|1,
     h|1, queries, keys], bool (True sees) or added, or [b] lengths of the sequences; position_bias the same, added, with
@@ -183,7 +217,21 @@ def _documents(ends: Tensor, size: int) -> Tensor:
     return torch.searchsorted(ends, rows, right=True)[None]
 
 
-def attention_mask(
+def attention_mask(*sizes: Any, device: torch.device | str = "cpu", **options: Any) -> Tensor | None:
+    """Called by transformers for each kind of layer: `our_mask`; on devices without our kernels its mask for sdpa,
+    unmarked."""
+    if _has_kernels_on(device):
+        return our_mask(*sizes, device=device, **options)
+    mask: Tensor | None = _transformers("masking_utils").sdpa_mask(*sizes, device=device, **options)
+    return mask
+
+
+def _has_kernels_on(device: torch.device | str) -> bool:
+    """`has_kernels` of a mask that is not made yet."""
+    return torch.device(device).type != "cpu" or settings().interpret
+
+
+def our_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -197,12 +245,12 @@ def attention_mask(
     use_vmap: bool = False,
     **options: Any,
 ) -> Tensor | None:
-    """Called by transformers for each kind of layer: None, lengths [b] int32, or its mask for sdpa, marked where
-    arguments say the same.
+    """The mask of a kind of layer: None, lengths [b] int32, or transformers' mask for sdpa, marked where arguments say
+    the same.
 
     attention_mask [b, keys so far] is True for tokens; mask_function(batch, head, query, key) is True for visible keys.
     """
-    masking_utils = _masking_utils()
+    masking_utils = _transformers("masking_utils")
     # transformers' own default
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
     # a cache or an offset makes queries and keys differ, where the module's words would be ambiguous
@@ -329,7 +377,7 @@ def _known(function: Any, local_size: int | None, causal: Any) -> tuple[int, int
 
 
 def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why `attention_forward` cannot stand for this module's own attention, or None: both run on random q, k and v."""
+    """Why `our_forward` cannot stand for this module's own attention, or None: both run on random q, k and v."""
     # eager attention is the specification in each model's file: sdpa and flash paths are chosen elsewhere
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
@@ -351,7 +399,7 @@ def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, dev
     options = {"scaling": scaling, **_extras(module, device, dtype)}
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention_forward(module, query, key, value, None, is_causal=causal, **options)[0]
+        return our_forward(module, query, key, value, None, is_causal=causal, **options)[0]
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return eager(module, query, key, value, mask.to(query.dtype).expand(2, 1, 9, 9), **options)[0]

@@ -131,14 +131,15 @@ class _Loss:
 
 def _forward(fused: _Loss) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, labels: Tensor | None = None, **options: Any) -> Any:
+        # asked first: this is the call of each generated token
+        if labels is None or not (self.training and torch.is_grad_enabled()):
+            return type(self).forward(self, *args, labels=labels, **options)
         head, base = self.get_output_embeddings(), _base(self)
         keep = options.get("logits_to_keep", 0)
         # each line is a case in which the caller may want more than a loss, or whose parts are not those that were
         # compared
         if (
-            labels is None
-            or not (self.training and torch.is_grad_enabled())
-            or args
+            args
             or not (isinstance(keep, int) and keep == 0)
             or options.get("return_dict") is False
             or options.get("output_router_logits") or getattr(self.config, "output_router_logits", False)

@@ -34,8 +34,9 @@ def patch(model: nn.Module, *, kinds: Iterable[str] = KINDS, explain: bool = Fal
 
     Before or after PEFT: adapted, quantized and sharded layers are left to their libraries, at call time too. Before
     FSDP, DDP, accelerate's dispatch and torch.compile. Under torch.compile norms, rotary embedding and activations are
-    left to Inductor, which fuses them with their neighbours. In training with labels a patched causal language model
-    returns `logits=None`.
+    left to Inductor, which fuses them with their neighbours. Where our kernels do not run, on a CPU, modules run their
+    own code and attention is transformers' "sdpa", but for softcaps, sinks and packed sequences that are given by
+    cu_seq_lens. In training with labels a patched causal language model returns `logits=None`.
     Memory: while a part is judged, a few copies of its weights in float64.
     Raises ValueError for a kind that there is not, and for a model that is no module. Parts that are patched already
     are left.
@@ -99,7 +100,7 @@ def _replace_modules(
         part, forward = judged[key]
         report.add(Part(kind, name, part.what, part.why, part.gain))
         if forward is not None:
-            replace.install(module, kind, forward)
+            replace.install(module, kind, replace.where_kernels_run(forward))
 
 
 def _patch_norms(model: nn.Module, report: Report) -> None:
@@ -130,7 +131,7 @@ def _patch_rotary(model: nn.Module, report: Report) -> None:
         if isinstance(ours, str):
             report.add(Part(rotary.KIND, name, why=ours))
             continue
-        replace.install(module, rotary.KIND, rotary.forward_with(module, ours))
+        replace.install(module, rotary.KIND, replace.where_kernels_run(rotary.forward_with(module, ours)))
         report.add(Part(rotary.KIND, name, "rope", gain="q and k in one launch"))
 
 

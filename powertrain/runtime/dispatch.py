@@ -201,7 +201,7 @@ class Op:
         if replay.recorder() is not None or not self.replays:
             return self._whole(args)
         signature = replay.signature_of(args)
-        if signature is None:
+        if signature is None or signature.stream == replay.PLAIN:
             return self.forward(*args)
         tape = self._tapes.find(signature.key)
         if tape is not None:
@@ -409,11 +409,33 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                     positional.refuse_wrong_kind(op, function, args, kwargs)
             if signature is None:
                 return whole(args, kwargs)
-            return routes.record(key, signature, lambda: whole(args, kwargs))
+            keep = routes.bind if signature.stream == replay.PLAIN else routes.record
+            return keep(key, signature, lambda: whole(args, kwargs))
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def repeats(function: F) -> F:
+    """Let a public function that falls back to others skip its checks where plain PyTorch computes its first tensor
+    (runtime/plain_calls.py)."""
+    routes = replay.Table(function.__name__, replay.route)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not args or type(args[0]) not in _PLAIN or not args[0].is_cpu:
+            return function(*args, **kwargs)
+        signature = None if replay.modes_active() else replay.signature_of((*args, *kwargs.values()))
+        if signature is None or signature.stream != replay.PLAIN:
+            return function(*args, **kwargs)
+        key = signature.key, tuple(kwargs)
+        route = routes.find(key)
+        if route is None:
+            return routes.bind(key, signature, lambda: function(*args, **kwargs))
+        return route.run(signature.tensors)
+
+    return call  # type: ignore[return-value]
 
 
 # NumPy's scalar types, such as that of lengths.max(); kernels and recordings take Python's numbers
@@ -437,13 +459,33 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
+def apart_from_autocast(function: F, device: torch.device) -> F:
+    """`function`, called as it is where autocast is off now, else `without_autocast`."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return function
+
+    def call(*args: Any) -> Any:
+        with without_autocast(device):
+            return function(*args)
+
+    return call  # type: ignore[return-value]
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether our kernels run where x is: CUDA, meta, or the CPU under the interpreter."""
+    # x.device.type takes three times as long
+    return settings().interpret if x.is_cpu else x.is_cuda or x.is_meta
+
+
 def use_kernel(name: str, x: Tensor) -> bool:
-    """Whether op `name` on x takes our kernel (CUDA, meta, or the CPU under the interpreter) or plain PyTorch."""
-    kind = x.device.type
-    if kind == "cuda" or kind == "meta" or (kind == "cpu" and settings().interpret and x.dtype is not torch.float64):
+    """Whether op `name` on x takes our kernel or plain PyTorch."""
+    kind = "disabled"
+    # `has_kernels`, whose call would be one more in each call of an op; no kernel takes float64
+    if settings().interpret and x.dtype is not torch.float64 if x.is_cpu else x.is_cuda or x.is_meta:
         if not is_disabled(name):
             return True
-        kind = "disabled"
+    else:
+        kind = x.device.type
     if not torch.compiler.is_compiling() and tracing.first((name, kind)):
         why = "it is disabled" if kind == "disabled" else f"its tensors are on {kind}"
         tracing.event("dispatch", f"{name}: plain PyTorch, because {why}", op=name)

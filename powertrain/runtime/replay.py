@@ -13,6 +13,9 @@ A recording (runtime/call_recorder.py) is used only if it shows the whole effect
 that reads values on the host or leaves the device. Calls under torch.compile, dispatch modes, functorch and graph
 capture, and with arguments that are neither tensors nor plain values go the whole way. Where a tensor begins within
 16 bytes is part of the signature.
+
+A call on a CPU without kernels has no launches: its Route is the function of plain PyTorch that computed the first call
+of the signature (runtime/plain_calls.py).
 """
 
 from collections.abc import Callable
@@ -24,13 +27,14 @@ from torch.autograd import forward_ad
 
 from powertrain.runtime import steering, tracing
 from powertrain.runtime.call_recorder import OpRun, Recorder, observed_call, recorder
-from powertrain.runtime.signature import Signature, signature_of
+from powertrain.runtime.plain_calls import observed
+from powertrain.runtime.signature import PLAIN, Signature, signature_of
 from powertrain.runtime.stages import Stage
 from powertrain.runtime.steps import tensors_in
 from powertrain.runtime.tape import NotReplayable, Tape
 
 __all__ = [
-    "Recorder", "Route", "Signature", "Table", "Tape",
+    "PLAIN", "Recorder", "Route", "Signature", "Table", "Tape",
     "modes_active", "recorder", "route", "signature_of",
 ]  # fmt: skip
 
@@ -126,6 +130,20 @@ class Table:
         self._calls: dict[Any, int] = {}  # that went the whole way
         self._epoch = steering.epoch  # in which the recordings were made
 
+    def bind(self, key: Any, signature: Signature, call: Callable[[], Any]) -> Any:
+        """The result of a call that plain PyTorch computes; what computes it is kept as a `Route`."""
+        if len(self._known) >= _MOST_SIGNATURES or self._epoch is not steering.epoch:
+            self._forget()
+        result, function = observed(signature.tensors, call)
+        if function is not None:
+            self._known[key] = Route(function)
+        return result
+
+    def _forget(self) -> None:
+        self._epoch = steering.epoch
+        self._known.clear()
+        self._calls.clear()
+
     def find(self, key: Any) -> Any:
         """The recording of a signature, or None."""
         return self._known.get(key)
@@ -136,9 +154,7 @@ class Table:
         calls = self._calls.get(key, 0)
         if not 1 <= calls <= 2:
             if not calls and (len(self._calls) >= _MOST_SIGNATURES or self._epoch is not steering.epoch):
-                self._epoch = steering.epoch
-                self._known.clear()
-                self._calls.clear()
+                self._forget()
             self._calls[key] = max(calls, 1)
             return call()
         with observed_call(signature.tensors) as recorder:

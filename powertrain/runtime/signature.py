@@ -27,10 +27,13 @@ _CHECKS = 4  # of a layout
 _MOST = 4096  # lists of types, and layouts of one; beyond, all are forgotten
 
 
+PLAIN = -1  # in the place of a stream
+
+
 class Signature(NamedTuple):
     key: tuple[Any, ...]
     tensors: list[Tensor]  # in the order of the arguments
-    stream: int
+    stream: int  # PLAIN: the tensors are on a CPU, where plain PyTorch computes public functions
 
 
 def signature_of(values: Sequence[Any]) -> Signature | None:
@@ -48,7 +51,7 @@ _readers: dict[tuple[type, ...], Callable[..., Signature | None]] = {}
 def _reader(types: tuple[type, ...]) -> Callable[..., Signature | None]:
     read: Callable[..., Signature | None]
     if any(issubclass(kind, tuple) and hasattr(kind, "_fields") for kind in types):
-        read = lambda *values: signature_of(_flat(values))  # noqa: E731
+        read = _flattening(types)
     elif _TENSORS.isdisjoint(types) or not _READABLE.issuperset(types):
         return lambda *values: None
     else:
@@ -117,7 +120,7 @@ def _check_of(layout: _Layout, tensors: Sequence[Tensor]) -> Callable[..., bool]
 _SOURCE = """
 def read({names}):
     if not ({first}.is_cuda or here.in_interpreter):
-        return None
+        return read_plain({names}) if {first}.is_cpu else None
     # read first: what changes from here on makes the signature one of the past
     epoch = steering.epoch
     try:
@@ -161,6 +164,28 @@ def read({names}):
     return make(Signature, (key, [{tensors}], stream))
 """
 
+# of tensors on the CPU. Addresses, what they share and settings that only kernels depend on are of no concern
+_PLAIN_SOURCE = """
+def read_plain({names}):
+    epoch = steering.epoch
+    if {any_irregular} or settings().interpret:
+        return None
+    for check, layout in layouts.recent:
+        if check({tensors}):
+            break
+    else:
+        layout = layouts.of({tensors})
+        if layout is None:
+            return None
+{sequences}
+    key = (
+        layout, {values}
+        is_autocast_enabled("cpu") and get_autocast_dtype("cpu"), epoch, is_grad_enabled(),
+        is_inference_mode_enabled(), is_deterministic(),
+    )
+    return make(Signature, (key, [{tensors}], PLAIN))
+"""
+
 _SEQUENCE = """
     q{i} = of_sequence(v{i})
     if q{i} is None:
@@ -179,10 +204,11 @@ def _generated(types: tuple[type, ...]) -> Callable[..., Signature | None]:
     sequences = [i for i, kind in enumerate(types) if kind in (tuple, list)]
     listed = ", ".join(f"v{i}" for i in tensors)
     addresses = ", ".join(f"p{i}" for i in tensors)
-    source = _SOURCE.format(
+    source = (_PLAIN_SOURCE + _SOURCE).format(
         names=", ".join(f"v{i}" for i in range(len(types))),
         addresses="; ".join(f"p{i} = v{i}.data_ptr()" for i in tensors),
         any_nested=" or ".join(f"v{i}.is_nested" for i in tensors),
+        any_irregular=" or ".join(f"v{i}.is_nested or v{i}.layout is not strided" for i in tensors),
         bits=" | ".join(f"p{i}" for i in tensors),
         low_bits=" ".join(f"p{i} & 15," for i in tensors),
         all_have_addresses=" and ".join(f"p{i}" for i in tensors),
@@ -237,6 +263,9 @@ _NAMES: dict[str, Any] = {
     "sharing": _sharing,
     "steering": steering,
     "state": recording.state,
+    "settings": settings,
+    "strided": torch.strided,
+    "PLAIN": PLAIN,
     "current_device": getattr(torch._C, "_cuda_getDevice", None),
     "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
     "is_capturing": getattr(torch._C, "_cuda_isCurrentStreamCapturing", None),
@@ -251,10 +280,14 @@ _NAMES: dict[str, Any] = {
 }
 
 
-def _flat(values: Sequence[Any]) -> Sequence[Any]:
-    """The values, those of named tuples (`Copies`) in their place behind the type's name."""
-    flat: list[Any] = []
-    for value in values:
-        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-        flat += (type(value).__name__, *value) if is_named else (value,)
-    return flat
+def _flattening(types: Sequence[type]) -> Callable[..., Signature | None]:
+    """The reader of values some of which are named tuples (`Copies`): theirs stand in their place, behind the type."""
+    names = [f"v{i}" for i in range(len(types))]
+    is_named = [issubclass(kind, tuple) and hasattr(kind, "_fields") for kind in types]
+    flat = [
+        f"{kind.__name__!r}, *{name}" if named else name
+        for kind, name, named in zip(types, names, is_named, strict=True)
+    ]
+    source = f"lambda {', '.join(names)}: signature_of(({', '.join(flat)},))"
+    read: Callable[..., Signature | None] = eval(source, {"signature_of": signature_of})
+    return read

@@ -15,6 +15,7 @@ from tests.compat.plain import attend, band, same, tensors
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 60,

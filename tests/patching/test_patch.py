@@ -18,6 +18,7 @@ transformers.logging.set_verbosity_error()
 
 from tests.patching.architectures import CAUSAL, causal, shaken  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 QUICK = ("Llama", "Gemma2", "Phi3", "GPTNeoX", "GptOss", "Cohere2", "DeepseekV3")
 # what is left alone, and why; everything else of every architecture must be replaced
 LEFT = {

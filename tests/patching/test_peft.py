@@ -18,6 +18,8 @@ transformers.logging.set_verbosity_error()
 from tests.patching.architectures import causal  # noqa: E402
 from tests.patching.test_patch import Result, batch, judge, run  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
+
 ATTENTION = ["q_proj", "v_proj"]
 KINDS = {
     "attention only": {"target_modules": ATTENTION},

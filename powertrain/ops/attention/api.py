@@ -1,6 +1,6 @@
 """The public attention functions: arguments become a call (arguments.py), its facts choose a backend (select.py)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
@@ -21,12 +21,13 @@ from powertrain.ops.attention.arguments import (
 from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.invariant import run_invariant
-from powertrain.ops.attention.mask import MaskSpec
+from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths
 from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.philox import dropout_seed as draw_seed
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import falls_back, is_traced, refuse_vmap, use_kernel
+from powertrain.runtime.dispatch import falls_back, has_kernels, is_traced, refuse_vmap, use_kernel
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
@@ -318,9 +319,30 @@ def _run(call: AttentionCall, backend: str | Sequence[str] | None) -> Any:
     # drawn here and not in the backend, so that forward, recomputation and backward share one seed
     if call.dropout_p > 0 and call.dropout_seed is None and chosen.uses_philox_seed:
         call = replace(call, dropout_seed=draw_seed(call.query.device))
+    if not has_kernels(call.query) and _draws_none_and_takes_no_others(call):
+        return _plain(call, chosen.run)
     # only SEPARABLE forwards take the name of a backward
     out, lse = chosen.run(call) if backward is None else chosen.run(call, backward=backward)  # type: ignore[call-arg]
     return (out, lse) if call.return_lse else out
+
+
+def _draws_none_and_takes_no_others(call: AttentionCall) -> bool:
+    """Whether query, key, value and a bias are all the tensors of a call."""
+    others = (*call.tensors._replace(bias=None), *call.varlen[:4])
+    return call.dropout_p == 0 and all(x is None for x in others)
+
+
+def _plain(call: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Tensor | None]]) -> Any:
+    """The call by a backend of plain PyTorch, and those that repeat it."""
+    layout, mask, varlen, has_lse = call.layout, call.mask, call.varlen, call.return_lse
+    rest = call.scale, call.dropout_p, None, has_lse, call.deterministic, call.sizes
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Any:
+        tensors = MaskTensors(bias=bias)
+        result = run(AttentionCall(query, key, value, layout, mask, tensors, varlen, *rest))
+        return result if has_lse else result[0]
+
+    return plain(attend, call.query, call.key, call.value, call.tensors.bias)
 
 
 class Facts(NamedTuple):

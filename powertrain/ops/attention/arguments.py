@@ -254,7 +254,7 @@ def _bias(op: str, sizes: Sizes, bias: Tensor | None) -> tuple[BiasKind, Tensor 
     checks.tensor(op, "attn_bias", bias)
     checks.require(2 <= bias.dim() <= 4, op, "attn_bias", "have 2 to 4 dims", list(bias.shape))
     # missing dims are leading ones, as in PyTorch's broadcasting
-    bias = bias[(None,) * (4 - bias.dim())]
+    bias = bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
     if not broadcasts(bias.shape, (batch, heads, queries, keys)):
         checks.fail(op, "attn_bias", f"broadcast to [{batch}, {heads}, {queries}, {keys}]", list(bias.shape))
     if bias.shape[3] != keys:

@@ -11,6 +11,7 @@ reading z and, where no gradient is wanted, writing it. Elsewhere it is the prod
 x [M, K], W [N, K]: 2 M N K operations forward (gated 4), twice that backward. Saved: x, the weights, z, z_up.
 """
 
+from collections.abc import Callable
 from functools import cache
 from math import prod
 from typing import Any
@@ -26,16 +27,20 @@ from powertrain.ops.activations import (
     activation,
     activation_bwd_op,
     activation_ref,
+    activation_torch,
     gated_activation,
     gated_activation_ref,
+    gated_torch,
 )
+from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.gemm import gemm as gemms
 from powertrain.ops.gemm.gemm import Choice, gemm
 from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue, why_not_epilogue
 from powertrain.ops.shapes import acc_dtype, as_rows, empty
 from powertrain.runtime import checks, recording, self_test
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel
+from powertrain.runtime.dispatch import Op, falls_back, has_kernels, repeats, use_kernel
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.positional import hinted
 from powertrain.runtime.target import Target
 
@@ -195,6 +200,7 @@ _linear_activation_op = Op(
 )
 
 
+@repeats
 @hinted
 def linear_activation(
     x: Tensor,
@@ -232,6 +238,9 @@ def linear_activation(
     torch.compile get the product and the activation apart.
     """
     _check(x, weight, kind, bias, up_weight, up_bias, residual, amax)
+    if amax is None and _is_plain(x):
+        layer = _linear_activation_torch(x, kind, up_weight is not None, limit, alpha)
+        return plain(layer, x, weight, bias, up_weight, up_bias, residual)
     options = (x, weight, kind, bias, up_weight, up_bias, residual, amax, limit, alpha)
     act = "" if kind is None else kind if up_weight is None else GATED[kind]
     biases = [None if b is None else b.contiguous() for b in (bias, up_bias)]
@@ -257,6 +266,33 @@ def _in_one(act: str, biases: list[Tensor | None], rows: Tensor | None, options:
         torch.maximum(amax, results[1].detach(), out=amax)
     y: Tensor = results[0]
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether the product and the activation, one behind the other, are all that a call is. Not in modes and traces,
+    which see the public functions."""
+    if has_kernels(x) or torch.compiler.is_compiling() or is_batch_invariant():
+        return False
+    return not torch.is_autocast_enabled(x.device.type)
+
+
+def _linear_activation_torch(x: Tensor, kind: Any, gated: bool, limit: float, alpha: float) -> Callable[..., Tensor]:
+    """The layer of such tensors, (x, weight, bias, up_weight, up_bias, residual), in plain PyTorch."""
+    gate = gated_torch(x, kind, x, "gate_first", limit, alpha) if gated else None
+    act = activation_torch(x, kind, None) if kind is not None and not gated else None
+
+    def layer(
+        x: Tensor, weight: Tensor, bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        y = F.linear(x, weight, bias)
+        if gate is not None:
+            y = gate(y, F.linear(x, up_weight, up_bias), None)
+        elif act is not None:
+            y = act(y, None)
+        return y if residual is None else y + residual
+
+    return layer
 
 
 def _apart(

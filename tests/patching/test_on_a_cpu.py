@@ -1,0 +1,90 @@
+"""Patched models where our kernels do not run: modules run their own code, and little Python is added to it."""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import powertrain as pt
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+from tests.patching.architectures import causal  # noqa: E402
+from tests.patching.test_patch import batch, encoders, run  # noqa: E402
+
+
+def _calls(function: Callable[[], Any]) -> int:
+    """How many functions, of Python and of C, one call of `function` calls."""
+    count = 0
+
+    def on(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    function()
+    sys.setprofile(on)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma", "Mistral", "Phi3", "GPTNeoX"])
+def test_same_bits(name: str, dtype: torch.dtype, padding: str) -> None:
+    """In evaluation, generation and training, but for the loss, which is ours."""
+    model, inputs = causal(name).to(dtype), batch(padding)
+    labels = inputs.pop("labels")
+    options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+
+    def results(model: Any) -> list[torch.Tensor]:
+        loss, gradients = run(model, {**inputs, "labels": labels})
+        assert loss.isfinite() and gradients
+        with torch.no_grad():
+            model.eval()
+            return [model(**inputs).logits, *model.generate(**inputs, **options).logits]
+
+    patched = copy.deepcopy(model)
+    report = pt.patch(patched)
+    assert {part.kind for part in report.replaced} == {"norm", "mlp", "rotary", "attention", "loss"}
+    for new, old in zip(results(patched), results(model), strict=True):
+        assert torch.equal(new, old)
+
+
+@pytest.mark.parametrize("index", range(3), ids=["ViT", "SigLIP", "BERT"])
+def test_same_bits_of_encoders(index: int) -> None:
+    model, inputs = encoders()[index]
+    patched = copy.deepcopy(model)
+    assert pt.patch(patched).replaced
+    with torch.no_grad():
+        assert torch.equal(patched.eval()(**inputs)[0], model.eval()(**inputs)[0])
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+def test_what_sdpa_does_not_compute_is_ours(name: str) -> None:
+    """Softcaps and sinks, which transformers' function for sdpa refuses or ignores."""
+    model, inputs = causal(name).eval(), batch("left")
+    seen = inputs.pop("labels") != -100
+    with torch.no_grad():
+        old = model(**inputs).logits
+        pt.patch(model, kinds=["attention"])
+        torch.testing.assert_close(model(**inputs).logits[seen], old[seen], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPTNeoX"])
+def test_calls_a_forward(name: str) -> None:
+    """Of functions: 6 more a replaced module (10 more an attention), 30 more for mask and head; a layer has 150."""
+    model, inputs = causal(name).eval(), batch("none")
+    del inputs["labels"]
+    patched = copy.deepcopy(model)
+    replaced = [part.kind for part in pt.patch(patched).replaced]
+    with torch.no_grad():
+        own, ours = (_calls(lambda m=m: m(**inputs)) for m in (model, patched))
+    attentions = replaced.count("attention")
+    assert ours - own <= 6 * (len(replaced) - attentions) + 10 * attentions + 30, (own, ours, replaced)
