@@ -18,8 +18,10 @@ def to_bhsd(x: Tensor, layout: Layout) -> Tensor:
     """[b, h, s, d] of a 4-D tensor, [1, h, t, d] of a packed one; a copy of heads that overlap."""
     # of windows that overlap (unfold) PyTorch's kernels and others' make results whose last dim is not contiguous, and
     # write them as if it was
-    if any(0 < step < x.shape[-1] and size > 1 for step, size in zip(x.stride()[:-1], x.shape, strict=False)):
-        x = x.contiguous()
+    for size, step in zip(x.shape[:-1], x.stride(), strict=False):
+        if 0 < step < x.shape[-1] and size > 1:
+            x = x.contiguous()
+            break
     if layout == "bhsd":
         return x
     # 2.3 us on a CPU, where a permutation takes 3.2

@@ -241,22 +241,29 @@ def _operands(
         return Operands.of(q, k, k, OpArguments(*(None,) * 11, "bshd", 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**given))
 
 
-# (batch, length, heads, kv heads, packed sequences), whether it is causal, and keys of a tile: as measured on one H200
+# (batch, length, heads, kv heads, packed sequences), head dim, whether it is causal, keys of a tile, and parts of the
+# heads that share keys: as measured on one H200
 @pytest.mark.parametrize(
-    "sizes, right, keys",
+    "sizes, head_dim, right, keys, parts",
     [
-        ((8, 1000, 16, 16, 0), 0, 96), ((2, 8192, 16, 16, 0), 0, 96), ((4, 3000, 16, 16, 0), -1, 96),
-        ((1, 904, 8, 8, 0), -1, 64), ((1, 417, 16, 16, 0), 0, 64), ((8, 2, 8, 8, 0), 0, 64),
-        ((3, 5550, 12, 1, 0), -1, 64), ((1, 18787, 12, 1, 0), 0, 64), ((1, 26, 8, 8, 3), -1, 64),
-        ((1, 8192, 64, 8, 0), 0, 96), ((2, 2048, 32, 8, 0), 0, 96),
+        ((8, 1000, 16, 16, 0), 192, 0, 96, 1), ((2, 8192, 16, 16, 0), 192, 0, 96, 1),
+        ((4, 3000, 16, 16, 0), 192, -1, 96, 1), ((1, 904, 8, 8, 0), 192, -1, 64, 1),
+        ((1, 417, 16, 16, 0), 192, 0, 64, 1), ((8, 2, 8, 8, 0), 192, 0, 64, 1), ((3, 5550, 12, 1, 0), 192, -1, 96, 3),
+        ((1, 26, 8, 8, 3), 192, -1, 64, 1), ((1, 8192, 64, 8, 0), 192, 0, 96, 4), ((2, 2048, 32, 8, 0), 192, 0, 96, 1),
+        ((2, 8192, 16, 16, 0), 160, 0, 96, 1), ((8, 1000, 16, 16, 0), 160, 0, 96, 1),
+        ((4, 3000, 16, 16, 0), 160, -1, 96, 1), ((1, 900, 8, 8, 0), 160, 0, 64, 1),
+        ((2, 417, 16, 16, 0), 160, -1, 64, 1), ((1, 8192, 32, 8, 0), 160, -1, 96, 4),
+        ((1, 3640, 28, 4, 0), 160, 0, 96, 7), ((1, 1000, 8, 1, 0), 160, 0, 64, 8), ((1, 4497, 32, 8, 0), 136, 0, 96, 1),
     ],
     ids=str,
 )  # fmt: skip
-def test_keys_of_a_tile_at_head_dim_192(sizes: tuple[int, ...], right: int, keys: int) -> None:
+def test_keys_of_a_tile_at_head_dims_to_192(
+    sizes: tuple[int, ...], head_dim: int, right: int, keys: int, parts: int
+) -> None:
     batch, length, heads, kv_heads, sequences = sizes
-    assert (
-        backward_plans.plan_of(_operands(batch, length, heads, kv_heads, 192, sequences, right=right)).block_n == keys
-    )
+    operands = _operands(batch, length, heads, kv_heads, head_dim, sequences, right=right)
+    plan = backward_plans.plan_of(operands)
+    assert (plan.block_n, backward_plans.schedule_of(operands, plan).num_splits) == (keys, parts)
 
 
 @pytest.mark.parametrize(
