@@ -9,9 +9,9 @@ fence between ordinary stores and wgmma waits for them. The *producer* only load
 
 k, v, q and do lie as pieces of 64 columns, of which the last may be zeros: q and k as three pieces, v and do as one to
 three. A consumer without a piece of v has no columns of dv. Scores, dp and dq leave out the last 32 columns where they
-are zeros; dk and dv cannot, as wgmma has 64 rows. Tiles add in no fixed order; ALiBi and a softcap are
-backward_kernel_d256.py's. Where heads are split, dk and dv leave the consumers as sums, [64 head dims, 64 keys] and
-[64 head dims, 32 keys] of each piece.
+are zeros; dk and dv cannot, as wgmma has 64 rows. Tiles add in no fixed order. ALiBi and a softcap are
+backward_kernel_d256.py's, at 192/128 the universal kernels'. Where heads are split, dk and dv leave the consumers as
+sums, [64 head dims, 64 keys] and [64 head dims, 32 keys] of each piece.
 
 ms, one H200, backward of D192 causal, B2 S8192 16/16, B4 S3000, full; FlashAttention-3: 4.14 1.31 2.36; 3.75 1.17 2.10.
 With additions by the consumers, and the product for dv beside the next block's exponentials: 4.46 1.39 2.61. With the
