@@ -299,7 +299,9 @@ def cross_entropy(
     checks.shape("cross_entropy", "target", target, logits.shape[:-1], "logits without the last dim")
     if not use_kernel("cross_entropy", logits):
         options = ignore_index, reduction, label_smoothing, z_loss, softcap
-        loss_of = apart_from_autocast(lambda x, target: cross_entropy_torch(x, target, *options), logits.device)
+        loss_of = apart_from_autocast(
+            lambda x, target: cross_entropy_torch("cross_entropy", x, target, *options), logits.device
+        )
         return plain(loss_of, logits, target)
     with_grad = grad_in_forward and torch.is_grad_enabled() and logits.requires_grad
     loss, _, _, _ = _cross_entropy_op(
@@ -320,7 +322,15 @@ def check_loss_arguments(
     checks.require(is_index, op, "target", "be int64 or int32", checks.name(target.dtype))
 
 
+def refuse_targets_outside(op: str, target: Tensor, count: int, ignore_index: int) -> None:
+    """Raise IndexError if there is no such class."""
+    wrong = target[(target != ignore_index) & ((target < 0) | (target >= count))]
+    if wrong.numel():
+        raise IndexError(f"{op}: target must be in [0, {count}), or ignore_index {ignore_index}, got {int(wrong[0])}")
+
+
 def cross_entropy_torch(
+    op: str,
     logits: Tensor,
     target: Tensor,
     ignore_index: int,
@@ -334,7 +344,12 @@ def cross_entropy_torch(
     flat = target.reshape(-1).long()
     if softcap:
         z = softcap * torch.tanh(z / softcap)
-    loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    try:
+        loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    except IndexError:
+        # PyTorch names neither the argument nor what it may be; asking ahead costs a pass over the targets
+        refuse_targets_outside(op, flat, z.shape[-1], ignore_index)
+        raise
     if z_loss:
         kept = flat != ignore_index
         extra = torch.where(kept, z_loss * torch.logsumexp(z, dim=-1).square(), 0.0)

@@ -486,4 +486,4 @@ def _loss_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, main_grad: Tensor | None, *options: Any
 ) -> Tensor:
     weight = weight if main_grad is None else IntoMainGrad.apply(weight, main_grad)
-    return cross_entropy_torch(F.linear(x, weight, bias), target, *options)
+    return cross_entropy_torch("linear_cross_entropy", F.linear(x, weight, bias), target, *options)

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.ops.batch_invariance import is_batch_invariant
+from powertrain.ops.cross_entropy import refuse_targets_outside
 from powertrain.ops.gemm.row_invariant import RowInvariantLinear, row_invariant_linear_
 from powertrain.ops.linear_cross_entropy import (
     IntoMainGrad,
@@ -465,7 +466,13 @@ def _plain(
     with without_autocast(x.device):
         weight = weight if main_grad is None else IntoMainGrad.apply(weight, main_grad)
         linear = _row_invariant_linear if batch_invariant else F.linear
-        return linear_log_probs_ref(x, weight, target, linear=linear, **options)
+        try:
+            return linear_log_probs_ref(x, weight, target, linear=linear, **options)
+        except RuntimeError:
+            # PyTorch names neither the argument nor what it may be
+            if x.is_cpu:
+                refuse_targets_outside("linear_log_probs", target, weight.shape[0], options["ignore_index"])
+            raise
 
 
 def _row_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

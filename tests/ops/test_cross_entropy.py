@@ -13,6 +13,9 @@ import powertrain
 from powertrain.ops import cross_entropy_kernels, cross_entropy_short_rows
 from powertrain.ops.cases.cross_entropy import plain_loss, tokens
 from powertrain.ops.cross_entropy import cross_entropy, cross_entropy_ref
+from powertrain.ops.linear_cross_entropy import linear_cross_entropy
+from powertrain.ops.linear_log_probs import linear_log_probs
+from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
 
@@ -287,3 +290,19 @@ def test_the_graph_of_a_gradient_made_in_forward_is_refused(device: torch.device
     loss = cross_entropy(torch.randn(3, 8, device=device) @ weight.T, target, grad_in_forward=True)
     with pytest.raises(NotImplementedError, match="cross_entropy: create_graph=True and double backward"):
         torch.autograd.grad(loss, weight, create_graph=True)
+
+
+@pytest.mark.skipif(settings().interpret, reason="in the interpreter kernels compute")
+@pytest.mark.parametrize("wrong", [-3, 5])
+def test_plain_pytorch_names_targets_outside(wrong: int) -> None:
+    x, weight, target = torch.randn(4, 5), torch.randn(5, 5), torch.tensor([0, wrong, -100, 4])
+    calls = {
+        "cross_entropy": lambda: cross_entropy(x, target),
+        "linear_cross_entropy": lambda: linear_cross_entropy(x, weight, target),
+        "linear_log_probs": lambda: linear_log_probs(x, weight, target),
+    }
+    for op, call in calls.items():
+        # the second call is a repeated one
+        for _ in range(2):
+            with pytest.raises(IndexError, match=rf"^{op}: target must be in \[0, 5\), .* -100, got {wrong}$"):
+                call()
