@@ -73,7 +73,10 @@ GROUPED = [
 ]
 HEAD_DIMS = [
     *(Case(2, 8192, 16, 16, d, d, causal) for d in (72, 80) for causal in (True, False)),
-    *(Case(4, 3000, 16, 16, d, d) for d in (96, 112, 160, 192, 512)),
+    *(Case(4, 3000, 16, 16, d, d) for d in (96, 112, 136, 160, 192, 512)),
+    # backwards by tiles of 96 keys: of unequal head dims, and of heads that share keys
+    Case(4, 3000, 16, 16, 192, 128, False),
+    Case(3, 5550, 12, 1, 192, 192, False),
 ]
 DOCUMENTS = (132, 8097, 1024, 3331, 3800)  # tokens of packed sequences
 PEERS = ("hopper", "triton", "cudnn", "flash", "flash-attn-4", "flash-attn-3", "flash-attn-2")

@@ -347,7 +347,7 @@ def cross_entropy_torch(
     try:
         loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     except IndexError:
-        # PyTorch names neither the argument nor what it may be; asking ahead costs a pass over the targets
+        # PyTorch's error names no argument; a check ahead of the loss would read all targets once more
         refuse_targets_outside(op, flat, z.shape[-1], ignore_index)
         raise
     if z_loss:

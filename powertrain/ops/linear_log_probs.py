@@ -469,7 +469,7 @@ def _plain(
         try:
             return linear_log_probs_ref(x, weight, target, linear=linear, **options)
         except RuntimeError:
-            # PyTorch names neither the argument nor what it may be
+            # PyTorch's error names no argument
             if x.is_cpu:
                 refuse_targets_outside("linear_log_probs", target, weight.shape[0], options["ignore_index"])
             raise

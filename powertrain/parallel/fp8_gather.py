@@ -135,7 +135,7 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) 
 
 
 def _gather_backward(ctx: Any, *grads: Maybe) -> tuple[Maybe, ...]:
-    # x is saved in FP8, and no graph leads to it from there
+    # x is saved in FP8: a second derivative by x would leave out a term
     refuse_graph(ctx, "fp8_all_gather_gemm", ON_ONE_RANK)
     x, w0, w1, w2, sent, x_inv, scales = saved_tensors(ctx)
     dys = grads[:MAX_WEIGHTS]

@@ -105,7 +105,7 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _scatter_backward(ctx: Any, dy: Maybe, *_: Any) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 10
-    # x is saved in FP8, and no graph leads to it from there
+    # x is saved in FP8: a second derivative by x would leave out a term
     refuse_graph(ctx, "fp8_gemm_reduce_scatter", ON_ONE_RANK)
     _, w, x_t, x_inv, scale = saved_tensors(ctx)
     need = ctx.needs_input_grad[:3]

@@ -1,9 +1,9 @@
 """Repeated calls that plain PyTorch computes skip the checks of the public function.
 
-Where none of our kernels serves, a public function hands its tensors, once they are checked, to a function of plain
-PyTorch by `plain`. What is checked depends on the signature of a call alone (runtime/signature.py), so that function
-computes every call of the signature: `observed` finds it, and runtime/replay.py keeps it. It is called with the tensors
-in their new place and does all that depends on values: it draws, reads and raises as in the first call.
+Where none of our kernels runs, a public function checks its arguments and then calls `plain` with a function of plain
+PyTorch and the tensors. The checks depend only on the signature of a call (runtime/signature.py), so later calls with
+the same signature need none: `observed` returns the function of the first call, and runtime/replay.py keeps it for
+them. All that depends on values (random draws, index errors) happens in that function, in each call.
 """
 
 import functools

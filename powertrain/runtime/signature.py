@@ -7,6 +7,7 @@ shapes, strides and dtypes of all tensors.
 
 import sys
 from collections.abc import Callable, Sequence
+from textwrap import indent
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,18 @@ def _check_of(layout: _Layout, tensors: Sequence[Tensor]) -> Callable[..., bool]
     return found
 
 
-_SOURCE = """
+_FIND_LAYOUT = """\
+for check, layout in layouts.recent:
+    if check({tensors}):
+        break
+else:
+    layout = layouts.of({tensors})
+    if layout is None:
+        return None
+"""
+
+_SOURCE = (
+    """
 def read({names}):
     if not ({first}.is_cuda or here.in_interpreter):
         return read_plain({names}) if {first}.is_cpu else None
@@ -130,14 +142,9 @@ def read({names}):
         # a check ends the process at a nested tensor, whose strides are an error of C++
         if {any_nested}:
             return None
-        for check, layout in layouts.recent:
-            if check({tensors}):
-                break
-        else:
-            layout = layouts.of({tensors})
-            if layout is None:
-                return None
-    except RuntimeError:  # a tensor without storage
+"""
+    + indent(_FIND_LAYOUT, " " * 8)
+    + """    except RuntimeError:  # a tensor without storage
         return None
     if layout.is_cuda:
         if current_device() != layout.device or is_capturing():
@@ -163,21 +170,18 @@ def read({names}):
 {sharing}
     return make(Signature, (key, [{tensors}], stream))
 """
+)
 
 # of tensors on the CPU. Addresses, what they share and settings that only kernels depend on are of no concern
-_PLAIN_SOURCE = """
+_PLAIN_SOURCE = (
+    """
 def read_plain({names}):
     epoch = steering.epoch
     if {any_irregular} or settings().interpret:
         return None
-    for check, layout in layouts.recent:
-        if check({tensors}):
-            break
-    else:
-        layout = layouts.of({tensors})
-        if layout is None:
-            return None
-{sequences}
+"""
+    + indent(_FIND_LAYOUT, " " * 4)
+    + """{sequences}
     key = (
         layout, {values}
         is_autocast_enabled("cpu") and get_autocast_dtype("cpu"), epoch, is_grad_enabled(),
@@ -185,6 +189,7 @@ def read_plain({names}):
     )
     return make(Signature, (key, [{tensors}], PLAIN))
 """
+)
 
 _SEQUENCE = """
     q{i} = of_sequence(v{i})

@@ -62,8 +62,8 @@ def _fill(x: Tensor, bits: int) -> None:
 
 
 def _branches(x: Tensor, filled: Tensor, copied: Tensor, weight: Tensor, side: torch.cuda.Stream) -> list[Tensor]:
-    """Early kernels behind memsets, copies and other streams, and these behind early kernels: whoever does not wait
-    reads what was there before."""
+    """Kernels that start early behind memsets, copies and kernels of another stream, and these behind such kernels. One
+    that does not wait reads old values."""
     main, found = torch.cuda.current_stream(), list[Tensor]()
     for step in range(4):
         _fill(filled, 0x3F803F80)  # ones

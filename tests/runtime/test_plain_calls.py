@@ -92,7 +92,7 @@ _BUDGETS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 
 @pytest.mark.parametrize("op", _BUDGETS)
 def test_python_calls(op: str) -> None:
-    """The host time of a call is its Python; the calls in it are what a noisy machine can check."""
+    """Python functions that a call enters: most of its host time, and the same number on a noisy machine."""
     run, budget = _BUDGETS[op]
     x = torch.randn(2, 4, 2, 8)
     for _ in range(2):

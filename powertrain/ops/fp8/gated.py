@@ -244,7 +244,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 6
-    # what is saved of the inputs is rounded, and no graph leads to them from there
+    # the saved tensors are rounded copies: a second derivative by the inputs would leave out a term
     refuse_graph(ctx, "fp8_gated_activation")
     need_gate, need_up = ctx.needs_input_grad[:2]
     dgate, dup = _gated_bwd_op(dy, *ctx.saved_tensors, *ctx.options)

@@ -297,7 +297,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 8
-    # what is saved of the inputs is rounded, and no graph leads to them from there
+    # the saved tensors are rounded copies: a second derivative by the inputs would leave out a term
     refuse_graph(ctx, "fp8_grouped_gemm")
     need_dx, need_dw = ctx.needs_input_grad[:2]
     weight, offsets, x_t, x_inv, scale = ctx.saved_tensors

@@ -156,7 +156,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 17
-    # what is saved of the inputs is rounded, and no graph leads to them from there
+    # the saved tensors are rounded copies: a second derivative by the inputs would leave out a term
     refuse_graph(ctx, "fp8_linear")
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     # once: recomputation unpacks them once

@@ -135,6 +135,13 @@ def _sums_of(from_ptr, place, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def _in_rows(x, COLS: tl.constexpr):
+    """[64, COLS], of sums in the order in which the threads of a warpgroup hold accumulators."""
+    # 8 columns, warp, row of 8, 2 columns, which 8 rows of the warp's 16, column
+    return x.reshape(COLS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, COLS)
+
+
+@triton.jit
 def _bring_into_rows(
     number, sum_ptr, x_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, num_splits, scale,
     stride_xb, stride_xs, stride_xh, stride_xr, D: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -162,8 +169,7 @@ def _bring_into_rows(
                 tile = to_int64(t // slots * num_splits + split) * slots + t % slots
                 from_ptr = sum_ptr + (tile * PARTS + part) * (64 * W) + place
                 x += _sums_of(from_ptr, place, 64 * W, 64 * WIDTH)
-        # 8 columns, warp, row of 8, 2 columns, which 8 rows of the warp's 16, column
-        x = x.reshape(WIDTH // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, WIDTH)
+        x = _in_rows(x, WIDTH)
         rows = first + tl.arange(0, 64)
         cols = tl.arange(0, WIDTH)[None, :]
         base = x_ptr + storage * stride_xb + to_int64(kv) * stride_xh + to_int64(repeat) * stride_xr
@@ -177,8 +183,7 @@ def _bring_piece(from_ptr, base, place, cols, scale, stride_xs, D: tl.constexpr,
     """A piece of 64 columns `cols` of KEYS keys, whose sums are [64, KEYS]."""
     start, first, length, capacity = place
     x = tl.load(from_ptr + tl.arange(0, 64 * KEYS))  # [64 * KEYS]
-    # as in _bring_into_rows
-    x = x.reshape(KEYS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, KEYS)
+    x = _in_rows(x, KEYS)
     rows = first + tl.arange(0, KEYS)[None, :]
     x = tl.where(rows < length, x * scale, 0.0).to(base.dtype.element_ty)
     ptrs = base + to_int64(start + rows) * stride_xs + cols
