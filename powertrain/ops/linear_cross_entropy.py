@@ -9,9 +9,10 @@ operations in all, by cuBLAS. Saved: dx [T, D] and dweight [V, D].
 "none": every token's dloss is known only in backward, which makes the logits once more, block by block of the
 vocabulary, so that each block's dweight is complete at once: four GEMMs. Saved: the inputs and lse [T].
 
-Scratch: about 300 MiB of logits (8192 x 128256 bf16 whole: 2004 MiB), with gradients those of 1024 rows at least (of
-256000 words 500 MiB). More blocks would cost more than they save: each
-reads and writes all of dweight, and rounds it once if it is not float32, so there are at most 16 of them.
+Scratch: about 300 MiB of logits (8192 x 128256 bf16 whole: 2004 MiB), but those of 1024 rows at least with gradients,
+of 2048 with dweight (half of dweight's own size where x has 4096 columns, all of it where 2048). More blocks would cost
+more than they save: each reads and writes all of dweight, and rounds it once if it is not float32, so there are at most
+16 of them.
 
 Sources: Wijmans et al., arXiv:2411.09009; gradient in forward by row blocks after mgmalek/efficient_cross_entropy;
 accumulation into main_grad after Megatron-LM's gradient_accumulation_fusion.
@@ -53,9 +54,10 @@ from powertrain.runtime.plain_calls import plain
 # of logits at a time. 8192 x 4096 x 128256 bf16 on an H200, ms and peak MiB: 160 MiB 43.1, 1223; 256 42.0, 1317; 300
 # 40.6, 1379; 512 41.6, 1567
 SCRATCH_BYTES = 300 << 20
-# ms, another H200, by rows of a block: 8192 x 4096 x 128256 640 40.5, 1024 40.0, 1280 (the last 512) 40.5, 2048 39.8,
-# 8192 40.3; 3000 x 2048 x 256000 600 15.6, 768 15.2, 1000 14.8, 1536 14.9, 3000 15.1
-MIN_ROW_BLOCK = 1024
+# ms and MiB, one H200, by rows of a block, 1024, 2048, 4096, 8192 (torch.compile): 8192 x 4096 x 128256 40.2 1317, 39.3
+# 1567, 38.9 2068, 38.1 3070 (39.2 4008); 8192 x 2048 x 128256 20.7 784, 19.7 1035, 19.5 1536, 19.3 2538 (20.7 4008);
+# 3000 x 2048 x 256000 14.8 1512, 14.3 1762, 14.4 2477, 14.1 2477 (15.2 2930)
+MIN_ROW_BLOCK, MIN_ROW_BLOCK_OF_DWEIGHT = 1024, 2048
 MAX_ROUNDINGS = 16  # of a 16-bit dweight: row blocks
 MIN_VOCAB_BLOCK = 1024  # narrower GEMMs are slow
 
@@ -200,7 +202,8 @@ def _linear_cross_entropy_fwd(
 
     # each block of rows rounds dw once, so there are at most MAX_ROUNDINGS blocks
     rounds = makes_grads and need_dw and dw.dtype is not torch.float32
-    least = max(MIN_ROW_BLOCK if makes_grads else 1, -(-T // MAX_ROUNDINGS) if rounds else 1)
+    least = (MIN_ROW_BLOCK_OF_DWEIGHT if need_dw else MIN_ROW_BLOCK) if makes_grads else 1
+    least = max(least, -(-T // MAX_ROUNDINGS) if rounds else 1)
     blocks = blocks_within_scratch(T, V, x.element_size(), least=least)
     scratch, columns = (
         new_scratch(x, max((b.stop - b.start for b in blocks), default=0), V),
@@ -429,9 +432,9 @@ def linear_cross_entropy(
         the kernels and an error from plain PyTorch (CPU).
     Numerics: as plain PyTorch in x's dtype, whose logits and dlogits are rounded to that dtype too. dweight is rounded
         once a block of rows (16 at most), or not at all into main_grad. Deterministic. No host synchronisation.
-    Memory: about 300 MiB of logits at a time, or 1024 rows; for "mean" and "sum" dx and dweight (float32 beside
-        main_grad) are made
-        in forward and kept for backward, which hands these very buffers out. Nothing for an input that is frozen.
+    Memory: about 300 MiB of logits at a time, but those of 1024 rows at least, of 2048 if weight has a gradient; for
+        "mean" and "sum" dx and dweight (float32 beside main_grad) are made in forward and kept for backward, which
+        hands these very buffers out. Nothing for an input that is frozen.
     Raises ValueError naming argument, expected and given value. A second backward of "mean" and "sum" is a
         RuntimeError. Double backward and vmap are not implemented and say so.
     Source: Wijmans et al., arXiv:2411.09009; row blocks after mgmalek/efficient_cross_entropy.

@@ -291,12 +291,13 @@ def linear_cross_entropy_stays_float64(mesh: DeviceMesh) -> None:
 def linear_cross_entropy_in_blocks(mesh: DeviceMesh) -> None:
     from powertrain.ops import linear_cross_entropy as module
 
-    before = module.SCRATCH_BYTES, module.MIN_ROW_BLOCK
-    module.SCRATCH_BYTES, module.MIN_ROW_BLOCK = 4 * 8 * N // mesh.size(), 1  # four rows a block
+    before = module.SCRATCH_BYTES, module.MIN_ROW_BLOCK, module.MIN_ROW_BLOCK_OF_DWEIGHT
+    module.SCRATCH_BYTES = 4 * 8 * N // mesh.size()  # four rows a block
+    module.MIN_ROW_BLOCK = module.MIN_ROW_BLOCK_OF_DWEIGHT = 1
     try:
         linear_cross_entropy(mesh)
     finally:
-        module.SCRATCH_BYTES, module.MIN_ROW_BLOCK = before
+        module.SCRATCH_BYTES, module.MIN_ROW_BLOCK, module.MIN_ROW_BLOCK_OF_DWEIGHT = before
 
 
 @check

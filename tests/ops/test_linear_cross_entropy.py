@@ -37,6 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy_kernels, "FUSED_ROW_BYTES", 0)
     monkeypatch.setattr(module, "SCRATCH_BYTES", 16 * 301 * 4)
     monkeypatch.setattr(module, "MIN_ROW_BLOCK", 1)
+    monkeypatch.setattr(module, "MIN_ROW_BLOCK_OF_DWEIGHT", 1)
     monkeypatch.setattr(module, "MIN_VOCAB_BLOCK", 8)
 
 

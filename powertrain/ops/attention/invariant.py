@@ -1,8 +1,8 @@
 """Attention inside `batch_invariant`: sequence by sequence, with tiles that count from each sequence's beginning.
 
 Dense rows and documents become packed sequences, of the same strides whatever the batch. The universal kernels take
-tiles by head dims, dtype and GPU alone, and walk over a sequence's keys from its first tile on; keys behind a query are
-masked there, which adds exact zeros. Without kernels each query is a call of its own.
+tiles for these by head dims, dtype and GPU alone, and walk over a sequence's keys from its first tile on; keys behind a
+query are masked there, which adds exact zeros. Without kernels each query is a call of its own.
 """
 
 import itertools

@@ -11,7 +11,7 @@ from powertrain.ops.attention import attention, varlen_attention
 
 META = torch.device("meta")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
-FEATURES = ("causal", "packed", "documents", "dropout", "bias", "softcap")
+FEATURES = ("causal", "packed", "documents", "dropout", "long bias", "softcap")
 B, S, H, K = 2, 512, 8, 2
 
 
@@ -31,8 +31,10 @@ def launch(feature: str, head_dims: tuple[int, int], dtype: torch.dtype, backend
         q, k, v = empty(B * S, H, d_qk), empty(B * S, K, d_qk), empty(B * S, K, d_v)
         out = varlen_attention(q, k, v, _integers(B + 1), is_causal=True, **options)
     else:
-        if feature == "bias":
-            options["attn_bias"] = empty(H, S, S)
+        # the scores of a long one are too many for its gradient to store them
+        length = {"odd bias": S - 1, "long bias": 8 * S}.get(feature, S)
+        if feature in ("bias", "long bias"):
+            options["attn_bias"] = empty(H, length, length)
         elif feature == "odd bias":
             options["attn_bias"] = empty(B, H, S - 1, S - 1)
         elif feature in ("mask", "padding"):
@@ -45,14 +47,13 @@ def launch(feature: str, head_dims: tuple[int, int], dtype: torch.dtype, backend
             options |= {"dropout_p": 0.1, "dropout_seed": _integers(2, dtype=torch.int64)}
         elif feature == "softcap":
             options |= {"softcap": 30.0, "window_size": (100, 0), "sinks": empty(H)}
-        length = S - 1 if feature == "odd bias" else S
         out = attention(empty(B, length, H, d_qk), empty(B, length, K, d_qk), empty(B, length, K, d_v), **options)
     out.backward(torch.empty_like(out))
 
 
 def launch_masks(dtype: torch.dtype) -> None:
     """Dense masks and biases of their own; head dims do not matter to how they are read."""
-    for feature in ("mask", "padding", "odd bias"):
+    for feature in ("mask", "padding", "bias", "odd bias"):
         launch(feature, (64, 64), dtype)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention.triton import backward_dbias
 from tests.ops.attention.problems import CONFIGS, Config, errors
 from tests.torch_setup import SLOW_IN_INTERPRETER
 
@@ -56,6 +57,17 @@ def test_values_and_gradients(config: Config, device: torch.device) -> None:
     largest = 40 if max(config.head_dims) <= 128 else 18
     bad = [e for e in errors(config, number, device, DTYPES[number % 3], largest) if not e.ok]
     assert not bad
+
+
+@pytest.mark.parametrize("name", ["bias-batch", "bias-rows", "bias-one", "dropout-bias"])
+def test_gradients_of_a_bias_whose_scores_are_not_stored(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they were too many: a program for each tile of the bias."""
+    monkeypatch.setattr(backward_dbias, "_MOST_STORED", 0)
+    number = next(i for i, config in enumerate(CONFIGS) if config.name == name)
+    # other sizes than above, so that no call is replayed with what that one had stored
+    assert not [e for e in errors(CONFIGS[number], number + 1000, device, DTYPES[number % 3], 35) if not e.ok]
 
 
 def test_a_dropout_seed_with_a_stride(device: torch.device) -> None:

@@ -9,10 +9,10 @@
 
 `preprocess`: LSE in base 2 and delta per row. `dkdv`: one program per block of keys, which runs over the queries that
 see them and over the query heads that share them. `dq`: one program per block of queries, over keys as in forward.
-`dbias`: one program per tile of the bias; of a bias that is broadcast to nothing `dq` stores the gradient. Rows before
-and after a sequence get zeros. Where sequences of keys lie in any order and may share keys, the keys are divided into
-segments, at every row where a sequence begins or ends; `dkdv` has a program per block of a segment, which runs over all
-sequences that contain it.
+`dbias`: one program per tile of the bias; where a float32 of each score fits in 256 MiB, `dq` stores ds instead, which
+is summed over the dims that were broadcast. Rows before and after a sequence get zeros. Where sequences of keys lie in
+any order and may share keys, the keys are divided into segments, at every row where a sequence begins or ends; `dkdv`
+has a program per block of a segment, which runs over all sequences that contain it.
 
 Source: Dao 2023, arXiv:2307.08691; the tiles were measured here (triton/plans.py). Reference: `attention_bwd_ref`.
 """
@@ -22,12 +22,18 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.operands import BackwardCall, Operand, Operands
-from powertrain.ops.attention.triton.backward_dbias import launch_dbias
+from powertrain.ops.attention.triton.backward_dbias import launch_dbias, stored_ds, sum_ds
 from powertrain.ops.attention.triton.backward_dkdv import launch_dkdv
 from powertrain.ops.attention.triton.backward_dq import launch_dq
 from powertrain.ops.attention.triton.launch_arguments import shared_arguments, strides, uses_tma
-from powertrain.ops.attention.triton.read_mask import read_mask
+from powertrain.ops.attention.triton.read_mask import (
+    ranges_are_alike,
+    ranges_of_keys,
+    ranges_of_queries,
+    read_mask,
+)
 from powertrain.ops.attention.triton.tiles import LOG2E, TiledRows, load_tile, pieces, to_int64
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import acc_dtype, cdiv
 from powertrain.runtime.launch import kernel
 
@@ -73,12 +79,13 @@ def attention_bwd_ref(
 def _attention_bwd_preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, batch, queries, kv_heads, num_q_per_kv, head_of_kv, head_of_repeat,
     size, row_stride, stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
-    D_V: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    D_V: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """LSE in base 2 and delta of BLOCK_M rows, padded to a multiple of 128 rows.
 
     Rows that see nothing and rows past the end get inf and 0: their weights are then 2^-inf = 0 in the kernels that
     follow, whatever ALiBi makes of their positions."""
+    wait_for_kernel_before(STARTS_EARLY)
     blocks = row_stride // BLOCK_M
     block, index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     heads = kv_heads * num_q_per_kv
@@ -119,13 +126,16 @@ def attention_backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, 
     shared = shared_arguments(operands, mask) | strides(do=do)
     shared |= dict(rows_ptr=rows, size=rows.shape[1], row_stride=row_stride)
     use_tma = uses_tma(shared["FMA"], operands.target, operands.q, operands.k, operands.v, do)
+    of_queries = ranges_of_queries(operands, mask) if need_dq or ranges_are_alike(operands, mask) else None
     if need_dk or need_dv:
-        launch_dkdv(operands, shared, mask, use_tma, dk if need_dk else None, dv if need_dv else None)
-    # ds of a bias that is broadcast to nothing is its gradient
-    dq_stores_dbias = need_dq and need_dbias and dbias.shape[:3].numel() == operands.num_heads * operands.queries
+        ranges = of_queries if ranges_are_alike(operands, mask) else ranges_of_keys(operands, mask)
+        launch_dkdv(operands, shared, ranges, use_tma, dk if need_dk else None, dv if need_dv else None)
+    ds = stored_ds(operands, dbias) if need_dq and need_dbias else None
     if need_dq:
-        launch_dq(operands, shared, mask, use_tma, dq, dbias if dq_stores_dbias else None)
-    if need_dbias and not dq_stores_dbias:
+        launch_dq(operands, shared, of_queries, use_tma, dq, ds)
+    if ds is not None and ds is not dbias:
+        sum_ds(ds, dbias, operands.target)
+    elif need_dbias and ds is None:
         launch_dbias(operands, shared, use_tma, dbias)
     return dq, dk, dv, dbias
 
@@ -138,5 +148,6 @@ def _launch_preprocess(call: BackwardCall, operands: Operands, do: Operand, rows
         dlse_ptr=None if call.dlse is None else call.dlse.contiguous(), rows_ptr=rows, size=rows.shape[1],
         row_stride=row_stride, batch=operands.storage, queries=operands.queries, kv_heads=heads.kv,
         num_q_per_kv=heads.q_per_kv, head_of_kv=heads.kv_step, head_of_repeat=heads.q_step,
-        D_V=operands.d_v, P_V=pieces(operands.d_v), BLOCK_M=block,
+        D_V=operands.d_v, P_V=pieces(operands.d_v), BLOCK_M=block, STARTS_EARLY=starts_early(operands.target),
+        num_warps=8 if block == 64 else 4,
     )  # fmt: skip

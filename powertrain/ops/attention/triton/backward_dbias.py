@@ -1,10 +1,13 @@
-"""dbias: one program per tile of the bias, over everything that the bias was broadcast to.
+"""dbias, the sum of ds over everything that the bias was broadcast to: of a stored ds, or one program per tile of the
+bias, which computes it.
 
 triton/backward.py has the formulas.
 """
 
+from math import prod
 from typing import Any
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -25,8 +28,66 @@ from powertrain.ops.attention.triton.scores import (
 )
 from powertrain.ops.attention.triton.sequences import SMALL, sequence_span
 from powertrain.ops.attention.triton.tiles import TiledRows, dot_rows, dot_rows_fma, load_tile, to_int64
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+
+# scores of a call that are stored, in float32: 256 MiB
+_MOST_STORED = 1 << 26
+_SUMMED = 8, 128  # rows and columns of a tile
+
+
+@kernel()
+def _sum_ds_kernel(
+    ds_ptr, dbias_ptr, batch, heads, bias_batch, bias_heads, rows, cols, row_blocks, col_blocks, stride_row,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of dbias [bias_batch, bias_heads, rows, cols] from ds [batch, heads, rows, cols]."""
+    wait_for_kernel_before(STARTS_EARLY)
+    tile = tl.program_id(0)
+    i = (tile // col_blocks % row_blocks * ROWS + tl.arange(0, ROWS))[:, None]
+    j = (tile % col_blocks * COLS + tl.arange(0, COLS))[None, :]
+    own = tile // (col_blocks * row_blocks)
+    own_batch, own_head = own // bias_heads, own % bias_heads
+    shared = heads // bias_heads
+    exists = (i < rows) & (j < cols)
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for n in range(0, batch // bias_batch * shared):
+        at = (to_int64(own_batch + n // shared) * heads + own_head + n % shared) * rows + i
+        total += tl.load(ds_ptr + at * stride_row + j, mask=exists, other=0.0)  # [ROWS, COLS]
+    out_ptr = dbias_ptr + (to_int64(own) * rows + i) * cols + j
+    tl.store(out_ptr, total.to(dbias_ptr.dtype.element_ty), mask=exists)  # [ROWS, COLS]
+
+
+def stored_ds(operands: Operands, dbias: Tensor) -> Tensor | None:
+    """[b, heads, queries, keys] for the dq kernel to store ds: the bias's gradient itself if nothing is broadcast, else
+    in float32 if it is small enough."""
+    heads = operands.heads.kv * operands.heads.q_per_kv
+    sizes = operands.batch, heads, operands.queries, operands.keys
+    if dbias.shape == sizes:
+        return dbias
+    if prod(sizes) > _MOST_STORED:
+        return None
+    # rows of whole 16 bytes
+    return dbias.new_empty((*sizes[:3], cdiv(operands.keys, 16) * 16), dtype=torch.float32)[..., : operands.keys]
+
+
+def sum_ds(ds: Tensor, dbias: Tensor, target: Target) -> None:
+    """dbias = the sum of ds, as `stored_ds` gave it, over the dims that the bias lacks."""
+    batch, heads, rows, cols = ds.shape
+    if dbias.shape[2] != rows:
+        dbias.copy_(ds.sum([dim for dim in range(3) if dbias.shape[dim] != ds.shape[dim]], keepdim=True))
+        return
+    bias_batch, bias_heads = dbias.shape[:2]
+    height, width = _SUMMED
+    blocks = cdiv(rows, height), cdiv(cols, width)
+    programs = bias_batch * bias_heads * prod(blocks)
+    if programs:
+        _sum_ds_kernel[(programs,)](
+            ds, dbias, batch, heads, bias_batch, bias_heads, rows, cols, *blocks, ds.stride(2), ROWS=height, COLS=width,
+            STARTS_EARLY=starts_early(target), num_warps=4,
+        )  # fmt: skip
 
 
 @kernel(aligned=("row_stride",), unaligned=SMALL)
@@ -40,8 +101,10 @@ def _attention_dbias_kernel(
     scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
     FEATURES: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of dbias: the sum of ds over the batch entries, heads and rows that the bias was broadcast over."""
+    wait_for_kernel_before(STARTS_EARLY)
     pid = tl.program_id(0)
     j_first = pid % k_blocks * BLOCK_N
     pid = pid // k_blocks

@@ -13,7 +13,7 @@ from torch import Tensor
 from powertrain.ops.attention.operands import Operand, Operands
 from powertrain.ops.attention.triton.launch_arguments import plan_key, strides, swizzle
 from powertrain.ops.attention.triton.plans import dkdv_parts, plan_dkdv
-from powertrain.ops.attention.triton.read_mask import ReadMask, ranges_of_keys, visible_ranges
+from powertrain.ops.attention.triton.read_mask import visible_ranges
 from powertrain.ops.attention.triton.scores import (
     BiasStrides,
     Dropout,
@@ -48,6 +48,7 @@ from powertrain.ops.attention.triton.tiles import (
     to_int64,
     zeros_tile,
 )
+from powertrain.ops.early_start import wait_for_kernel_before
 from powertrain.runtime.launch import kernel
 
 
@@ -313,9 +314,10 @@ def _attention_dkdv_kernel(
     scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
     FEATURES: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
-    SHARED: tl.constexpr, LATE: tl.constexpr,
+    SHARED: tl.constexpr, LATE: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys. SHARED: of all query heads of a kv head, else of one."""
+    wait_for_kernel_before(STARTS_EARLY)
     heads = kv_heads * num_q_per_kv
     outer = 1 if SHARED else num_q_per_kv
     if k_starts_ptr is not None:
@@ -388,8 +390,9 @@ def _attention_dkdv_kernel(
 
 
 def launch_dkdv(
-    operands: Operands, shared: dict[str, Any], mask: ReadMask, use_tma: bool, dk: Tensor | None, dv: Tensor | None
-) -> None:
+    operands: Operands, shared: dict[str, Any], ranges: Tensor | None, use_tma: bool,
+    dk: Tensor | None, dv: Tensor | None,
+):  # fmt: skip
     """`shared`: the arguments that all backward kernels take."""
     args, heads, target = operands.args, operands.heads, operands.target
     key = operands.k.tensor
@@ -402,7 +405,7 @@ def launch_dkdv(
         use_tma = False
     in_blocks = operands if segments is None else operands._replace(batch=segments.shape[0] - 1)
     queries_bytes = operands.queries * (operands.d_qk + operands.d_v) * key.element_size()
-    ranges, absent = ranges_of_keys(operands, mask), Operand(key, 0, 0, 0, 0)
+    absent = Operand(key, 0, 0, 0, 0)
     for part in dkdv_parts(operands.d_qk, operands.d_v, dk is not None, dv is not None, target):
         plan = plan_dkdv(*plan_key(operands), use_tma, shared["FMA"], part, target)
         blocks = in_blocks.key_blocks(plan.block_n)

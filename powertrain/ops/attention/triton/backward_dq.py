@@ -12,7 +12,6 @@ from torch import Tensor
 from powertrain.ops.attention.operands import Operands
 from powertrain.ops.attention.triton.launch_arguments import plan_key, strides, swizzle
 from powertrain.ops.attention.triton.plans import plan_dq
-from powertrain.ops.attention.triton.read_mask import ReadMask, ranges_of_queries
 from powertrain.ops.attention.triton.scores import (
     BiasStrides,
     Dropout,
@@ -41,19 +40,20 @@ from powertrain.ops.attention.triton.tiles import (
     to_int64,
     zeros_tile,
 )
+from powertrain.ops.early_start import wait_for_kernel_before
 from powertrain.runtime.launch import kernel
 
 
 @triton.jit
 def _add_dq(
     dq, begin, end, q, do, q_rows, do_rows, k_rows, v_rows, first, i, p, p_first, lse, delta, mods, keep_scale,
-    dbias_ptr, keys,
+    ds_ptr, ds_stride,
     FEATURES: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add keys begin to end, in blocks, to dq of the queries i [BLOCK_M, 1] from `first` on, and store the gradient of
-    the head's bias."""
+    """Add keys begin to end, in blocks, to dq of the queries i [BLOCK_M, 1] from `first` on, and store ds of the
+    head."""
     for start in range(begin, end, BLOCK_N):
         k = load_tile(k_rows, start, D_QK, P_QK, BLOCK_N, TMA, MASKED)  # tile of [BLOCK_N, D_QK]
         if FMA:
@@ -70,9 +70,9 @@ def _add_dq(
         if FEATURES.has_dropout:
             dp = tl.where(keep_tile(mods.dropout, i, start, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
         ds = weights * (dp - delta)
-        if dbias_ptr is not None:
-            at = dbias_ptr + to_int64(i) * keys + j  # [BLOCK_M, BLOCK_N]
-            tl.store(at, ds.to(dbias_ptr.dtype.element_ty), mask=(i < mods.q_len) & (j < mods.k_len))
+        if ds_ptr is not None:
+            at = ds_ptr + to_int64(i) * ds_stride + j  # [BLOCK_M, BLOCK_N]
+            tl.store(at, ds.to(ds_ptr.dtype.element_ty), mask=(i < mods.q_len) & (j < mods.k_len))
         if FEATURES.has_softcap:
             ds *= 1.0 - t * t
         dq = add_product(dq, ds, k, PRECISION, FMA)  # tile of [BLOCK_M, D_QK]
@@ -82,8 +82,8 @@ def _add_dq(
 @kernel(aligned=("row_stride",), unaligned=SMALL)
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr,
-    qrange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr, dbias_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle,
+    qrange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr, ds_ptr,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, ds_stride,
     stride_qb, stride_qs, stride_qh, stride_qr, stride_kb, stride_ks, stride_kh, stride_kr,
     stride_vb, stride_vs, stride_vh, stride_vr, stride_dob, stride_dos, stride_doh, stride_dor,
     stride_dqb, stride_dqs, stride_dqh, stride_dqr,
@@ -91,8 +91,10 @@ def _attention_dq_kernel(
     scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
     FEATURES: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M queries of one head, and the gradient of its own bias."""
+    """dq of BLOCK_M queries of one head, and ds of all their keys if ds_ptr is given."""
+    wait_for_kernel_before(STARTS_EARLY)
     heads = kv_heads * num_q_per_kv
     b, index, block = query_tile(q_starts_ptr, batch, blocks, heads, swizzle, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv
@@ -146,24 +148,24 @@ def _attention_dq_kernel(
     if not FMA:
         q = load_tile(q_rows, first, D_QK, P_QK, BLOCK_M, TMA, True)  # tile of [BLOCK_M, D_QK]
         do = load_tile(do_rows, first, D_V, P_V, BLOCK_M, TMA, True)  # tile of [BLOCK_M, D_V]
-    own_dbias_ptr = dbias_ptr
-    if dbias_ptr is not None:
-        own_dbias_ptr = dbias_ptr + (b64 * heads + head) * queries * keys
+    own_ds_ptr = ds_ptr
+    if ds_ptr is not None:
+        own_ds_ptr = ds_ptr + (b64 * heads + head) * queries * ds_stride
     dq = zeros_tile(BLOCK_M, P_QK)
     if FEATURES.has_left or FEATURES.has_chunk or FEATURES.has_ranges:
         dq = _add_dq(
             dq, begin, full_begin, q, do, q_rows, do_rows, k_rows, v_rows, first, i, i + offset, first + offset, lse,
-            delta, mods, keep_scale, own_dbias_ptr, keys, FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA,
+            delta, mods, keep_scale, own_ds_ptr, ds_stride, FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA,
             FMA, PRECISION, True,
         )  # fmt: skip
     dq = _add_dq(
         dq, full_begin, full_end, q, do, q_rows, do_rows, k_rows, v_rows, first, i, i + offset, first + offset, lse,
-        delta, mods, keep_scale, own_dbias_ptr, keys, FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA,
+        delta, mods, keep_scale, own_ds_ptr, ds_stride, FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA,
         PRECISION, False,
     )  # fmt: skip
     dq = _add_dq(
         dq, full_end, end, q, do, q_rows, do_rows, k_rows, v_rows, first, i, i + offset, first + offset, lse, delta,
-        mods, keep_scale, own_dbias_ptr, keys, FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION,
+        mods, keep_scale, own_ds_ptr, ds_stride, FEATURES, D_QK, D_V, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION,
         True,
     )  # fmt: skip
     dq_rows = TiledRows((dq_base,), q_len, stride_dqs)
@@ -171,20 +173,20 @@ def _attention_dq_kernel(
 
 
 def launch_dq(
-    operands: Operands, shared: dict[str, Any], mask: ReadMask, use_tma: bool, dq: Tensor, dbias: Tensor | None
+    operands: Operands, shared: dict[str, Any], ranges: Tensor | None, use_tma: bool, dq: Tensor, ds: Tensor | None
 ) -> None:
-    """`shared`: the arguments that all backward kernels take. `dbias`: of a bias that is broadcast to nothing."""
+    """`shared`: the arguments that all backward kernels take. `ds`: [b, heads, queries, keys], stored if given."""
     heads, target = operands.heads, operands.target
     args = operands.args
     bounds = args.left >= 0 or args.right >= 0 or args.chunk or args.query_documents is not None
-    if dbias is not None and (bounds or args.query_used is not None or args.key_used is not None):
+    if ds is not None and (bounds or args.query_used is not None or args.key_used is not None):
         # blocks that nobody sees are passed over
-        dbias.zero_()
+        ds.zero_()
     plan = plan_dq(*plan_key(operands), use_tma, shared["FMA"], target)
     blocks = operands.query_blocks(plan.block_m)
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
     _attention_dq_kernel[(blocks * operands.num_heads,)](
         **shared, **strides(dq=operands.like_query(dq)), **plan.launch_options(), TMA=use_tma and plan.tma,
-        dbias_ptr=dbias, qrange_ptr=ranges_of_queries(operands, mask), kv_heads=heads.kv, blocks=blocks,
+        ds_ptr=ds, ds_stride=0 if ds is None else ds.stride(2), qrange_ptr=ranges, kv_heads=heads.kv, blocks=blocks,
         swizzle=swizzle(keys_bytes, heads.q_per_kv, target),
     )  # fmt: skip

@@ -57,6 +57,7 @@ from powertrain.ops.attention.triton.tiles import (
     to_int64,
     zeros_tile,
 )
+from powertrain.ops.early_start import wait_for_kernel_before
 from powertrain.runtime.launch import kernel
 
 
@@ -117,7 +118,9 @@ def _attention_fwd_kernel(
     scale, softcap, left, right, chunk, threshold, keep_scale,
     FEATURES: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_kernel_before(STARTS_EARLY)
     heads = kv_heads * num_q_per_kv
     b, head_index, block = query_tile(q_starts_ptr, batch, blocks, heads, swizzle, BLOCK_M)
     kv, repeat = head_index // num_q_per_kv, head_index % num_q_per_kv
@@ -214,7 +217,8 @@ def attention_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     mask = read_mask(operands.args.bias, target)
     shared = shared_arguments(operands, mask)
     use_tma = uses_tma(shared["FMA"], target, q, k, v)
-    plan = plan_fwd(*plan_key(operands), use_tma, shared["FMA"], target)
+    tiles = operands.query_blocks(128) * operands.num_heads
+    plan = plan_fwd(*plan_key(operands), use_tma, shared["FMA"], tiles, target)
     blocks = operands.query_blocks(plan.block_m)
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * k.tensor.element_size()
     _attention_fwd_kernel[(blocks * operands.num_heads,)](

@@ -10,6 +10,7 @@ from powertrain.ops.attention.triton.plans import FMA_PIECE, dot_precision, is_w
 from powertrain.ops.attention.triton.read_mask import ReadMask, has_descriptors, has_ranges, is_regular
 from powertrain.ops.attention.triton.scores import Features
 from powertrain.ops.attention.triton.tiles import few_pieces, pieces
+from powertrain.ops.early_start import starts_early
 from powertrain.ops.philox import threshold
 from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime.settings import settings
@@ -25,7 +26,7 @@ def shared_arguments(operands: Operands, mask: ReadMask) -> dict[str, Any]:
         | _precision(operands)
         | dict(
             qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents, num_q_per_kv=heads.q_per_kv,
-            head_of_kv=heads.kv_step, head_of_repeat=heads.q_step,
+            head_of_kv=heads.kv_step, head_of_repeat=heads.q_step, STARTS_EARLY=starts_early(operands.target),
         )
     )  # fmt: skip
 
@@ -117,8 +118,9 @@ def _slowest_feature(args: OpArguments) -> str:
     if args.seed is not None:
         return "dropout"
     if args.bias is not None:
-        is_dense = args.bias.dtype is not torch.bool or args.bias.shape[2] > 1
-        return ("mask" if args.bias.dtype is torch.bool else "bias") if is_dense else "documents"
+        if args.bias.dtype is not torch.bool:
+            return "bias"
+        return "mask" if args.bias.shape[2] > 1 else "padding"
     if args.query_documents is not None:
         return "documents"
     if args.softcap > 0:

@@ -102,7 +102,10 @@ def _fma_plan(d: int) -> Plan:
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def plan_fwd(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, target: Target) -> Plan:
+def plan_fwd(
+    element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, tiles: int, target: Target
+) -> Plan:
+    """tiles: of 128 queries, of all heads."""
     if fma:
         return _fma_plan(max(d_qk, d_v))
     if target.has_wgmma and _is_narrow(d_qk, d_v, regular):
@@ -110,23 +113,43 @@ def plan_fwd(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma
     if target.has_wgmma and element == 2:
         largest = max(d_qk, d_v)
         if largest <= 64:
-            # ms: padding, 8 x 2048 x 12 heads, 0.207, as plain 0.69 (spills), as a bias 0.216; documents of about 700
-            # tokens, 2 x 4096 x 16, 0.142, 0.139, 0.158
-            if feature in ("mask", "documents"):
+            if feature in ("mask", "documents", "padding"):
+                return _masked_fwd(feature, tiles, target)
+            if feature == "bias" and tiles <= 2 * target.num_sms:
+                # ms, this, 128 x 64: 1 x 512 x 8 heads .0165, .0194; 8 x 197 x 12 .021, .022; 16 x 512 x 12 .076, .069
                 return Plan(64, 64, 4, 3)
             return Plan(128, 64, 8, 3, 128) if feature in ("bias", "dropout") else Plan(64, 128, 4, 2)
         if largest <= 128:
             # causal, 2 x 8192 x 16 heads, ms: plain 1.11, 1.13 with 8 warps; softcap 1.19 (1.23); bias 1.40 (1.32)
-            # documents of about 700 tokens, 2 x 8192 x 32/8 heads, 0.565 ms; as plain 1.08, as a bias 0.63
-            if feature in ("softcap", "documents"):
+            if feature == "softcap":
                 return Plan(64, 64, 4, 3)
-            by_warpgroups = feature in ("bias", "mask", "dropout", "window")
+            if feature in ("mask", "documents", "padding"):
+                return _masked_fwd(feature, tiles, target)
+            if feature == "bias" and tiles <= target.num_sms:
+                # ms, 1 x 580 x 16 heads 0.039, 128 x 64 0.048; not few, 1 x 1200 x 16 0.076, 0.061
+                return Plan(64, 64, 4, 2)
+            by_warpgroups = feature in ("bias", "dropout", "window")
             return Plan(128, 64, 8, 2, 128) if by_warpgroups else Plan(128, 64, 4, 2)
         if largest <= 192:
             return Plan(128, 64, 8, 3)
         if largest <= 256:
             return Plan(128, 64, 8, 2)
     return _first(_WIDE_FORWARD if is_wide(target) else _FORWARD, element, d_qk, d_v, target)
+
+
+def _masked_fwd(feature: str, tiles: int, target: Target) -> Plan:
+    """Of head dims to 128 on sm_90."""
+    # ms, tiles of 64 x 64 with 3 stages, with 2, 64 x 32 with 2 (128 x 64 on 8 warps):
+    #   documents of about 700 tokens D64, 2 x 502 x 64/8 heads .053 .043 .037; 2 x 4096 x 16 .133 .113 .108; D80 .174
+    #   .143 .143; D96, 1 x 277 x 32/8 .022 .021 .023; D128, 1 x 1300 x 16 .037 .041 .056; 2 x 8192 x 32/8 .55 .54 .49
+    #   padding D64, 16 x 128 x 12 .0165 .0161 .0181; 8 x 2048 x 12 .201 .218 .225; D128, 4 x 488 x 8 .0233 .0263 .0312;
+    #   5 x 2890 x 16 .492 .556 .588 (.531)
+    #   dense masks D64, 8 x 478 x 8 .045 .036 .042; 4 x 2134 x 16 .364 .368 .415; D128, 2 x 300 x 16 .029 .022 .026
+    #   (.031); 1 x 700 x 16 .039 .031 .048; 4 x 1412 x 8 .188 .151 .165; 4 x 2048 x 16 .576 .466 .438 (.495)
+    if feature == "mask":
+        return Plan(64, 64, 4, 2)
+    is_short = feature == "padding" or tiles <= 2 * target.num_sms
+    return Plan(64, 64, 4, 3) if is_short else Plan(64, 32, 4, 2)
 
 
 def dkdv_parts(d_qk: int, d_v: int, need_dk: bool, need_dv: bool, target: Target) -> tuple[str, ...]:
@@ -148,10 +171,21 @@ def plan_dkdv(
         return _NARROW
     if target.has_wgmma and element == 2:
         if largest <= 64:
-            if feature in ("bias", "mask", "documents"):
+            # ms of a backward, 32 queries and 3 stages, with 2, 64 and 2: documents 2 x 4096 x 16 heads .300 .293 .316;
+            # padding 16 x 128 x 12 .0384 .0378 .0354, 8 x 2048 x 12 .602 .612 .579; dense masks 2 x 660 x 64/8 .289
+            # .301 .263, 4 x 2134 x 16 .919 .943 .959; biases 8 x 197 x 12 .048 .047 .057
+            if feature == "documents":
+                return Plan(32, 64, 4, 2)
+            if feature in ("mask", "padding"):
+                return Plan(64, 64, 4, 2)
+            if feature == "bias":
                 return Plan(32, 64, 4, 3)
             return Plan(64, 64, 4, 3) if feature in ("dropout", "alibi") else Plan(128, 64, 4, 2, late=False)
         if largest <= 128:
+            if feature == "documents":
+                # ms of a backward, this, 64 x 64: D80, 2 x 4096 x 16 heads 0.366, 0.399; D128, 2 x 8192 x 32/8 1.498,
+                # 1.562; 1 x 1300 x 16 0.115, 0.117
+                return Plan(32, 64, 4, 2)
             return Plan(32, 64, 4, 3) if feature == "dropout" else Plan(64, 64, 4, 2)
         if largest <= 192:
             # 2.48 ms; 2 stages 2.69, late 2.80
@@ -175,12 +209,16 @@ def plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma:
         return _NARROW
     if target.has_wgmma and element == 2:
         if largest <= 64:
+            if feature in ("documents", "padding"):
+                # ms of a backward, this, 64 x 64 with 3 stages, by TMA with 2: padding 8 x 512 x 16 heads .100 .103
+                # .108; documents 2 x 4096 x 16 .276 .286 .309, 2 x 502 x 64/8 .219 .221 .235
+                return Plan(64, 32, 4, 3, tma=False)
             return Plan(64, 64, 4, 2) if feature == "mask" else Plan(64, 64, 4, 3, tma=False)
         if largest <= 128:
             # documents, ms: D96, 2 x 4096 x 16 heads, 0.46, by 2 stages 0.51; D128, 2 x 8192 x 32/8, 2.06, 1.61
-            if feature == "documents" and largest <= 96:
+            if feature in ("documents", "padding") and largest <= 96:
                 return Plan(64, 64, 4, 3, tma=False)
-            by_half = feature in ("window", "documents", "mask")
+            by_half = feature in ("window", "documents", "padding", "mask")
             return Plan(64, 64, 4, 2) if by_half else Plan(128, 64, 8, 3, tma=False)
         if largest <= 192:
             return Plan(128, 32, 8, 3, tma=False)
@@ -199,6 +237,9 @@ def plan_dbias(element: int, d_qk: int, d_v: int, regular: bool, fma: bool, targ
         # one bias for 4 sequences, whole backward, ms, by 64 x 64 on 8 warps, on 4, this: D128, 550 x 32 heads, 0.70,
         # 0.52, 0.53; D96, 1000 x 16, 1.03, 0.68, 0.64; D64, 8 x 1000 x 12, 0.75, 0.75, 0.65
         return Plan(128, 128, 8, 1)
+    if target.has_wgmma and element == 2 and max(d_qk, d_v) <= 256 and regular:
+        # D192, 4 x 467 x 16 heads, whole backward: 0.38 ms, by 32 x 32 on 8 warps 0.89, by 64 x 64 on 8 0.49
+        return Plan(64, 64, 4, 1)
     if max(d_qk, d_v) * element <= 256 and not _is_narrow(d_qk, d_v, regular):
         return Plan(64, 64, 8, 1)
     # as compiled for TF32, 192 KiB at head dim 512

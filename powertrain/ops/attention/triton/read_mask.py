@@ -15,6 +15,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.ops.attention.triton.tiles import to_int64
+from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
@@ -26,67 +27,72 @@ _NONE = tl.constexpr(2**31 - 1)  # the begin of a range that nobody sees; its en
 
 
 @kernel(unaligned=("own_ptr", "other_ptr"))
-def _document_ranges_kernel(own_ptr, other_ptr, range_ptr, own_size, other_size, granules, BLOCK: tl.constexpr):
+def _document_ranges_kernel(
+    own_ptr, other_ptr, range_ptr, own_size, other_size, granules, BLOCK: tl.constexpr, STARTS_EARLY: tl.constexpr
+):
     """The ranges of one granule: from the first to the last position of `other` that has one of its documents. All of
     that is seen by each row if the granule has one document and no other document lies between."""
+    wait_for_kernel_before(STARTS_EARLY)
     b, granule = to_int64(tl.program_id(0) // granules), tl.program_id(0) % granules
     low = tl.full([BLOCK], _NONE, tl.int32)
     high = tl.zeros([BLOCK], tl.int32)
     count = tl.zeros([BLOCK], tl.int32)
-    begin, end = granule * GRANULE, tl.minimum((granule + 1) * GRANULE, own_size)
-    first = tl.load(own_ptr + b * own_size + begin)
-    alike = first >= 0  # all rows have the first one's document
-    before = begin * 0 - 1
-    for row in range(begin, end):
-        document = tl.load(own_ptr + b * own_size + row)
-        alike = alike & (document == first)
-        # the ids of neighbours are mostly equal, and negative ones belong to no document
-        if (document != before) & (document >= 0):
-            for start in range(0, other_size, BLOCK):
-                j = start + tl.arange(0, BLOCK)
-                same = tl.load(other_ptr + b * other_size + j, mask=j < other_size, other=-1) == document  # [BLOCK]
-                low = tl.minimum(low, tl.where(same, j, _NONE))
-                high = tl.maximum(high, tl.where(same, j + 1, 0))
-                count += same.to(tl.int32)
-        before = document
+    rows = granule * GRANULE + tl.arange(0, GRANULE)
+    own = tl.load(own_ptr + b * own_size + rows, mask=rows < own_size, other=-1)  # [GRANULE]
+    document = tl.max(own, 0)
+    alike = tl.min(((own == document) | (rows >= own_size)).to(tl.int32), 0) == 1
+    # one document of the granule after another; negative ids belong to none
+    while document >= 0:
+        for start in range(0, other_size, BLOCK):
+            j = start + tl.arange(0, BLOCK)
+            same = tl.load(other_ptr + b * other_size + j, mask=j < other_size, other=-1) == document  # [BLOCK]
+            low = tl.minimum(low, tl.where(same, j, _NONE))
+            high = tl.maximum(high, tl.where(same, j + 1, 0))
+            count += same.to(tl.int32)
+        own = tl.where(own == document, -1, own)
+        document = tl.max(own, 0)
     low, high = tl.min(low, 0), tl.max(high, 0)
     is_whole = alike & (tl.sum(count, 0) == high - low)
     _store_ranges(range_ptr, low, high, tl.where(is_whole, low, high), high)
 
 
 @kernel()
-def _mask_tiles_kernel(
-    mask_ptr, copy_ptr, tiles_ptr, heads, rows, cols, row_tiles, col_tiles, copy_cols,
-    stride_b, stride_h, stride_row, stride_col, ROWS: tl.constexpr, CONTIGUOUS: tl.constexpr,
+def _read_tiles_kernel(
+    bias_ptr, copy_ptr, tiles_ptr, heads, rows, cols, row_tiles, col_tiles, copy_cols,
+    stride_b, stride_h, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of a boolean mask: whether none (0), some (1) or all (2) of its positions are seen, and an int16
-    copy. ROWS: 1 if the mask has one row. CONTIGUOUS: stride_col is 1."""
+    """One tile of a bias or boolean mask: a copy; of a mask, whether none (0), some (1) or all (2) of its positions are
+    seen. CONTIGUOUS: stride_col is 1."""
+    wait_for_kernel_before(STARTS_EARLY)
     tile = tl.program_id(0)
     col_tile, row_tile = tile % col_tiles, tile // col_tiles % row_tiles
     outer = to_int64(tile // (col_tiles * row_tiles))
     i = row_tile * ROWS + tl.arange(0, ROWS)[:, None]
-    j = col_tile * GRANULE + tl.arange(0, GRANULE)[None, :]
+    j = col_tile * COLS + tl.arange(0, COLS)[None, :]
     exists = (i < rows) & (j < cols)
-    ptrs = mask_ptr + outer // heads * stride_b + outer % heads * stride_h + to_int64(i) * stride_row
+    ptrs = bias_ptr + outer // heads * stride_b + outer % heads * stride_h + to_int64(i) * stride_row
     if CONTIGUOUS:
         ptrs += j
     else:
         ptrs += to_int64(j) * stride_col
-    seen = tl.load(ptrs, mask=exists, other=0)  # [ROWS, GRANULE]
-    if tiles_ptr is not None:
-        some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
-        every = tl.min(tl.min(tl.where(exists, seen.to(tl.int32), 1), 1), 0)
-        tl.store(tiles_ptr + tile, (some + every).to(tl.int8))
+    value = tl.load(ptrs, mask=exists, other=0)  # [ROWS, COLS]
     if copy_ptr is not None:
         at = copy_ptr + (outer * rows + i) * copy_cols + j
-        tl.store(at, seen.to(tl.int16), mask=exists)
+        tl.store(at, value.to(copy_ptr.dtype.element_ty), mask=exists)
+    if tiles_ptr is not None:
+        some = tl.max(tl.max(value.to(tl.int32), 1), 0)
+        every = tl.min(tl.min(tl.where(exists, value.to(tl.int32), 1), 1), 0)
+        tl.store(tiles_ptr + tile, (some + every).to(tl.int8))
 
 
 @kernel()
 def _tile_ranges_kernel(
-    tiles_ptr, range_ptr, others, span, other_size, granules, stride_b, stride_own, stride_other, BLOCK: tl.constexpr
-):
+    tiles_ptr, range_ptr, others, span, other_size, granules, stride_b, stride_own, stride_other,
+    BLOCK: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
     """The ranges of one granule from its `others` tiles, each of `span` positions of the other side."""
+    wait_for_kernel_before(STARTS_EARLY)
     b, granule = to_int64(tl.program_id(0) // granules), tl.program_id(0) % granules
     n = tl.arange(0, BLOCK)
     at = tiles_ptr + b * stride_b + granule * stride_own + n * stride_other
@@ -157,10 +163,10 @@ def read_mask(bias: Tensor | None, target: Target) -> ReadMask:
     once = bias[tuple(slice(1) if stride == 0 else slice(None) for stride in bias.stride()[:3])]
     copies = once.shape[2] > 1 and has_descriptors(target)
     if bias.dtype is torch.bool:
-        return _read_boolean(once.view(torch.uint8), copies)
+        return _read_tiles(once.view(torch.uint8), torch.int16 if copies else None, once.shape[1] == 1, target)
     if not copies or is_regular(once):
         return ReadMask(once, None)
-    return ReadMask(_padded(once, once.dtype).copy_(once), None)
+    return _read_tiles(once, once.dtype, False, target)
 
 
 def has_descriptors(target: Target) -> bool:
@@ -181,19 +187,26 @@ def _padded(like: Tensor, dtype: torch.dtype) -> Tensor:
     return like.new_empty((*outer, cdiv(cols, elements) * elements), dtype=dtype)[..., :cols]
 
 
-def _read_boolean(mask: Tensor, copies: bool) -> ReadMask:
-    batch, heads, rows, cols = mask.shape
-    height = 1 if rows == 1 else GRANULE.value
-    sizes = batch * heads, cdiv(rows, height), cdiv(cols, GRANULE.value)
-    tiles = mask.new_empty(sizes, dtype=torch.int8) if heads == 1 else None
-    copy = _padded(mask, torch.int16) if copies else None
+def _read_tiles(bias: Tensor, copied: torch.dtype | None, by_tiles: bool, target: Target) -> ReadMask:
+    """copied: the copy's dtype, if there is to be one. by_tiles: what the tiles of a mask show too."""
+    batch, heads, rows, cols = bias.shape
+    height, width = 1 if rows == 1 else GRANULE.value, GRANULE.value
+    if not by_tiles:
+        # long rows. us, one H200, forward of 16 heads, tiles of 4 x 1024, 16 x 256, 64 x 64: 2735 tokens 259, 270, 309;
+        # 580 34.9, 35.8, 38.1
+        width = min(1024, next_power_of_2(cols))
+        height = 4096 // width
+    sizes = batch * heads, cdiv(rows, height), cdiv(cols, width)
+    tiles = bias.new_empty(sizes, dtype=torch.int8) if by_tiles else None
+    copy = None if copied is None else _padded(bias, copied)
     programs = sizes[0] * sizes[1] * sizes[2]
     if programs and (tiles is not None or copy is not None):
-        _mask_tiles_kernel[(programs,)](
-            mask, copy, tiles, heads, rows, cols, sizes[1], sizes[2], cols if copy is None else copy.stride(2),
-            *mask.stride(), ROWS=height, CONTIGUOUS=mask.stride(3) == 1, num_warps=4,
+        _read_tiles_kernel[(programs,)](
+            bias, copy, tiles, heads, rows, cols, sizes[1], sizes[2], cols if copy is None else copy.stride(2),
+            *bias.stride(), ROWS=height, COLS=width, CONTIGUOUS=bias.stride(3) == 1, STARTS_EARLY=starts_early(target),
+            num_warps=8 if by_tiles else 4,
         )  # fmt: skip
-    return ReadMask(mask if copy is None else copy, tiles)
+    return ReadMask(bias if copy is None else copy, tiles)
 
 
 def has_ranges(args: OpArguments, mask: ReadMask) -> bool:
@@ -204,27 +217,35 @@ def has_ranges(args: OpArguments, mask: ReadMask) -> bool:
 def ranges_of_queries(operands: Operands, mask: ReadMask) -> Tensor | None:
     """[b, granules, 4] int32: begin and end of the keys that the queries of a granule see, and of those that all of
     them see; None without `has_ranges`."""
-    args = operands.args
-    of_documents = _of_documents(args.query_documents, args.key_documents)
+    args, target = operands.args, operands.target
+    of_documents = _of_documents(args.query_documents, args.key_documents, target)
     if mask.tiles is None:
         return of_documents
     tiles = mask.tiles
     if tiles.shape[1] == 1:
         tiles = tiles.expand(-1, cdiv(operands.queries, GRANULE.value), -1)
-    return _both(of_documents, _of_mask(tiles, operands.batch, GRANULE.value, operands.keys))
+    return _both(of_documents, _of_mask(tiles, operands.batch, GRANULE.value, operands.keys, target))
 
 
 def ranges_of_keys(operands: Operands, mask: ReadMask) -> Tensor | None:
     """The same of keys: begin and end of the queries that see them."""
-    args = operands.args
-    of_documents = _of_documents(args.key_documents, args.query_documents)
+    args, target = operands.args, operands.target
+    of_documents = _of_documents(args.key_documents, args.query_documents, target)
     if mask.tiles is None or mask.bias is None:
         return of_documents
     span = operands.queries if mask.bias.shape[2] == 1 else GRANULE.value
-    return _both(of_documents, _of_mask(mask.tiles.mT, operands.batch, span, operands.queries))
+    return _both(of_documents, _of_mask(mask.tiles.mT, operands.batch, span, operands.queries, target))
 
 
-def _of_documents(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+def ranges_are_alike(operands: Operands, mask: ReadMask) -> bool:
+    """Keys have the ranges of queries: those of the same document ids."""
+    own, other = operands.args.query_documents, operands.args.key_documents
+    if mask.tiles is not None or own is None or other is None or own.shape != other.shape:
+        return False
+    return own.is_set_to(other) if not own.is_meta else True
+
+
+def _of_documents(own: Tensor | None, other: Tensor | None, target: Target) -> Tensor | None:
     if own is None or other is None:
         return None
     batch, size = own.shape
@@ -232,12 +253,13 @@ def _of_documents(own: Tensor | None, other: Tensor | None) -> Tensor | None:
     found = torch.empty((batch, granules, 4), dtype=torch.int32, device=own.device)
     if found.numel():
         _document_ranges_kernel[(batch * granules,)](
-            own, other, found, size, other.shape[1], granules, BLOCK=1024, num_warps=4
-        )
+            own, other, found, size, other.shape[1], granules, BLOCK=1024, STARTS_EARLY=starts_early(target),
+            num_warps=4,
+        )  # fmt: skip
     return found
 
 
-def _of_mask(tiles: Tensor, batch: int, span: int, other_size: int) -> Tensor:
+def _of_mask(tiles: Tensor, batch: int, span: int, other_size: int, target: Target) -> Tensor:
     """tiles: int8 [b|1, granules, tiles of the other side]."""
     _, granules, others = tiles.shape
     found = torch.empty((batch, granules, 4), dtype=torch.int32, device=tiles.device)
@@ -245,7 +267,7 @@ def _of_mask(tiles: Tensor, batch: int, span: int, other_size: int) -> Tensor:
         stride_b = 0 if tiles.shape[0] == 1 else tiles.stride(0)
         _tile_ranges_kernel[(batch * granules,)](
             tiles, found, others, span, other_size, granules, stride_b, *tiles.stride()[1:],
-            BLOCK=next_power_of_2(others), num_warps=1,
+            BLOCK=next_power_of_2(others), STARTS_EARLY=starts_early(target), num_warps=1,
         )  # fmt: skip
     return found
 
