@@ -1,7 +1,8 @@
-"""`python scripts/speed_tables.py`: write the tables of docs/speed.md, from the newest run of `make bench-all`.
+"""`python scripts/speed_tables.py`: write the tables of docs/speed.md, each from the newest run of
+`python -m benchmarks.all` that has its section.
 
 They stand between the lines `<!-- made by scripts/speed_tables.py -->` and `<!-- until here -->`; tests/test_docs.py
-fails if they differ from the run's figures. If a case was measured twice, the first figure is taken.
+fails if they differ from the runs' figures. If a case was measured twice, the first figure is taken.
 """
 
 import json
@@ -72,30 +73,46 @@ def _table(cases: list[Case]) -> Iterator[str]:
         yield f"| {case.label} | {_time(case.ours)} | {_time(case.theirs)} | {case.other} | {ratio} |"
 
 
-def tables() -> str:
-    path = max((ROOT / "benchmarks" / "results").glob(f"*_{GPU}_all.json"))
+def _newest() -> dict[str, Path]:
+    """For each section the newest file that has it."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob(f"*_{GPU}_*.json")):
+        run = json.loads(path.read_text())
+        # other benchmarks write lists
+        for row in run["rows"] if isinstance(run, dict) else ():
+            found[row["section"]] = path
+    return {section: found[section] for section in TITLES if section in found}
+
+
+def _about(path: Path) -> str:
     run = json.loads(path.read_text())
-    lines = [
+    return (
         f"{run['gpu']}, torch {run['torch']}, triton {run['triton']}, commit {run['commit']}, {path.name[:10]}; every "
         f"variant in [{path.name}](../benchmarks/results/{path.name}). Not installed: {', '.join(run['left_out'])}."
-    ]
-    for section, title in TITLES.items():
-        cases = list(_cases([row for row in run["rows"] if row["section"] == section]))
-        if not cases:
-            # a section that is newer than the run
-            continue
+    )
+
+
+def tables() -> str:
+    of_sections = _newest()
+    lines = []
+    for path in dict.fromkeys(of_sections.values()):
+        titles = [TITLES[section] for section, its in of_sections.items() if its == path]
+        lines += [f"- {'; '.join(titles)}: {_about(path)}"]
+    for section, path in of_sections.items():
+        rows = json.loads(path.read_text())["rows"]
+        cases = list(_cases([row for row in rows if row["section"] == section]))
         ratios = [case.ratio for case in cases]
         slower = sum(ratio < 0.995 for ratio in ratios)
         summary = (
             f"{len(cases)} cases, of which ours is slower in {slower}; ratio {min(ratios):.2f} to {max(ratios):.2f}, "
             f"median {statistics.median(ratios):.2f}."
         )
-        lines += ["", f"## {title}", "", summary, "", *_table(cases)]
+        lines += ["", f"## {TITLES[section]}", "", summary, "", *_table(cases)]
     return "\n".join(lines) + "\n"
 
 
 def updated(page: str) -> str:
-    """The page with its tables as the newest run has them."""
+    """The page with its tables as the newest runs have them."""
     marks = r"(<!-- made by scripts/speed_tables.py -->\n).*?(<!-- until here -->)"
     return re.sub(marks, lambda found: f"{found[1]}{tables()}{found[2]}", page, flags=re.DOTALL)
 

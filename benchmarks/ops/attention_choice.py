@@ -204,9 +204,11 @@ def differs(a: Tensor, b: Tensor) -> bool:
 
 
 def times(variants: Variants, head_start: int, rounds: int = 7) -> dict[str, float]:
-    """Median ms of each, in turns; those of no hope are timed twice only, after a first call."""
+    """Median ms of each, in turns; those of no hope are timed twice only."""
     for run in variants.values():
-        run()
+        # our first calls are not replayed and may take the host longer than the head start: so they would have no hope
+        for _ in range(3):
+            run()
     once = {name: min(timed_once(run, head_start) for _ in range(2)) for name, run in variants.items()}
     near = [name for name in once if once[name] <= HOPELESS * min(once.values())]
     # long ones vary little

@@ -21,8 +21,8 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-# their effect is not a function of their arguments, or their results' sizes depend on values
-_REFUSED_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# what they return on the host, or the sizes of what they return, depend on values
+_REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _REFUSED_NAMES = {"resize_", "resize_as_", "set_", "record_stream"}  # they change more than values
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -68,6 +68,7 @@ class Recorder(TorchDispatchMode):
         self.inputs = inputs
         self.steps: list[Step] = []  # their tensors are kept, so that no address comes twice
         self.runs: list[OpRun] = []
+        self.views: dict[int, OpCall] = {}  # outside of ops of ours, by the result's identity
         self.failure: str | None = None  # why this call cannot be replayed
         self._seen: list[Tensor] = []  # results of every op of PyTorch's
         self._depth = 0
@@ -107,7 +108,11 @@ class Recorder(TorchDispatchMode):
         is_mutable = func._schema.is_mutable
         if views and len(views) == len(made) and not is_mutable:
             for view in views:
-                self._viewed(sources[view.untyped_storage()._cdata], view)
+                source = sources[view.untyped_storage()._cdata]
+                self._viewed(source, view)
+                # autograd would differentiate what was made without it
+                if not self._depth and (torch.is_grad_enabled() or not source.requires_grad):
+                    self.views[id(view)] = OpCall(func, args, kwargs, results, many)
             return
         reason = _why_not(func, given, results, self.inputs[0].device)
         if reason is None and (len(views) != len(made) if is_mutable else views):
@@ -152,6 +157,17 @@ class Recorder(TorchDispatchMode):
         # what this op neither got nor made
         hidden = [*self.inputs, *self._seen]
         return Tape(run.op.name, args, run.result, steps, hidden, stream, self._autocasts())
+
+    def outside(self, first: int, end: int) -> list[OpCall]:
+        """Steps between ops of ours, which must be calls of PyTorch's ops that make new tensors."""
+        steps = self.steps[first:end]
+        calls = [step for step in steps if isinstance(step, OpCall) and step.results]
+        if len(calls) != len(steps):
+            raise NotReplayable("it launches kernels or writes outside of ops while it differentiates")
+        if calls and self._autocasts():
+            # they would be cast once more
+            raise NotReplayable("it computes outside of ops while it differentiates under autocast")
+        return calls
 
     def tape_of_all(self, result: Any, stream: int) -> Tape:
         """Of the whole call, as a function of its inputs. Raises NotReplayable."""

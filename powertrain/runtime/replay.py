@@ -30,7 +30,7 @@ from powertrain.runtime.call_recorder import OpRun, Recorder, observed_call, rec
 from powertrain.runtime.plain_calls import observed
 from powertrain.runtime.signature import PLAIN, Signature, signature_of
 from powertrain.runtime.stages import Stage
-from powertrain.runtime.steps import tensors_in
+from powertrain.runtime.steps import OpCall, tensors_in
 from powertrain.runtime.tape import NotReplayable, Tape
 
 __all__ = [
@@ -68,9 +68,10 @@ def route(recorder: Recorder, result: Any, stream: int) -> Route | None:
 
 
 def _route(recorder: Recorder, result: Any, stream: int) -> Route:
-    # a tape returns plain tuples
     if isinstance(result, tuple) and type(result) is not tuple:
-        raise NotReplayable("it returns a named tuple")
+        # a tape returns plain tuples
+        plain, make = _route(recorder, tuple(result), stream).function, type(result)
+        return Route(lambda *tensors: make(*plain(*tensors)))
     undifferentiated = [run.result for run in recorder.runs if not run.is_differentiated]
     if any(x.requires_grad for x in tensors_in(undifferentiated)):
         raise NotReplayable("another autograd.Function than an op's differentiates it")
@@ -78,46 +79,82 @@ def _route(recorder: Recorder, result: Any, stream: int) -> Route:
         if not recorder.steps:
             raise NotReplayable("it has no steps")
         return Route(recorder.tape_of_all(result, stream).run)
-    if sum(run.end - run.first for run in recorder.runs) != len(recorder.steps):
-        raise NotReplayable("it computes outside of ops while it differentiates")
-    parameters = [f"t{i}" for i in range(len(recorder.inputs))]
-    names = {id(x): name for x, name in zip(recorder.inputs, parameters, strict=True)}
-    space: dict[str, Any] = {}
-    lines = [f"def function({', '.join(parameters)}):"]
-    for index, run in enumerate(recorder.runs):
-        lines.append(f"    o{index} = {_call(index, run, names, space, recorder.tape_of(run, stream))}")
-        if isinstance(run.result, tuple):
-            names |= {id(x): f"o{index}[{i}]" for i, x in enumerate(run.result) if x is not None}
+    code, end = _Code(recorder), 0
+    for run in recorder.runs:
+        for call in recorder.outside(end, run.first):
+            code.add_call(call)
+        code.add_run(run, recorder.tape_of(run, stream))
+        end = run.end
+    for call in recorder.outside(end, len(recorder.steps)):
+        code.add_call(call)
+    return Route(code.function(result))
+
+
+class _Code:
+    """A function that repeats a call which autograd differentiates: its ops of ours, and the views and calls of
+    PyTorch's ops between them, through autograd as the first time."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._views = recorder.views
+        self._parameters = [f"t{i}" for i in range(len(recorder.inputs))]
+        self._names = {id(x): name for x, name in zip(recorder.inputs, self._parameters, strict=True)}
+        self._lines: list[str] = []
+        self._space: dict[str, Any] = {}
+
+    def add_run(self, run: OpRun, tape: Tape) -> None:
+        """An op of ours: its node or, if it differentiates nothing, its tape."""
+        given = [self._name(x) for x in tensors_in(run.args)]
+        function: Any = tape.run
+        if run.is_differentiated:
+            function = run.op.apply_replayed
+            given.insert(0, self._constant(Stage(run.op, run.args, run.result, tape)))
+        self._assign(f"{self._constant(function)}({', '.join(given)})", run.result)
+
+    def add_call(self, call: OpCall) -> None:
+        """An op of PyTorch's."""
+        given = [self._argument(value) for value in call.args]
+        given += [f"{name}={self._argument(value)}" for name, value in call.kwargs.items()]
+        result = call.results if call.many else call.results[0]
+        self._assign(f"{self._constant(call.op._op)}({', '.join(given)})", result)
+
+    def function(self, result: Any) -> Callable[..., Any]:
+        many = isinstance(result, tuple)
+        parts = ["None" if part is None else self._name(part) for part in (result if many else (result,))]
+        if any(part in self._parameters for part in parts):
+            raise NotReplayable("it returns an argument")
+        returned = f"({', '.join(parts)},)" if many else parts[0]
+        head = f"def function({', '.join(self._parameters)}):"
+        text = "\n    ".join([head, *self._lines, f"return {returned}"])
+        exec(compile(text, "<replay of several ops>", "exec"), self._space)
+        found: Callable[..., Any] = self._space["function"]
+        return found
+
+    def _assign(self, text: str, result: Any) -> None:
+        name = f"o{len(self._lines)}"
+        self._lines.append(f"{name} = {text}")
+        if isinstance(result, tuple | list):
+            self._names |= {id(x): f"{name}[{i}]" for i, x in enumerate(result) if x is not None}
         else:
-            names[id(run.result)] = f"o{index}"
-    lines.append(f"    return {_results(result, names)}")
-    exec(compile("\n".join(lines), "<replay of several ops>", "exec"), space)
-    return Route(space["function"])
+            self._names[id(result)] = name
 
+    def _name(self, x: Tensor) -> str:
+        if id(x) not in self._names:
+            if id(x) not in self._views:
+                raise NotReplayable("an op takes a tensor that is neither an argument nor made by it")
+            self.add_call(self._views[id(x)])
+        return self._names[id(x)]
 
-def _call(index: int, run: OpRun, names: dict[int, str], space: dict[str, Any], tape: Tape) -> str:
-    """Code that repeats an op: its node or, if it differentiates nothing, its tape, of tensors by their names."""
-    tensors = list(tensors_in(run.args))
-    if any(id(x) not in names for x in tensors):
-        raise NotReplayable(f"{run.op.name} takes other tensors than it")
-    given = [names[id(x)] for x in tensors]
-    space[f"run{index}"] = tape.run
-    if run.is_differentiated:
-        space[f"run{index}"], space[f"s{index}"] = run.op.apply_replayed, Stage(run.op, run.args, run.result, tape)
-        given.insert(0, f"s{index}")
-    return f"run{index}({', '.join(given)})"
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return self._name(value)
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(self._argument, value))}]"
+        return self._constant(value)
 
-
-def _results(result: Any, names: dict[int, str]) -> str:
-    """Code of the function's result, from what its ops returned."""
-    many = isinstance(result, tuple)
-    parts = []
-    for part in result if many else (result,):
-        name = "None" if part is None else names.get(id(part), "")
-        if not name or name.startswith("t"):
-            raise NotReplayable("it returns other tensors than its ops")
-        parts.append(name)
-    return f"({', '.join(parts)},)" if many else parts[0]
+    def _constant(self, value: Any) -> str:
+        name = f"k{len(self._space)}"
+        self._space[name] = value
+        return name
 
 
 class Table:

@@ -95,6 +95,7 @@ class _Source:
 
     def __init__(self, args: Sequence[Any], result: Any, steps: Sequence[Step], hidden: Sequence[Tensor]) -> None:
         self._parameters = [f"a{i}" for i in range(len(args))]
+        self._arguments = {id(arg): name for name, arg in zip(self._parameters, args, strict=True)}
         self._bases: dict[int, list[_Base]] = {}  # by storage
         for name, arg in zip(self._parameters, args, strict=True):
             if isinstance(arg, Tensor):
@@ -317,9 +318,11 @@ class _Source:
         return _Part(bases[0], x.data_ptr() - bases[0].first, layout)
 
     def _output(self, out: Tensor | None) -> str:
-        """A result: the whole of one allocation or of one op's result."""
+        """A result: an argument, or the whole of one allocation or of one op's result."""
         if out is None:
             return "None"
+        if id(out) in self._arguments:
+            return self._arguments[id(out)]
         part = self._find(out)
         if part is None or not part.base.is_made or part.offset or not _fills(part.layout, part.base.layout):
             raise NotReplayable("a result is no whole allocation")

@@ -665,6 +665,63 @@ def test_detached_results_stay_detached(device: torch.device) -> None:
         assert not double(torch.randn(8, device=device, requires_grad=True)).requires_grad
 
 
+def _attention(bias: Tensor | None = None, **options: Any) -> Callable[..., Any]:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return powertrain.attention(query, key, value, attn_bias=bias, backend="triton", **options)
+
+    return call
+
+
+def _forms(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
+    """Calls that view, convert or draw something ahead of their op, or return more than its results, and the sizes of
+    their tensors."""
+    rows = [(2, 9, 2, 16)] * 3
+    ids, target = (torch.zeros(*size, dtype=torch.int64, device=device) for size in ((2, 9), (12,)))
+    starts = torch.tensor([0, 3, 9], device=device)
+    slopes = torch.rand(2, device=device).bfloat16()
+    seen = torch.rand(9, 9, device=device) > 0.3
+    return {
+        "int64 ids, bfloat16 slopes": (_attention(is_causal=True, document_ids=ids, alibi_slopes=slopes), rows),
+        "a bias of 3 dims": (lambda q, k, v, bias: _attention(bias)(q, k, v), [*rows, (2, 9, 9)]),
+        "a mask of 2 dims": (_attention(seen), rows),
+        "dropout": (_attention(dropout_p=0.3), rows),
+        "int64 cu_seqlens": (
+            lambda q, k, v: powertrain.varlen_attention(q, k, v, starts, backend="triton"), [(9, 2, 16)] * 3,
+        ),
+        "cross entropy": (lambda x: powertrain.cross_entropy(x, target.view(2, 6)), [(2, 6, 20)]),
+        "log probabilities": (lambda x, w: powertrain.linear_log_probs(x, w, target), [(12, 16), (50, 16)]),
+        "dropout of a residual": (lambda x, b, r: powertrain.bias_dropout_add(x, b, r, 0.3), [(4, 8), (8,), (4, 8)]),
+        "a gradient that is the output's": (
+            lambda x, b, r: powertrain.bias_dropout_add(x, b, r, 0.0), [(4, 8), (8,), (4, 8)],
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(_forms(torch.device("cpu"))))
+def test_what_stands_around_an_op_is_repeated(
+    name: str, device: torch.device, counted: _Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, sizes = _forms(device)[name]
+    for call in range(_CALLS):
+        leaves = [torch.randn(size, device=device, requires_grad=True) for size in sizes]
+
+        def results(leaves: list[Tensor] = leaves, call: int = call) -> list[Tensor]:
+            torch.manual_seed(call)
+            out = function(*leaves)
+            outs = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None and x.requires_grad]
+            return [*outs, *torch.autograd.grad(outs, leaves, [torch.ones_like(x) for x in outs], retain_graph=True)]
+
+        replayed = results()
+        if call < _CALLS - 1:
+            continue
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, "signature_of", lambda values: None)
+            whole = results()
+        assert all(map(torch.equal, replayed, whole))
+    # of the function, and of its backward
+    assert counted.routes >= 2 * (_CALLS - 4)
+
+
 @pytest.mark.parametrize("has_guards", [True, False])
 def test_layouts_are_told_apart(has_guards: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call's tensors in more layouts than are tried first, and in the states that Dynamo's guards compare too."""

@@ -26,12 +26,7 @@ from powertrain.ops.attention.triton.backward_dbias import launch_dbias, stored_
 from powertrain.ops.attention.triton.backward_dkdv import launch_dkdv
 from powertrain.ops.attention.triton.backward_dq import launch_dq
 from powertrain.ops.attention.triton.launch_arguments import shared_arguments, strides, uses_tma
-from powertrain.ops.attention.triton.read_mask import (
-    ranges_are_alike,
-    ranges_of_keys,
-    ranges_of_queries,
-    read_mask,
-)
+from powertrain.ops.attention.triton.read_mask import ranges_of_keys, ranges_of_queries, read_mask
 from powertrain.ops.attention.triton.tiles import LOG2E, TiledRows, load_tile, pieces, to_int64
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import acc_dtype, cdiv
@@ -126,13 +121,12 @@ def attention_backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, 
     shared = shared_arguments(operands, mask) | strides(do=do)
     shared |= dict(rows_ptr=rows, size=rows.shape[1], row_stride=row_stride)
     use_tma = uses_tma(shared["FMA"], operands.target, operands.q, operands.k, operands.v, do)
-    of_queries = ranges_of_queries(operands, mask) if need_dq or ranges_are_alike(operands, mask) else None
     if need_dk or need_dv:
-        ranges = of_queries if ranges_are_alike(operands, mask) else ranges_of_keys(operands, mask)
+        ranges = ranges_of_keys(operands, mask)
         launch_dkdv(operands, shared, ranges, use_tma, dk if need_dk else None, dv if need_dv else None)
     ds = stored_ds(operands, dbias) if need_dq and need_dbias else None
     if need_dq:
-        launch_dq(operands, shared, of_queries, use_tma, dq, ds)
+        launch_dq(operands, shared, ranges_of_queries(operands, mask), use_tma, dq, ds)
     if ds is not None and ds is not dbias:
         sum_ds(ds, dbias, operands.target)
     elif need_dbias and ds is None:

@@ -237,14 +237,6 @@ def ranges_of_keys(operands: Operands, mask: ReadMask) -> Tensor | None:
     return _both(of_documents, _of_mask(mask.tiles.mT, operands.batch, span, operands.queries, target))
 
 
-def ranges_are_alike(operands: Operands, mask: ReadMask) -> bool:
-    """Keys have the ranges of queries: those of the same document ids."""
-    own, other = operands.args.query_documents, operands.args.key_documents
-    if mask.tiles is not None or own is None or other is None or own.shape != other.shape:
-        return False
-    return own.is_set_to(other) if not own.is_meta else True
-
-
 def _of_documents(own: Tensor | None, other: Tensor | None, target: Target) -> Tensor | None:
     if own is None or other is None:
         return None
