@@ -224,8 +224,15 @@ def test_a_block_has_two_barriers_of_the_warpgroup(causal: bool) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "causal, packed",
+    [
+        pytest.param(True, False, id="causal-dense"),
+        pytest.param(False, True, id="full-packed"),
+        pytest.param(True, True, id="causal-packed", marks=pytest.mark.slow),
+        pytest.param(False, False, id="full-dense", marks=pytest.mark.slow),
+    ],
+)
 def test_alibi_is_lowered(causal: bool, packed: bool) -> None:
     """No other launch without a GPU has slopes; a name that a branch of a kernel lacks shows where it is taken."""
     slopes = _empty(4, dtype=torch.float32)
