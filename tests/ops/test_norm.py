@@ -51,8 +51,7 @@ def test_sizes(
     op: object, ref: object, N: int, are_few: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(norm_fwd_kernels, "_FEW_ROWS", 2 if are_few else 0)
-    # of wide rows each is a program
-    _check(op, ref, _tensors(device, 3 if N < 16384 else 2, N))
+    _check(op, ref, _tensors(device, 3, N))
 
 
 # on a GPU: plans of few rows differ, and sums must not; narrow rows share programs, 933 has a tail

@@ -10,7 +10,7 @@ import torch
 from benchmarks.train.curves import distance
 from benchmarks.train.fine_tuning_curves import OBJECTIVES, ON_CPU, Curve, compare, make_base, row, write_curves
 
-STEPS = 12
+STEPS = 18
 CPU = torch.device("cpu")
 
 
