@@ -1,5 +1,6 @@
 """CPU seconds of each test, few collections of cycles, and torch's setup (torch_setup.py) where tests run."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
     item.user_properties.append(("cpu_seconds", _cpu_seconds() - item.stash[_STARTED]))  # scripts/test.py adds them up
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    # pytest collects twice more before the process ends, each time through all of torch
+    gc.freeze()
 
 
 @pytest.fixture

@@ -20,6 +20,12 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.set_num_threads(1)
 
+# after each compile torch.compile measures its guards for its log, with caches flushed, and collects young garbage
+import torch._dynamo.guards  # noqa: E402
+
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+torch._dynamo.config.run_gc_after_compile = False
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # each torch.manual_seed would format three stacks, for seeds kept until there is a device: 1 ms a test

@@ -16,47 +16,59 @@ CAUSAL = {"is_causal": True}
 DOCUMENTS = [37, 1, 0, 3, 20, 2, 8]
 
 
-def case(name: str, modes: tuple[str, ...] = MODES, **facts: Any) -> list[dict[str, Any]]:
-    return [{"name": f"{name}-{mode}", "mode": mode, **facts} for mode in modes]
+def case(name: str, modes: tuple[str, ...] = MODES, more: tuple[str, ...] = (), **facts: Any) -> list[dict[str, Any]]:
+    """A case of each mode; in `more` modes, which share the code that it is for, it is slow."""
+    return [{"name": f"{name}-{mode}", "mode": mode, "slow": mode in more, **facts} for mode in (*modes, *more)]
 
 
+RING, ALL_TO_ALL = ("ring",), ("all_to_all",)
 CASES = [
     *case("causal", length=45, options=CAUSAL, batch=2),
     *case("full", length=45, batch=2),
     *case("fewer_tokens_than_pieces", length=3, options=CAUSAL),
-    *case("window", length=61, options={"is_causal": True, "window_size": (9, 0)}),
+    *case("window", MOVING, ALL_TO_ALL, length=61, options={"is_causal": True, "window_size": (9, 0)}),
     # the keys of most ranks are not seen, nor sent
-    *case("narrow_window", length=64, options={"is_causal": True, "window_size": (2, 0)}),
+    *case("narrow_window", MOVING, ALL_TO_ALL, length=64, options={"is_causal": True, "window_size": (2, 0)}),
     *case("window_both_ways", length=61, options={"window_size": (13, 5)}, batch=2),
-    *case("window_ahead", length=61, options={"window_size": (-1, 4)}),
+    *case("window_ahead", RING, ("all_gather", "all_to_all"), length=61, options={"window_size": (-1, 4)}),
     *case("alibi", length=45, options=CAUSAL, alibi=True, batch=2),
-    *case("alibi_full_window", length=45, options={"window_size": (11, 30)}, alibi=True),
-    *case("softcap_scale", length=33, options={**CAUSAL, "softcap": 3.0, "scale": 0.5}),
+    *case("alibi_full_window", RING, ("all_gather", "all_to_all"), length=45, options={"window_size": (11, 30)},
+          alibi=True),
+    *case("softcap_scale", ("all_gather",), ("ring", "all_to_all"), length=33,
+          options={**CAUSAL, "softcap": 3.0, "scale": 0.5}),
     *case("sinks", length=33, options=CAUSAL, sinks=True, batch=2),
-    *case("bhsd", length=29, options=CAUSAL, layout="bhsd", batch=2),
-    *case("sbhd", length=29, options=CAUSAL, layout="sbhd", batch=2),
-    *case("one_key_head", length=29, options=CAUSAL, heads=[4, 1]),
-    *case("three_key_heads", length=29, options=CAUSAL, heads=[12, 3]),
-    *case("odd_heads", MOVING, length=29, options=CAUSAL, heads=[3, 3]),
-    *case("chunks", ("all_to_all",), length=29, options={**CAUSAL, "chunk_size": 8}),
-    *case("prefix", ("all_to_all",), length=29, options={**CAUSAL, "prefix_lengths": [7, 20]}, batch=2),
+    *case("bhsd", RING, ("all_gather", "all_to_all"), length=29, options=CAUSAL, layout="bhsd", batch=2),
+    *case("sbhd", ALL_TO_ALL, MOVING, length=29, options=CAUSAL, layout="sbhd", batch=2),
+    *case("one_key_head", ("ring", "all_to_all"), ("all_gather",), length=29, options=CAUSAL, heads=[4, 1]),
+    *case("three_key_heads", ALL_TO_ALL, MOVING, length=29, options=CAUSAL, heads=[12, 3]),
+    *case("odd_heads", ("all_gather",), RING, length=29, options=CAUSAL, heads=[3, 3]),
+    *case("chunks", ALL_TO_ALL, length=29, options={**CAUSAL, "chunk_size": 8}),
+    *case("prefix", ALL_TO_ALL, length=29, options={**CAUSAL, "prefix_lengths": [7, 20]}, batch=2),
     *case("auto", ("auto",), length=45, options=CAUSAL),
     *case("documents", documents=DOCUMENTS, options=CAUSAL),
-    *case("documents_full", documents=DOCUMENTS),
+    *case("documents_full", RING, ("all_gather", "all_to_all"), documents=DOCUMENTS),
     *case("documents_sinks_softcap", documents=DOCUMENTS, options={**CAUSAL, "softcap": 3.0}, sinks=True),
     *case("documents_window", ("all_to_all", "auto"), documents=DOCUMENTS, options={"window_size": (5, 2)}),
-    *case("documents_alibi", ("all_to_all",), documents=DOCUMENTS, options=CAUSAL, alibi=True),
-]
+    *case("documents_alibi", ALL_TO_ALL, documents=DOCUMENTS, options=CAUSAL, alibi=True),
+]  # fmt: skip
+QUICK = [case for case in CASES if not case["slow"]]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_equals_one_rank(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "world_size, cases",
+    [
+        pytest.param(4, QUICK, id="4"),
+        pytest.param(4, CASES, id="4-all", marks=pytest.mark.slow),
+        pytest.param(2, CASES, id="2-all", marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_rank(world_size: int, cases: list[dict[str, Any]], tmp_path: Path) -> None:
     out = str(tmp_path / "errors")
-    ranks = run_ranks(world_size, "-m", "tests.distributed.context_worker", json.dumps(CASES), out)
+    ranks = run_ranks(world_size, "-m", "tests.distributed.context_worker", json.dumps(cases), out)
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout for rank in ranks)
     for rank in range(world_size):
         errors = torch.load(f"{out}.{rank}")
-        bad = {c["name"]: e for c, e in zip(CASES, errors, strict=True) if not max(e) < 1e-12}
+        bad = {c["name"]: e for c, e in zip(cases, errors, strict=True) if not max(e) < 1e-12}
         assert not bad, f"rank {rank}: errors of out, dq, dk, dv, dsinks: {bad}"
 
 

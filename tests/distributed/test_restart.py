@@ -2,15 +2,14 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.distributed.launch import ROOT, clean_environment
+from tests.distributed.launch import Started, clean_environment, start
 
 CONFIG = """
 model: {{architecture: llama, hidden_size: 32, num_layers: 1, num_heads: 2, intermediate_size: 32}}
@@ -22,34 +21,50 @@ parallel: {{timeout_minutes: 1}}
 """
 
 
-def _rank(torchrun: subprocess.Popen[str], rank: int) -> psutil.Process:
-    for child in psutil.Process(torchrun.pid).children(recursive=True):
+def _rank(torchrun: int, rank: int) -> psutil.Process:
+    for child in psutil.Process(torchrun).children(recursive=True):
         if child.environ().get("RANK") == str(rank):
             return child
     raise AssertionError(f"torchrun has no child of rank {rank}")
 
 
-# a process of the trainer takes five seconds to start, and each rank starts twice
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_rank_restarts_the_run(ranks: int, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("Every rank reads the same words, but not at the same time.\n" * 200)
-    (tmp_path / "run.yml").write_text(CONFIG.format(folder=tmp_path))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-        "--max-restarts", "1", "--monitor-interval", "0.1", "-m", "powertrain", "train", str(tmp_path / "run.yml"),
-    ]  # fmt: skip
-    with open(tmp_path / "said", "w") as said:
-        torchrun = subprocess.Popen(command, env=clean_environment(), cwd=ROOT, text=True, stdout=said, stderr=said)
-        try:
-            deadline = time.monotonic() + 120
-            while not (tmp_path / "run/step_00000010/checkpoint.json").exists():
-                assert torchrun.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()[-3000:]
-                time.sleep(0.02)
-            _rank(torchrun, ranks - 1).kill()
-            assert torchrun.wait(timeout=120) == 0, (tmp_path / "said").read_text()[-3000:]
-        finally:
-            torchrun.kill()
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+def _check(launcher: Started, killed: Callable[[], psutil.Process], folder: Path) -> None:
+    """A rank is killed once there is a checkpoint."""
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "run/step_00000010/checkpoint.json").exists():
+            assert launcher.poll() is None and time.monotonic() < deadline, (folder / "said").read_text()[-3000:]
+            time.sleep(0.02)
+        killed().kill()
+        assert launcher.wait(timeout=120) == 0, (folder / "said").read_text()[-3000:]
+    finally:
+        launcher.kill()
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 61))
-    resumed = re.findall(r"goes on after step (\d+)", (tmp_path / "said").read_text())
+    resumed = re.findall(r"goes on after step (\d+)", (folder / "said").read_text())
     assert len(resumed) == 1 and int(resumed[0]) >= 10
+
+
+def _train(folder: Path) -> tuple[str, ...]:
+    (folder / "text.txt").write_text("Every rank reads the same words, but not at the same time.\n" * 200)
+    (folder / "run.yml").write_text(CONFIG.format(folder=folder))
+    return "powertrain", "train", str(folder / "run.yml")
+
+
+def test_a_killed_rank_restarts_the_run(tmp_path: Path) -> None:
+    """By torchrun's agent with ranks that fork: a process of the trainer takes five seconds to start."""
+    (tmp_path / "ids").mkdir()
+    command = ("-m", "tests.distributed.elastic_ranks", "1", str(tmp_path / "ids"), *_train(tmp_path))
+    launcher = start(command, clean_environment(), tmp_path / "said")
+    _check(launcher, lambda: psutil.Process(int((tmp_path / "ids/0").read_text())), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchrun_restarts_the_run(ranks: int, tmp_path: Path) -> None:
+    command = (
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1",
+        "--monitor-interval", "0.1", "-m", *_train(tmp_path),
+    )  # fmt: skip
+    launcher = start(command, clean_environment(), tmp_path / "said")
+    _check(launcher, lambda: _rank(launcher.pid, ranks - 1), tmp_path)

@@ -23,7 +23,7 @@ from powertrain.train.reporting import kernel_profile
 from powertrain.train.reporting.metrics import StepRecord
 from powertrain.train.trainer import Trainer, TrainingStopped
 
-SEQ_LENGTH, GLOBAL_BATCH, STEPS = 12, 8, 6
+SEQ_LENGTH, GLOBAL_BATCH, STEPS = 12, 8, 4
 _SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 16}
 # every option of a layer that tensor parallelism must know of is in one of them; 61 and 12 divide by no number of ranks
 MODELS: dict[str, dict[str, Any]] = {

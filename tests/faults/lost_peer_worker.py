@@ -42,6 +42,8 @@ def main(call: str) -> None:
     assert group is not None
     try:
         if call == "overlap":
+            # or a slow rank is still connecting, which gloo ends with an error of its own
+            dist.barrier()
             leave(call)
             Overlap(group)
         elif call == "rows":

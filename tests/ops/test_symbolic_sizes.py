@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from powertrain.ops.attention import attention
 from powertrain.ops.cases import Case, cases
-from tests.torch_setup import HAS_GPU, INTERPRET
+from tests.torch_setup import HAS_GPU, INTERPRET, SLOW_IN_INTERPRETER
 
 # of batch-invariant products a CPU computes every row by itself
 CASES = [case for case in cases() if "invariant" not in case.label]
@@ -87,7 +87,14 @@ def test_exports(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "options, strict",
-    [({"is_causal": True}, True), ({"is_causal": True}, False), ({"is_causal": True, "window_size": (4, 0)}, False)],
+    [
+        pytest.param(*values, marks=SLOW_IN_INTERPRETER)
+        for values in (
+            ({"is_causal": True}, True),
+            ({"is_causal": True}, False),
+            ({"is_causal": True, "window_size": (4, 0)}, False),
+        )
+    ],
 )
 def test_attention_of_any_length_exports(options: dict[str, Any], strict: bool) -> None:
     if not strict and torch.__version__.startswith("2.11."):

@@ -22,7 +22,7 @@ from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
 from tests.ops.attention.decode_launches import launch_decode_kernels
-from tests.torch_setup import SLOW_IN_INTERPRETER
+from tests.torch_setup import HAS_GPU, INTERPRET, SLOW_IN_INTERPRETER
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -312,8 +312,18 @@ def test_shared_prefix(device: torch.device) -> None:
     torch.testing.assert_close(merged, expected)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("page_size", [0, 4])
+# plain PyTorch on a CPU: each option once
+@pytest.mark.parametrize(
+    "page_size, dynamic",
+    [
+        (0, True),
+        (4, False),
+        *(
+            pytest.param(*values, marks=() if HAS_GPU or INTERPRET else pytest.mark.slow)
+            for values in ((0, False), (4, True))
+        ),
+    ],
+)
 def test_compiles(page_size: int, dynamic: bool, device: torch.device) -> None:
     problem, _, _ = _appended(device, page_size, 1)
     apart = {n: t.clone() for n, t in problem.items()}

@@ -1,18 +1,14 @@
 """The Hopper back end without a GPU: what it launches, its machine code, its self-tests. Values: tests/gpu."""
 
 import re
-import subprocess
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from powertrain.ops.attention import attention, select, varlen_attention
@@ -25,8 +21,8 @@ from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from tests.ops.attention.attention_launches import META, any_order
+from tests.ops.attention.machine_code import instructions
 
-NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 compiled = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 
 
@@ -44,14 +40,6 @@ def _forward(d_qk: int, d_v: int, length: int, packed: bool = False, **options: 
         else:
             attention(q, k, v, backend="hopper", **{"is_causal": True} | options)
     return wanted.specs
-
-
-def _machine_code(cubin: bytes, folder: Path) -> Counter[str]:
-    """How often each instruction occurs."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    text = subprocess.run([NVDISASM, "-c", "-ndf", path], capture_output=True, text=True, check=True).stdout
-    return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\w+(?:\.DEPBAR)?)", text, re.MULTILINE))
 
 
 # head dims, queries, packed, causal; consumers
@@ -108,7 +96,7 @@ def _expected(constants: Mapping[str, Any]) -> _Products:
 @compiled
 @pytest.mark.parametrize("dims, length, packed, causal, consumers", PLANS, ids=lambda x: str(x).replace(" ", ""))
 def test_products_are_not_serialised(
-    dims: tuple[int, int], length: int, packed: bool, causal: bool, consumers: int, tmp_path: Path
+    dims: tuple[int, int], length: int, packed: bool, causal: bool, consumers: int
 ) -> None:
     """ptxas waits after every wgmma where it runs out of registers; what is spilled between tiles costs little."""
     [spec] = _forward(*dims, length, packed, is_causal=causal)
@@ -126,7 +114,7 @@ def test_products_are_not_serialised(
     assert f"wgmma.mma_async.sync.aligned.m64n{key_block}k16.f32.bf16.bf16" in ptx
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::(cluster|cta)\.global", ptx)
     assert "cp.async.bulk.tensor.4d.global.shared::cta" in ptx
-    code = _machine_code(entry.members["cubin"], tmp_path)
+    code = instructions(entry.members["cubin"])
     assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected(spec.constants)
     if not packed:
         # halves of registers put together: weights carried from block to block in 16 bits were packed anew each time
@@ -149,15 +137,13 @@ def _expected_d512(p_qk: list[int], p_v: list[int]) -> _Products:
     "dims, packed, causal",
     [((512, 512), False, True), ((512, 512), True, True), ((384, 384), False, False), ((264, 448), False, True)],
 )
-def test_products_above_256_are_not_serialised(
-    dims: tuple[int, int], packed: bool, causal: bool, tmp_path: Path
-) -> None:
+def test_products_above_256_are_not_serialised(dims: tuple[int, int], packed: bool, causal: bool) -> None:
     [spec] = _forward(*dims, 512, packed, is_causal=causal)
     assert "_hopper_attention_fwd_d512_kernel" in spec.describe()
     entry, _ = entry_for(spec)
     assert entry.manifest["launch"]["stack"] <= 128
     assert entry.manifest["launch"]["num_warps"] == 12
-    code = _machine_code(entry.members["cubin"], tmp_path)
+    code = instructions(entry.members["cubin"])
     p_v = [*spec.constants["P_V_LEFT"], *spec.constants["P_V_RIGHT"]]
     assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected_d512(spec.constants["P_QK"], p_v)
 
@@ -177,12 +163,12 @@ def _packed_and_cut(specs: list[Spec]) -> tuple[int, bool]:
 
 @compiled
 @pytest.mark.parametrize("batch", [1, 8], ids=["cut", "packed"])
-def test_products_of_few_queries_are_not_serialised(batch: int, tmp_path: Path) -> None:
+def test_products_of_few_queries_are_not_serialised(batch: int) -> None:
     specs = _few_queries(batch, 64, 4096)
     assert _packed_and_cut(specs) == (4, batch == 1)
     entry, _ = entry_for(specs[0])
     assert entry.manifest["launch"]["stack"] <= 128
-    code = _machine_code(entry.members["cubin"], tmp_path)
+    code = instructions(entry.members["cubin"])
     assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected(specs[0].constants)
 
 
@@ -226,7 +212,7 @@ def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
 
 @compiled
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_a_block_has_two_barriers_of_the_warpgroup(causal: bool, tmp_path: Path) -> None:
+def test_a_block_has_two_barriers_of_the_warpgroup(causal: bool) -> None:
     """Its turn and one that costs nothing; stages are given back without: see _step."""
     [spec] = _forward(128, 128, 512, is_causal=causal)
     entry, _ = entry_for(spec)
@@ -238,8 +224,15 @@ def test_a_block_has_two_barriers_of_the_warpgroup(causal: bool, tmp_path: Path)
 
 
 @compiled
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "causal, packed",
+    [
+        pytest.param(True, False, id="causal-dense"),
+        pytest.param(False, True, id="full-packed"),
+        pytest.param(True, True, id="causal-packed", marks=pytest.mark.slow),
+        pytest.param(False, False, id="full-dense", marks=pytest.mark.slow),
+    ],
+)
 def test_alibi_is_lowered(causal: bool, packed: bool) -> None:
     """No other launch without a GPU has slopes; a name that a branch of a kernel lacks shows where it is taken."""
     slopes = _empty(4, dtype=torch.float32)

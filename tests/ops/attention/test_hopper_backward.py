@@ -1,6 +1,5 @@
 """The Hopper backward without a GPU: what it takes, and its machine code."""
 
-import subprocess
 import zlib
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from powertrain.ops.attention.hopper import backward_plans, maps
@@ -25,9 +23,9 @@ from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operand
 from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
+from tests.ops.attention.machine_code import NVDISASM, disassembled, instructions
 
 META = torch.device("meta")
-NDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
 
 def _args(**given: Any) -> OpArguments:
@@ -116,7 +114,6 @@ def _slow(*values: Any, id: str) -> Any:
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
-@pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "need", "given"),
     [
@@ -161,7 +158,7 @@ def _slow(*values: Any, id: str) -> Any:
     ],
 )
 def test_products_run_beside_everything_else(
-    head_dim: int, dtype: torch.dtype, need: list[bool], given: dict[str, Any], tmp_path: Path
+    head_dim: int, dtype: torch.dtype, need: list[bool], given: dict[str, Any]
 ) -> None:
     """Where registers do not suffice, ptxas waits after every product: then there are as many waits as products."""
     entry = _entry(head_dim, dtype, need, **given)
@@ -175,20 +172,17 @@ def test_products_run_beside_everything_else(
     # 16 bytes a thread: 4 of the part's columns of 64 rows, in each of the parts
     adds = need[0] + (2 * sum(need[1:]) if given.get("repeats") == 8 and not given.get("deterministic") else 0)
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == adds * sum(pieces) // 8
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(entry.members["cubin"])
-    sass = subprocess.run([NDISASM, "-c", "-ndf", cubin], capture_output=True, text=True, check=True).stdout
+    code = instructions(entry.members["cubin"])
     # each consumer waits for scores, dp and both products of them, at 64 in the loop and outside; the server by parts
     ahead = head_dim <= 96 and not given.get("softcap") and not given.get("deterministic")
     waits = 2 * (6 if ahead else 3) + (parts if need[0] else 0)
     # the waits for dp ahead of the loop and at its end may be one, at its beginning
-    assert waits - 2 * ahead <= sass.count("WARPGROUP.DEPBAR") <= waits
+    assert waits - 2 * ahead <= code["WARPGROUP.DEPBAR"] <= waits
     products = 2 * 2 * sum(pieces) // 16 + 2 * 2 * len(pieces) * plan.block_m // 16
-    assert sass.count("HGMMA") >= (1 + ahead) * products
+    assert code["HGMMA"] >= (1 + ahead) * products
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
-@pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
 @pytest.mark.parametrize(
     ("head_dim", "need", "given"),
     [
@@ -214,17 +208,13 @@ def test_products_run_beside_everything_else(
         _slow(136, ALL, IN_TURN, id="in-turn-d136"),
     ],
 )
-def test_wide_products_run_beside_everything_else(
-    head_dim: int, need: list[bool], given: dict[str, Any], tmp_path: Path
-) -> None:
+def test_wide_products_run_beside_everything_else(head_dim: int, need: list[bool], given: dict[str, Any]) -> None:
     """As above, where the consumers share the columns of dk and dv."""
     entry = _entry(head_dim, torch.bfloat16, need, **{"repeats": 1, **given})
     facts, plan = entry.manifest["launch"], plan_for(head_dim, head_dim)
     assert (facts["num_warps"], facts["name"]) == (12, "_hopper_attention_bwd_d256_kernel")
     assert facts["shared"] <= 232448
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(entry.members["cubin"])
-    sass = subprocess.run([NDISASM, "-c", "-ndf", cubin], capture_output=True, text=True, check=True).stdout
+    code = instructions(entry.members["cubin"])
     parts_of_heads = sum(need[1:]) if given.get("repeats") == 8 else 0
     in_turn = given.get("deterministic", False)
     ptx = zlib.decompress(entry.members["ptx"]).decode()
@@ -236,14 +226,13 @@ def test_wide_products_run_beside_everything_else(
     # in each consumer scores, dp, dv, dk and the last dv, and in the server one for each part
     pieces = pieces_of(head_dim)
     parts = sum(piece // min(plan.part, piece) for piece in pieces)
-    assert sass.count("WARPGROUP.DEPBAR") <= 2 * 5 + (parts if need[0] else 0)
+    assert code["WARPGROUP.DEPBAR"] <= 2 * 5 + (parts if need[0] else 0)
     # 64x32 and a consumer's half of each piece at a time in the consumers, and up to 64 columns in the server
     products = 2 * sum(pieces) // 16 + 2 * 4 * len(pieces)
-    assert sass.count("HGMMA") >= 2 * products + (4 * parts if need[0] else 0)
+    assert code["HGMMA"] >= 2 * products + (4 * parts if need[0] else 0)
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
-@pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
 @pytest.mark.parametrize(
     ("head_dim", "need", "given"),
     [
@@ -256,24 +245,34 @@ def test_wide_products_run_beside_everything_else(
         _slow(136, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}, id="thd-d136"),
     ],
 )
-def test_products_of_96_keys_run_beside_everything_else(
-    head_dim: int, need: list[bool], given: dict[str, Any], tmp_path: Path
-) -> None:
+def test_products_of_96_keys_run_beside_everything_else(head_dim: int, need: list[bool], given: dict[str, Any]) -> None:
     """Three consumers of 160 registers, which hold 96 sums a thread: nothing may be on the stack."""
     d_v = given.get("d_v", head_dim)
     entry = _entry(head_dim, torch.bfloat16, need, plan=PLAN_OF_96_KEYS, **given)
     facts = entry.manifest["launch"]
     assert (facts["num_warps"], facts["stack"]) == (16, 0)
     assert facts["shared"] <= 232448
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(entry.members["cubin"])
-    sass = subprocess.run([NDISASM, "-c", "-ndf", cubin], capture_output=True, text=True, check=True).stdout
+    code = instructions(entry.members["cubin"])
     # in each consumer scores, dp, dk, and where it has them dv and dq
     pieces = -(-d_v // 64)
-    assert sass.count("WARPGROUP.DEPBAR") == 3 * (3 + need[0]) + pieces
+    assert code["WARPGROUP.DEPBAR"] == 3 * (3 + need[0]) + pieces
     scores, dp = (-(-dim // 32) * 2 for dim in (head_dim, d_v))
-    assert sass.count("HGMMA") == 3 * (scores + dp + 8 + 6 * need[0]) + 8 * pieces
-    assert sass.count("UTMAREDG") == ((5 if head_dim <= 160 else 6) if need[0] else 0)
+    assert code["HGMMA"] == 3 * (scores + dp + 8 + 6 * need[0]) + 8 * pieces
+    assert code["UTMAREDG"] == ((5 if head_dim <= 160 else 6) if need[0] else 0)
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton brings no nvdisasm")
+@pytest.mark.parametrize(
+    ("head_dim", "plan"), [(192, PLAN_OF_96_KEYS), pytest.param(128, None, marks=pytest.mark.slow), (256, None)]
+)
+def test_instructions_are_counted_as_nvdisasm_does(head_dim: int, plan: Plan | None, tmp_path: Path) -> None:
+    """In kernels of which each has some that another lacks."""
+    cubin = _entry(head_dim, torch.bfloat16, ALL, repeats=1 if plan is None else 2, plan=plan).members["cubin"]
+    ours, names = instructions(cubin), disassembled(cubin, tmp_path)
+    assert ours == {name: names[name] for name in ours}
+    assert ours["HGMMA"] and ours["WARPGROUP.DEPBAR"] and bool(ours["PRMT"]) == (head_dim != 128)
+    assert bool(ours["UTMAREDG"]) == (plan is not None)
 
 
 def test_what_96_keys_refuse() -> None:
