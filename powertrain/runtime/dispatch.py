@@ -405,7 +405,10 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 return call(*map(_python_number, args), **{key: _python_number(x) for key, x in kwargs.items()})
             # not in a function of its own, whose call would cost more than this
             for option, value in (*zip(scalars, args, strict=False), *kwargs.items()):
-                if (types := scalars.get(option)) is not None and type(value) not in types:
+                if (types := scalars.get(option)) is None:
+                    continue
+                # true of NaN and infinity alone: each less itself is NaN
+                if type(value) not in types or (type(value) is float and value - value):
                     positional.refuse_wrong_kind(op, function, args, kwargs)
             if signature is None:
                 return whole(args, kwargs)
