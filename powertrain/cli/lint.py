@@ -1,7 +1,7 @@
 """`powertrain lint`: a training config looked at without training."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.table import Table
@@ -11,7 +11,7 @@ from powertrain.runtime.console import Console
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
-    from powertrain.train.config.reader import Run
+    from powertrain.train.config.reader import Files, Run
     from powertrain.train.config.schema import RunConfig
     from powertrain.train.lint import Finding, Memory, Report
 
@@ -26,17 +26,23 @@ def lint(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="a key that would be ignored is an error")] = False,
     format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: recognized by content")] = None,
+    no_files: Annotated[
+        bool, typer.Option("--no-files", help="data, tokenizer and checkpoints need not be on this machine")
+    ] = False,
 ) -> None:
-    """Check a training config without training: every key, shapes, memory, kernels, and unsupported features of a GPU.
+    """Check a training config without training: every key, the files that it names, shapes, memory, kernels, and
+    unsupported features of a GPU.
 
-    The exit code is 0 if nothing is wrong, 1 if the run cannot work on a named GPU, 2 if the config cannot be read.
+    The exit code is 0 if nothing is wrong, 1 if the run cannot work on a named GPU, 2 if the config or a file that it
+    names cannot be read.
 
     \b
-    powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --arch A100 --arch "RTX 2080"
+    powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --no-files --arch A100 --arch "RTX 2080"
     powertrain lint run.yml train.seq_length=8192 --world-size 8
     """
     console = Console()
-    run = read_run(files, world_size=world_size, strict=strict, format=format)
+    named: Files = "any" if no_files else "all"
+    run = read_run(files, world_size=world_size, strict=strict, format=format, named=named)
     from powertrain.train.config.table import render
     from powertrain.train.lint import lint as inspect
 
@@ -56,18 +62,26 @@ def lint(
         raise typer.Exit(1)
 
 
-def read_run(words: list[str], *, world_size: int | None, strict: bool = False, format: str | None = None) -> "Run":
-    """The run of a command line's files and key=value words; its errors are printed, and the command exits with 2."""
+def read_run(
+    words: list[str], *, world_size: int | None, strict: bool = False, format: str | None = None,
+    named: "Files" = "any",
+) -> "Run":  # fmt: skip
+    """The run of a command line's files and key=value words; its errors are printed, and the command exits with 2.
+
+    named   which of the files that the config names must be there
+    """
     must_exist(missing_files(words), words=CONFIG_WORDS)
     overrides = _overrides(words)
     files = [word for word in words if word not in overrides]
-    from powertrain.train.config.reader import read_config
+    from powertrain.train.config.reader import WrongFiles, read_config
     from powertrain.train.config.yaml_source import ConfigError
 
     try:
-        return read_config(files, overrides, world_size=world_size or 1, strict=strict, format=format)  # type: ignore[arg-type]
+        kind: Any = format  # checked by read_config
+        return read_config(files, overrides, world_size=world_size or 1, strict=strict, format=kind, files=named)
     except ConfigError as error:
-        _end_with(error)
+        elsewhere = isinstance(error, WrongFiles) and named == "all"
+        _end_with(f"{error}\n(on another machine? --no-files leaves files out)" if elsewhere else error)
 
 
 def _end_with(words: object) -> NoReturn:

@@ -50,7 +50,7 @@ def train(
     console = screen()
     try:
         launch_env = ranks.read_launch_env()
-        run = read_run(files, world_size=launch_env.world_size, strict=strict, format=format)
+        run = read_run(files, world_size=launch_env.world_size, strict=strict, format=format, named="data")
         mesh_shape.check_parallel(run.config, launch_env.world_size)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None

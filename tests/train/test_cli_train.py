@@ -26,7 +26,7 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "word, said",
     [
-        ("data.train={0}/no.jsonl", "{0}/no.jsonl: no such file or folder"),
+        ("data.train={0}/no.jsonl", "got {0}/no.jsonl (no such file or folder"),
         ("data.train={0}/empty", "{0}/empty: must hold a file that is not hidden"),
         ("data.train={0}/rows.csv", "{0}/rows.csv: must be text, jsonl or parquet, got csv"),
         ("data.validation={0}/rows.JSON.gz", "{0}/rows.JSON.gz: must be text, jsonl or parquet, got json"),
@@ -41,11 +41,11 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
         ("model.vocab_size=100", "model.vocab_size must be at least the tokenizer's 256, got 100"),
         (
             "logging.folder={0}/text.jsonl/run checkpoint.save=false",
-            "logging.folder must name a folder that can be written, got {0}/text.jsonl/run/config (Not a directory)",
+            "logging.folder must name a folder that can be written, got {0}/text.jsonl (Not a directory)",
         ),
         (
             "checkpoint.load={0}/empty checkpoint.folder={0}/text.jsonl",
-            "must name a folder that can be written, got {0}/text.jsonl (File exists)",
+            "must name a folder that can be written, got {0}/text.jsonl (Not a directory)",
         ),
     ],
 )
