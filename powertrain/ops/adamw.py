@@ -33,6 +33,7 @@ from powertrain.ops.grad_norm import clip_factor, global_norm
 from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.tensor_tables import is_dense, upload_stream
 from powertrain.runtime import checks
+from powertrain.runtime.deferred_signals import deferred_signals
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.positional import hinted
 
@@ -133,7 +134,8 @@ class AdamW(torch.optim.AdamW):
         self._updates: dict[Any, Update] = {}
         self._located: dict[int, _Located] = {}
         self.grad_norm: Tensor | None = None
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
+        with deferred_signals():  # torch's first optimizer imports its compiler
+            super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
         # GradScaler then leaves unscaling, and skipping a bad step, to us
         self._step_supports_amp_scaling = True
 

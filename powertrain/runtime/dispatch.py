@@ -140,7 +140,15 @@ class Op:
         self._tapes = replay.Table(self.name, replay.Recorder.op_tape)
         self._rehearsed: set[Any] = set()
         qualified = f"powertrain::{self.name}"
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        try:
+            _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        except RuntimeError as error:
+            if "multiple times" not in str(error):
+                raise
+            raise ImportError(
+                f"{self.name} is registered with PyTorch already: its module was imported before, and interrupted or "
+                "reloaded; start a new process (in a notebook: restart the kernel)"
+            ) from None
         _library.impl(self.name, _without_none(forward), "CompositeExplicitAutograd")
         torch.library.register_fake(qualified, _without_none(self._recorded_or(fake)), lib=_library)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
