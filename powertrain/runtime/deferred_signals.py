@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _active = False
 
@@ -28,7 +29,7 @@ def deferred_signals() -> Iterator[None]:
         came.append(number)
 
     found = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    handlers: dict[int, Any] = {number: handler for number, handler in found.items() if callable(handler)}
     _active = True
     try:
         for number in handlers:
@@ -41,5 +42,5 @@ def deferred_signals() -> Iterator[None]:
             if signal.getsignal(number) is defer:
                 signal.signal(number, handler)
         # an exception of Ctrl-C would hold up the others
-        for number in sorted(set(came), key=lambda number: number == signal.SIGINT):
-            signal.raise_signal(number)
+        for late in sorted(set(came), key=lambda number: number == signal.SIGINT):
+            signal.raise_signal(late)
