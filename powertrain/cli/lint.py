@@ -102,7 +102,14 @@ def missing_files(words: list[str]) -> list[str]:
 
 def _overrides(words: list[str]) -> list[str]:
     # a file may have "=" in its name
-    return [word for word in words if "=" in word and not Path(word).exists()]
+    return [word for word in words if "=" in word and not _is_there(word)]
+
+
+def _is_there(word: str) -> bool:
+    try:
+        return Path(word).exists()
+    except OSError:  # an override may be longer than a file's name
+        return False
 
 
 def sized(run: "Run", world_size: int | None) -> "tuple[RunConfig, int]":

@@ -181,6 +181,8 @@ def _write_in(path: str) -> None:
     """The folder itself, or the nearest one above it, in which it would be made."""
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
+        if folder.is_symlink():
+            _there(str(folder))
         folder = folder.parent
     try:
         # leaves nothing. Not os.access: it knows nothing of a file system that is read-only to root
