@@ -290,3 +290,10 @@ def test_files_are_looked_at_before_torch_is_imported(data: Path) -> None:
 def test_a_run_that_saves_where_it_loads_begins_with_nothing(data: Path) -> None:
     code, output = _run(str(data / "run.yml"), f"checkpoint={{load: {data}/c, folder: {data}/c}}", files=True)
     assert code == 0, output
+
+
+def test_a_vocabulary_is_compared_with_the_tokenizers(data: Path) -> None:
+    """`train` refused it after `lint` had passed it."""
+    code, output = _run(str(data / "run.yml"), "model.vocab_size=100", files=True)
+    assert code == 2 and "model.vocab_size must be at least the tokenizer's 256, got 100" in output
+    assert _run(str(data / "run.yml"), "model.vocab_size=100")[0] == 0

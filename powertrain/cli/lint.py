@@ -53,7 +53,7 @@ def lint(
     console.print(run.note, highlight=False)
     render(run.table, console)
     try:
-        config, ranks = sized(run, world_size)
+        config, ranks = sized(run, world_size, compares=not no_files)
         report = inspect(config, targets, world_size=ranks)
     except ValueError as error:  # sizes that no op takes
         _end_with(error)
@@ -112,9 +112,13 @@ def _is_there(word: str) -> bool:
         return False
 
 
-def sized(run: "Run", world_size: int | None) -> "tuple[RunConfig, int]":
+def sized(run: "Run", world_size: int | None, *, compares: bool = False) -> "tuple[RunConfig, int]":
     """The run's config with its vocabulary's size, and its GPUs, by default the fewest that it takes. A tokenizer that
-    cannot be read, and a parallel section that so many GPUs cannot train by, is said and ends with 2."""
+    cannot be read, and a parallel section that so many GPUs cannot train by, is said and ends with 2.
+
+    compares   a size in the config with that of the tokenizer, if its file is on this machine
+    """
+    from powertrain.train.config.files import is_local
     from powertrain.train.data.sources import vocabulary_size
     from powertrain.train.mesh_shape import check_parallel, fewest_ranks
     from powertrain.train.run import with_vocabulary
@@ -125,12 +129,13 @@ def sized(run: "Run", world_size: int | None) -> "tuple[RunConfig, int]":
     except (ValueError, NotImplementedError) as error:
         _end_with(f"{error} (--world-size {ranks})")
     # a size in the config spares reading the tokenizer, which may not be on this machine
-    if run.config.model.vocab_size:
+    if run.config.model.vocab_size and not (compares and is_local(run.config.data.tokenizer)):
         return run.config, ranks
     try:
-        return with_vocabulary(run.config, vocabulary_size(run.config.data)), ranks
+        size = vocabulary_size(run.config.data)
     except (ValueError, OSError) as error:
         _end_with(f"data.tokenizer: {error}")
+    return with_vocabulary(run.config, size), ranks
 
 
 def show(report: "Report", run: "Run", console: Console) -> None:

@@ -154,12 +154,17 @@ def _read_indexed(prefix: str) -> None:
     IndexedData(prefix.removesuffix(".bin").removesuffix(".idx"))
 
 
+def is_local(tokenizer: str) -> bool:
+    """Whether a tokenizer is read from a file here: not on the Hub, not yet to be trained, not by transformers, which
+    takes seconds to be imported."""
+    by_transformers = tokenizer.startswith(_HUB) or (Path(tokenizer) / "tokenizer_config.json").is_file()
+    return size_to_train(tokenizer) is None and not by_transformers
+
+
 def _read_tokenizer(name: str) -> None:
     from powertrain.train.data.tokenizer import load_tokenizer
 
-    # the run's to read: transformers, which reads these, takes seconds to be imported
-    by_transformers = name.startswith(_HUB) or (Path(name) / "tokenizer_config.json").is_file()
-    if size_to_train(name) is None and not by_transformers:
+    if is_local(name):
         load_tokenizer(name)
 
 
