@@ -28,6 +28,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
                 import shutil  # is there already, where a folder is
 
                 shutil.rmtree(folder, ignore_errors=True)
+                os.write(2, b"SIGINT ended the conversion: nothing of its result is left\n")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         frame = frame.f_back

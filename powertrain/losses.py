@@ -10,6 +10,7 @@ computed in the dtype of the log-probabilities (float32 or float64) and differen
 Each function names its sources. Where TRL and a paper differ, TRL is followed and the difference is stated.
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -70,6 +71,12 @@ def _check_floats(op: str, **tensors: Tensor | None) -> None:
 def _check_options(op: str, beta: float, label_smoothing: float = 0.0) -> None:
     checks.require(beta > 0, op, "beta", "be above 0", beta)
     checks.require(0 <= label_smoothing < 0.5, op, "label_smoothing", "be in [0, 0.5)", label_smoothing)
+
+
+def _check_divisor(op: str, divisor: Tensor | float | None) -> None:
+    # a tensor on a GPU is not read for a check
+    if divisor is not None and not isinstance(divisor, Tensor):
+        checks.require(0 < divisor < math.inf, op, "divisor", "be above 0 and finite", divisor)
 
 
 @hinted
@@ -262,6 +269,8 @@ def policy_loss(
     checks.same_device(op, "log_probs", log_probs, advantages=advantages, sequence=sequence)
     count = advantages.shape[0]
     checks.require(len(clip) == 2, op, "clip", "be (low, high)", clip)
+    checks.require(all(bound >= 0 for bound in clip), op, "clip", "be at least 0", clip)
+    _check_divisor(op, divisor)
     checks.one_of(op, "ratio", ratio, ("token", "sequence"))
     checks.one_of(op, "average", average, ("sequence", "token"))
     checks.one_of(op, "kl", kl, tuple(_ESTIMATES))
@@ -295,5 +304,6 @@ def distillation_loss(divergence: Tensor, sequence: Tensor, *, divisor: Tensor |
     checks.shape("distillation_loss", "sequence", sequence, divergence.shape, "shape of divergence")
     checks.integers("distillation_loss", "sequence", sequence)
     checks.same_device("distillation_loss", "divergence", divergence, sequence=sequence)
+    _check_divisor("distillation_loss", divisor)
     kept = sequence >= 0
     return torch.where(kept, divergence, 0.0).sum() / (kept.sum().clamp(min=1) if divisor is None else divisor)

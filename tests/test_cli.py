@@ -255,3 +255,31 @@ def test_names_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for output in (".", "", "/"):
         said = CliRunner().invoke(app, ["preprocess", "gone", "--output", output, "--tokenizer", "bytes"])
         assert said.exit_code == 2 and "must be a prefix of names, such as data/corpus" in said.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["preprocess", "", "--output", "x"], ["convert", "a", "", "--to", "hf"], ["train", ""]]
+)
+def test_an_empty_argument_is_no_folder(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`preprocess "$DATA"` read the whole working folder where DATA was not set."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("words")
+    code, output = _run(*words)
+    assert code == 2 and "must not be empty" in output and "variable of the shell" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_empty_words_of_options_and_of_other_programs_are_kept() -> None:
+    assert "must not be empty" not in _run("generate", "no-such-run", "--prompt", "")[1]
+    assert "must not be empty" not in _run("shim", "no-such-library", "--", "python", "")[1]
+
+
+def test_outputs_that_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("words")
+    for output in (".", ".."):
+        code, said = _run("preprocess", "text.txt", "--tokenizer", "bytes", "--output", output)
+        assert code == 2 and "must be a prefix of names" in said
+    code, said = _run("init", ".")
+    assert code == 2 and "must end in .yml or .yaml" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -1,5 +1,8 @@
 """`powertrain lint` and `powertrain prebuild run.yml`: what can be known of a run without running it."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from powertrain.cli import app
 from powertrain.models import build
 from powertrain.runtime.target import Target
 from powertrain.train.config.reader import read_config
+from powertrain.train.config.yaml_source import ConfigError
 from powertrain.train.lint import lint, memory_of, rehearse
 from powertrain.train.mesh_shape import fewest_ranks
 from powertrain.train.optim import DTYPES
@@ -20,8 +24,9 @@ QUIRKS = str(ROOT / "tests/train/fixtures/every_quirk.yml")
 NEOX = [str(ROOT / f"configs/neox/{name}.yml") for name in ("125M", "local_setup")]
 
 
-def _run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["lint", *arguments], env={"COLUMNS": "200"})
+def _run(*arguments: str, files: bool = False) -> tuple[int, str]:
+    """The configs of the repository name files that are not here."""
+    result = CliRunner().invoke(app, ["lint", *arguments, *([] if files else ["--no-files"])], env={"COLUMNS": "200"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
 
@@ -221,3 +226,74 @@ def test_documents_of_a_run(kind: str) -> None:
     # the sums of o * do for the backward need none
     knowing = [{n for n in s.signature if n.endswith(documents) and n not in s.constants} for s in kernels]
     assert sum(bool(names) for names in knowing) >= 2
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "other.jsonl").write_text('{"words": "a"}\n')
+    (tmp_path / "bytes").write_bytes(b"PK\0\0")
+    (tmp_path / "rows.parquet").write_bytes(b"none")
+    (tmp_path / "half.bin").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_text("[]")
+    (tmp_path / "link").symlink_to("gone")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run.yml").write_text(
+        "model: {architecture: llama, hidden_size: 32, num_layers: 1, num_heads: 2, intermediate_size: 64, "
+        "vocab_size: 256}\n"
+        f"data:\n  train: {tmp_path}/text.jsonl\ntrain: {{steps: 1, seq_length: 32, precision: fp32}}\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("data.train={0}/txt.jsonl", "data.train must name text, jsonl, parquet, a folder .* got {0}/txt.jsonl "
+         r"\(no such file or folder; did you mean {0}/text.jsonl\?\)"),
+        ("data.train=[quickstart,{0}/link]", r"data.train.1 must name text, .* got {0}/link \(a link to gone"),
+        ("data.train={0}/empty", "data.train: {0}/empty: must hold a file that is not hidden, got an empty folder"),
+        ("data.train={0}/other.jsonl", "data.train: {0}/other.jsonl:1: must have a key 'text', got keys 'words'"),
+        ("data.train={0}/rows.parquet", "data.train: {0}/rows.parquet must be parquet, which begins with PAR1"),
+        ("data.train={0}/half", "data.train: {0}/half.idx: no such file; a data set {0}/half needs"),
+        ("data.validation={0}/bytes", "data.validation: {0}/bytes must be UTF-8 text, got a file with bytes of 0"),
+        ("data.tokenizer={0}/tokenizer.json", "data.tokenizer: {0}/tokenizer.json: must be a tokenizer.json"),
+        ("data.tokenizer={0}/no.json", "data.tokenizer: tokenizer: no such file {0}/no.json"),
+        ("data.cache_folder={0}/bytes/a/b", r"cache_folder must name a folder that can be written, got {0}/bytes \("),
+        ("checkpoint.folder={0}/bytes", r"checkpoint.folder must name a folder that can be written, got {0}/bytes \("),
+        ("logging.folder={0}/bytes", r"logging.folder must name a folder that can be written, got {0}/bytes \("),
+        ("checkpoint.load={0}/no", r"checkpoint.load must name a checkpoint: .* got {0}/no \(no such file or folder"),
+        ("checkpoint.load={0}/empty", "checkpoint.load: {0}/empty must hold a checkpoint .* got an empty folder"),
+        ("train={{steps: 1, seq_length: 8, objective: distill, distill: {{teacher: {0}/no}}}}", "teacher must name a "),
+        ("evaluation.tasks_folder={0}/no", r"tasks_folder must name a folder of YAML files, got {0}/no \(no such"),
+    ],
+)  # fmt: skip
+def test_files_that_a_config_names(word: str, said: str, data: Path) -> None:
+    code, output = _run(str(data / "run.yml"), word.format(data), files=True)
+    assert code == 2 and re.search(said.format(data), output) and "command line: " in output, output
+    assert output.endswith("(on another machine? --no-files leaves files out)\n")
+
+
+def test_files_are_looked_at_before_torch_is_imported(data: Path) -> None:
+    """The line is that of the entry of a list; `lint` and `train` say the same."""
+    run = data / "run.yml"
+    run.write_text(run.read_text().replace(f"train: {data}/text.jsonl", "train:\n    - quickstart\n    - no.txt"))
+    code = "import sys, powertrain.cli.lint as m\ntry:\n    m.read_run(sys.argv[1:], world_size=None, named='all')\n"
+    code += "finally:\n    print('torch' in sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, cwd=ROOT)
+    assert f"{run}:5: data.train.1 must name text" in done.stderr and done.stdout == "False\n", done
+    with pytest.raises(ConfigError, match=r"run\.yml:5: data\.train\.1 must name text"):
+        read_config([run], files="data")
+    assert read_config([run]).config.data.train[1].path == "no.txt"
+
+
+def test_a_run_that_saves_where_it_loads_begins_with_nothing(data: Path) -> None:
+    code, output = _run(str(data / "run.yml"), f"checkpoint={{load: {data}/c, folder: {data}/c}}", files=True)
+    assert code == 0, output
+
+
+def test_a_vocabulary_is_compared_with_the_tokenizers(data: Path) -> None:
+    """`train` refused it after `lint` had passed it."""
+    code, output = _run(str(data / "run.yml"), "model.vocab_size=100", files=True)
+    assert code == 2 and "model.vocab_size must be at least the tokenizer's 256, got 100" in output
+    assert _run(str(data / "run.yml"), "model.vocab_size=100")[0] == 0

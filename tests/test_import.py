@@ -120,3 +120,86 @@ def test_no_collection_of_the_whole_heap_while_attention_is_imported(
 ) -> None:
     """Two took 0.2 s of the 0.5 s between torch and a first call."""
     assert first_call.stdout.splitlines()[2:] == ["False"], first_call.stdout + first_call.stderr
+
+
+_INTERRUPTED = """
+import os, signal, sys, threading
+from powertrain.runtime.lazy_exports import resolve
+sys.path.insert(0, sys.argv[1])
+import package
+def get():
+    return resolve("package", "value", {"value": "package.slow"})
+"""
+
+
+def _interrupted(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """`code` with a package whose module is half imported when it sends this process the signals in `package.sent`."""
+    (folder / "package").mkdir()
+    (folder / "package/__init__.py").write_text("sent = []\nruns = 0\n")
+    (folder / "package/slow.py").write_text(
+        "import os, package\npackage.runs += 1\n"
+        "for number in package.sent:\n    os.kill(os.getpid(), number)\n    for _ in range(1000): pass\nvalue = 7\n"
+    )
+    code = _INTERRUPTED + code
+    return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_a_first_use_that_ctrl_c_interrupts_can_be_repeated(tmp_path: Path) -> None:
+    code = """
+package.sent = [signal.SIGINT]
+try:
+    get()
+except KeyboardInterrupt:
+    assert get() == 7 and package.runs == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    print("repeated")
+"""
+    done = _interrupted(tmp_path, code)
+    assert done.stdout == "repeated\n", done
+
+
+def test_a_handler_may_use_what_is_imported_when_its_signal_comes(tmp_path: Path) -> None:
+    code = """
+seen = []
+def handle(number, frame):
+    seen.append(get())
+signal.signal(signal.SIGTERM, handle)
+package.sent = [signal.SIGTERM]
+assert get() == 7 and seen == [7] and signal.getsignal(signal.SIGTERM) is handle
+results = []
+thread = threading.Thread(target=lambda: results.append(get()))
+thread.start(); thread.join()
+assert results == [7]
+print("handled")
+"""
+    done = _interrupted(tmp_path, code)
+    assert done.stdout == "handled\n", done
+
+
+def test_what_fails_after_a_second_ctrl_c_says_what_to_do(tmp_path: Path) -> None:
+    code = """
+package.sent = [signal.SIGINT, signal.SIGINT]
+try:
+    get()
+except KeyboardInterrupt:
+    package.sent = ["registered already"]
+    try:
+        get()
+    except ImportError as error:
+        print(error)
+"""
+    done = _interrupted(tmp_path, code)
+    assert done.stdout.startswith(
+        "package.slow cannot be imported, since the import of package.slow was interrupted"
+    ), done
+
+
+def test_ops_that_are_registered_twice_say_what_to_do() -> None:
+    code = """
+import importlib, powertrain.ops.bias_dropout_add as module
+try:
+    importlib.reload(module)
+except ImportError as error:
+    print(error)
+"""
+    done = _python(code)
+    assert "is registered with PyTorch already" in done.stdout and "start a new process" in done.stdout, done

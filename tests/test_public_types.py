@@ -19,6 +19,7 @@ PACKAGES = [
 # (name, argument): why any value is right there
 ANY = {
     ("AdamW.__init__", "params"): "as torch.optim's: groups are dictionaries",
+    ("AdamW.add_param_group", "param_group"): "as torch.optim's",
     ("AdamW.load_state_dict", "state_dict"): "as torch.optim's",
     ("explain_attention", "arguments"): "stands for any argument of a call",
     ("configure", "fields"): "the fields of the config, which checks them",

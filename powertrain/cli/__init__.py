@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -90,6 +91,17 @@ class _Commands(TyperGroup):
             if isinstance(error.__context__, BrokenPipeError):
                 _end_without_output(error.__context__)
             raise
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # behind -- is another program's command line
+        words = args[: args.index("--")] if "--" in args else args
+        for before, word in pairwise(words):
+            # pathlib would make it this folder, and `preprocess "$DATA"` tokenize all that is in it
+            if not word and not before.startswith("-"):
+                raise typer.BadParameter(
+                    f"must not be empty (behind {before!r}); is a variable of the shell not set?", ctx
+                )
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         forget_no_columns()

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -59,14 +59,13 @@ def convert(
     from powertrain.train.checkpoint.convert import convert as write
     from powertrain.train.checkpoint.load import NAMES, open_weights
     from powertrain.train.optim import DTYPES
-    from powertrain.train.signals import exits_on_signals
 
     console = Console(soft_wrap=True, highlight=False)
     with _one_line(source):
         weights = open_weights(source, from_.value if from_ else None, config or ())
     model = weights.config
     console.print(f"{weights.path}: {NAMES[weights.kind]}, {model.architecture}, {model.num_layers} layers")
-    with _one_line(destination), exits_on_signals():
+    with _one_line(destination), _saying_signals(destination):
         done = write(
             weights, destination, to.value, dtype=DTYPES[dtype.value] if dtype else None, vocab_size=vocab_size,
             check=check, pipe_parallel_size=pipe_parallel_size, model_parallel_size=model_parallel_size,
@@ -79,6 +78,22 @@ def convert(
         console.print(
             f"largest difference of {c.of} {c.difference:.3g}, of {c.largest:.4g} ({c.source} and {c.result}, float32)"
         )
+
+
+@contextmanager
+def _saying_signals(destination: Path) -> Iterator[None]:
+    """A signal that ends the conversion is named on stderr, with what is left."""
+    from powertrain.train.signals import Ended, exits_on_signals
+
+    try:
+        with exits_on_signals():
+            yield
+    except (KeyboardInterrupt, Ended) as error:
+        name = error.name if isinstance(error, Ended) else "SIGINT"
+        left = "is complete" if destination.exists() else "was not written, and nothing of it is left"
+        with suppress(OSError):  # a terminal that hung up
+            typer.echo(f"{name} ended the conversion: {destination} {left}", err=True)
+        raise
 
 
 @contextmanager

@@ -73,10 +73,10 @@ def init(
     powertrain init
     powertrain init books.yml --data books/ --model tiny --tokenizer train:8192 --steps 2000
     """
-    if file.exists() and not force:
-        raise typer.BadParameter(f"{file} exists already; --force replaces it", param_hint="FILE")
     if file.suffix not in (".yml", ".yaml"):
         raise typer.BadParameter(f"must end in .yml or .yaml, got {str(file)!r}", param_hint="FILE")
+    if file.exists() and not force:
+        raise typer.BadParameter(f"{file} exists already; --force replaces it", param_hint="FILE")
     data = _asked(data, "Data (a file, a folder, hf:ORG/NAME, or quickstart)", "quickstart")
     _check_data(data)
     model = _asked(model, "Model (tiny, or a preset such as llama-1b)", "tiny")

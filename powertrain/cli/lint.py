@@ -1,7 +1,7 @@
 """`powertrain lint`: a training config looked at without training."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.table import Table
@@ -11,7 +11,7 @@ from powertrain.runtime.console import Console
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
-    from powertrain.train.config.reader import Run
+    from powertrain.train.config.reader import Files, Run
     from powertrain.train.config.schema import RunConfig
     from powertrain.train.lint import Finding, Memory, Report
 
@@ -26,17 +26,23 @@ def lint(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="a key that would be ignored is an error")] = False,
     format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: recognized by content")] = None,
+    no_files: Annotated[
+        bool, typer.Option("--no-files", help="data, tokenizer and checkpoints need not be on this machine")
+    ] = False,
 ) -> None:
-    """Check a training config without training: every key, shapes, memory, kernels, and unsupported features of a GPU.
+    """Check a training config without training: every key, the files that it names, shapes, memory, kernels, and
+    unsupported features of a GPU.
 
-    The exit code is 0 if nothing is wrong, 1 if the run cannot work on a named GPU, 2 if the config cannot be read.
+    The exit code is 0 if nothing is wrong, 1 if the run cannot work on a named GPU, 2 if the config or a file that it
+    names cannot be read.
 
     \b
-    powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --arch A100 --arch "RTX 2080"
+    powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --no-files --arch A100 --arch "RTX 2080"
     powertrain lint run.yml train.seq_length=8192 --world-size 8
     """
     console = Console()
-    run = read_run(files, world_size=world_size, strict=strict, format=format)
+    named: Files = "any" if no_files else "all"
+    run = read_run(files, world_size=world_size, strict=strict, format=format, named=named)
     from powertrain.train.config.table import render
     from powertrain.train.lint import lint as inspect
 
@@ -47,7 +53,7 @@ def lint(
     console.print(run.note, highlight=False)
     render(run.table, console)
     try:
-        config, ranks = sized(run, world_size)
+        config, ranks = sized(run, world_size, compares=not no_files)
         report = inspect(config, targets, world_size=ranks)
     except ValueError as error:  # sizes that no op takes
         _end_with(error)
@@ -56,18 +62,26 @@ def lint(
         raise typer.Exit(1)
 
 
-def read_run(words: list[str], *, world_size: int | None, strict: bool = False, format: str | None = None) -> "Run":
-    """The run of a command line's files and key=value words; its errors are printed, and the command exits with 2."""
+def read_run(
+    words: list[str], *, world_size: int | None, strict: bool = False, format: str | None = None,
+    named: "Files" = "any",
+) -> "Run":  # fmt: skip
+    """The run of a command line's files and key=value words; its errors are printed, and the command exits with 2.
+
+    named   which of the files that the config names must be there
+    """
     must_exist(missing_files(words), words=CONFIG_WORDS)
     overrides = _overrides(words)
     files = [word for word in words if word not in overrides]
-    from powertrain.train.config.reader import read_config
+    from powertrain.train.config.reader import WrongFiles, read_config
     from powertrain.train.config.yaml_source import ConfigError
 
     try:
-        return read_config(files, overrides, world_size=world_size or 1, strict=strict, format=format)  # type: ignore[arg-type]
+        kind: Any = format  # checked by read_config
+        return read_config(files, overrides, world_size=world_size or 1, strict=strict, format=kind, files=named)
     except ConfigError as error:
-        _end_with(error)
+        elsewhere = isinstance(error, WrongFiles) and named == "all"
+        _end_with(f"{error}\n(on another machine? --no-files leaves files out)" if elsewhere else error)
 
 
 def _end_with(words: object) -> NoReturn:
@@ -88,12 +102,23 @@ def missing_files(words: list[str]) -> list[str]:
 
 def _overrides(words: list[str]) -> list[str]:
     # a file may have "=" in its name
-    return [word for word in words if "=" in word and not Path(word).exists()]
+    return [word for word in words if "=" in word and not _is_there(word)]
 
 
-def sized(run: "Run", world_size: int | None) -> "tuple[RunConfig, int]":
+def _is_there(word: str) -> bool:
+    try:
+        return Path(word).exists()
+    except OSError:  # an override may be longer than a file's name
+        return False
+
+
+def sized(run: "Run", world_size: int | None, *, compares: bool = False) -> "tuple[RunConfig, int]":
     """The run's config with its vocabulary's size, and its GPUs, by default the fewest that it takes. A tokenizer that
-    cannot be read, and a parallel section that so many GPUs cannot train by, is said and ends with 2."""
+    cannot be read, and a parallel section that so many GPUs cannot train by, is said and ends with 2.
+
+    compares   a size in the config with that of the tokenizer, if its file is on this machine
+    """
+    from powertrain.train.config.files import is_local
     from powertrain.train.data.sources import vocabulary_size
     from powertrain.train.mesh_shape import check_parallel, fewest_ranks
     from powertrain.train.run import with_vocabulary
@@ -104,12 +129,13 @@ def sized(run: "Run", world_size: int | None) -> "tuple[RunConfig, int]":
     except (ValueError, NotImplementedError) as error:
         _end_with(f"{error} (--world-size {ranks})")
     # a size in the config spares reading the tokenizer, which may not be on this machine
-    if run.config.model.vocab_size:
+    if run.config.model.vocab_size and not (compares and is_local(run.config.data.tokenizer)):
         return run.config, ranks
     try:
-        return with_vocabulary(run.config, vocabulary_size(run.config.data)), ranks
+        size = vocabulary_size(run.config.data)
     except (ValueError, OSError) as error:
         _end_with(f"data.tokenizer: {error}")
+    return with_vocabulary(run.config, size), ranks
 
 
 def show(report: "Report", run: "Run", console: Console) -> None:

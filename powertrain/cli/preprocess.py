@@ -63,7 +63,7 @@ def preprocess(
     if completions is not None and any(ignored.values()):
         names = ", ".join(name for name, is_given in ignored.items() if is_given)
         raise typer.BadParameter(f"--completions takes none of {', '.join(ignored)}, got {names}")
-    if not output.name:
+    if output.name in ("", ".."):
         raise typer.BadParameter(f"must be a prefix of names, such as data/corpus, got {str(output)!r}",
                                  param_hint="--output")  # fmt: skip
     from powertrain.train.data.corpus import find_files

@@ -15,7 +15,7 @@ from powertrain.cli.paths import must_exist
 
 if TYPE_CHECKING:
     from powertrain.runtime.console import Console
-    from powertrain.train.config.reader import Run
+    from powertrain.train.config.reader import Files, Run
     from powertrain.train.reporting.metrics import Sink
     from powertrain.train.trainer import Trainer
 
@@ -50,7 +50,9 @@ def train(
     console = screen()
     try:
         launch_env = ranks.read_launch_env()
-        run = read_run(files, world_size=launch_env.world_size, strict=strict, format=format)
+        # of several ranks one alone may lack a file, which they say together once they are connected
+        named: Files = "data" if launch_env.world_size == 1 else "any"
+        run = read_run(files, world_size=launch_env.world_size, strict=strict, format=format, named=named)
         mesh_shape.check_parallel(run.config, launch_env.world_size)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -7,7 +7,10 @@ import typer
 
 from powertrain.runtime.console import Console
 
-_NOTHING = "must be a run, a checkpoint or a data set, got nothing of the kind"
+
+def _nothing(path: Path) -> str:
+    got = "nothing of the kind" if path.exists() else "no such path"
+    return f"{path} must be a run, a checkpoint or a data set, got {got}"
 
 
 def verify(
@@ -23,7 +26,7 @@ def verify(
     console, bad = Console(soft_wrap=True, highlight=False), 0
     if not any(Path(f"{path}{ending}").exists() for path in paths for ending in ("", ".bin", ".idx")):
         for path in paths:
-            console.print(f"{path} {_NOTHING}", markup=False)
+            console.print(_nothing(path), markup=False)
         raise typer.Exit(1)
     from powertrain.train.checkpoint import store as checkpoint_store
     from powertrain.train.data import indexed
@@ -37,7 +40,7 @@ def verify(
         ]
         is_data = indexed.index_path(prefix).exists() or indexed.values_path(prefix).exists()
         if not folders and not is_data:
-            console.print(f"{path} {_NOTHING}", markup=False)
+            console.print(_nothing(path), markup=False)
             bad += 1
         for one in [*folders, *([prefix] if is_data else [])]:
             try:

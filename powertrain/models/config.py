@@ -28,7 +28,7 @@ class ModelConfig(BaseModel):
     """
 
     # frozen: a config is part of checkpoints and of cache keys; unknown fields are typing errors
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     # classes of transformers whose checkpoints it reads and writes
     hf_architectures: ClassVar[tuple[str, ...]] = ()
 

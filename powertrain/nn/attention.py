@@ -19,6 +19,7 @@ from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
 from powertrain.runtime.kept_tensors import Description, kept
+from powertrain.runtime.positional import hinted
 
 
 class Context(NamedTuple):
@@ -113,6 +114,7 @@ class SelfAttention(nn.Module):
     GPT-NeoX, whose sparse attention is DeepSpeed's, dropout is then applied to the result.
     """
 
+    @hinted
     def __init__(
         self,
         hidden_size: int,

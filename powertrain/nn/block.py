@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 from powertrain.nn.attention import Context
 from powertrain.nn.cache import CacheRow
 from powertrain.ops.bias_dropout_add import bias_dropout_add
+from powertrain.runtime.positional import hinted
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -63,6 +64,7 @@ class Block(Layer):
     dropout                   of each half's output; of attention's alone with mlp_dropout false
     """
 
+    @hinted
     def __init__(
         self,
         attention: nn.Module,

@@ -21,6 +21,7 @@ from powertrain.ops.activations import Activation, activation
 from powertrain.ops.attention import attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.batch_invariance import refuse_invariant
+from powertrain.runtime.positional import hinted
 
 
 class SpatialGating(nn.Module):
@@ -96,6 +97,7 @@ class GMLP(Layer):
     `batch_invariant` raise NotImplementedError.
     """
 
+    @hinted
     def __init__(
         self,
         hidden_size: int,

@@ -9,6 +9,7 @@ from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns, of_all_tokens
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope
+from powertrain.runtime.positional import hinted
 
 _EPS = 1e-6  # of the latents' norms: DeepSeek's, whatever the model's
 
@@ -26,6 +27,7 @@ class LatentAttention(nn.Module):
     into the query and its value half into the result, and all heads read the same rows (DeepSeek-V2, section 2.1.2).
     """
 
+    @hinted
     def __init__(
         self,
         hidden_size: int,

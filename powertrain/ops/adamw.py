@@ -16,7 +16,9 @@ Sources: Loshchilov and Hutter, arXiv:1711.05101; semantics of torch.optim.AdamW
 """
 
 import itertools
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -31,6 +33,7 @@ from powertrain.ops.grad_norm import clip_factor, global_norm
 from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.tensor_tables import is_dense, upload_stream
 from powertrain.runtime import checks
+from powertrain.runtime.deferred_signals import deferred_signals
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.positional import hinted
 
@@ -77,6 +80,14 @@ class _Located(NamedTuple):
     updates: list[tuple[Update, list[int]]]  # each with the positions of its parameters in the group
 
 
+def _check_finite(group: dict[str, Any]) -> None:
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        value = group.get(name, 0.0)
+        # a tensor on a GPU is not read for a check
+        numbers = [x for x in (value if name == "betas" and value else (value,)) if isinstance(x, Real)]
+        checks.require(all(map(math.isfinite, numbers)), "AdamW", name, "be finite", value)
+
+
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW in a few launches for all parameters.
 
@@ -117,14 +128,20 @@ class AdamW(torch.optim.AdamW):
             raise NotImplementedError("AdamW: amsgrad and differentiable are not implemented; use torch.optim.AdamW")
         if state_dtype is not None:
             checks.one_of("AdamW", "state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float16))
+        _check_finite({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.master_weights = master_weights
         self.state_dtype = state_dtype
         self._updates: dict[Any, Update] = {}
         self._located: dict[int, _Located] = {}
         self.grad_norm: Tensor | None = None
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
+        with deferred_signals():  # torch's first optimizer imports its compiler
+            super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
         # GradScaler then leaves unscaling, and skipping a bad step, to us
         self._step_supports_amp_scaling = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_finite(param_group)  # torch checks those of the constructor alone, and takes infinity
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -140,7 +140,15 @@ class Op:
         self._tapes = replay.Table(self.name, replay.Recorder.op_tape)
         self._rehearsed: set[Any] = set()
         qualified = f"powertrain::{self.name}"
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        try:
+            _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        except RuntimeError as error:
+            if "multiple times" not in str(error):
+                raise
+            raise ImportError(
+                f"{self.name} is registered with PyTorch already: its module was imported before, and interrupted or "
+                "reloaded; start a new process (in a notebook: restart the kernel)"
+            ) from None
         _library.impl(self.name, _without_none(forward), "CompositeExplicitAutograd")
         torch.library.register_fake(qualified, _without_none(self._recorded_or(fake)), lib=_library)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
@@ -405,7 +413,10 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 return call(*map(_python_number, args), **{key: _python_number(x) for key, x in kwargs.items()})
             # not in a function of its own, whose call would cost more than this
             for option, value in (*zip(scalars, args, strict=False), *kwargs.items()):
-                if (types := scalars.get(option)) is not None and type(value) not in types:
+                if (types := scalars.get(option)) is None:
+                    continue
+                # true of NaN and infinity alone: each less itself is NaN
+                if type(value) not in types or (type(value) is float and value - value):
                     positional.refuse_wrong_kind(op, function, args, kwargs)
             if signature is None:
                 return whole(args, kwargs)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# bounds, of which infinity means none; their functions refuse NaN
+UNBOUNDED = ("limit", "max_norm", "norm_type")
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, list, tuple)
 _WORDS = {
     Tensor: ("a tensor", "tensors"), bool: ("True or False", "flags"), int: ("an integer", "integers"),
@@ -115,7 +117,8 @@ def _fits_number(kind: type, value: Any) -> bool:
         value = value.item()
     try:
         if kind is float:
-            return not isinstance(value, str | bytes) and not math.isnan(float(value))
+            float(value)
+            return not isinstance(value, str | bytes)
         number = operator.index(value) if not isinstance(value, float) else value
     except (TypeError, ValueError, OverflowError):
         return kind is bool and isinstance(value, np.bool_)

@@ -3,10 +3,12 @@ value that was given by position and belongs to another parameter, the error nam
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +33,10 @@ def hinted(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             for option, value in (*zip(scalars, args, strict=False), *kwargs.items()):
-                if (types := scalars.get(option)) is not None and type(value) not in types:
+                if (types := scalars.get(option)) is None:
+                    continue
+                # true of NaN and infinity alone: each less itself is NaN
+                if type(value) not in types or (type(value) is float and value - value):
                     refuse_wrong_kind(op, function, args, kwargs)
         try:
             return function(*args, **kwargs)
@@ -70,9 +75,15 @@ def better_error(
 
 
 def refuse_wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the call: a string would be true, or a number by float(), without an error."""
+    """Before the call: a string would be true, or a number by float(), without an error. NaN and infinity would be in
+    every value of the result."""
     if (wrong := hint(op, function, args) or wrong_kind(op, function, args, kwargs)) is not None:
         raise TypeError(wrong) from None
+    scalars = kinds.scalars(function)
+    for argument, value in (*zip(scalars, args, strict=False), *kwargs.items()):
+        is_number = float in (scalars.get(argument) or ()) and isinstance(value, float | np.floating)
+        if is_number and not math.isfinite(value) and argument not in kinds.UNBOUNDED:
+            raise ValueError(f"{op}: {argument} must be finite, got {value}") from None
 
 
 def wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -122,6 +122,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     group = ranks.checkpoint_group
     if fresh:
         decided_by_first(lambda: _refuse_checkpoint(config), group)
+    decided_by_first(lambda: _need_load(run, config), group)
     taken = decided_by_first(lambda: _taken(config), group)
     data = done_by_all(lambda: open_run_data(config, tokenizer, ranks.dp_size, taken), group)
     # after the data: an error in its files needs no model
@@ -157,6 +158,18 @@ def _taken(config: RunConfig) -> tuple[int, int]:
 def _acknowledged(number: signal.Signals) -> str:
     again = "; Ctrl-C once more ends it at once" if number is signal.SIGINT else ""
     return f"\npowertrain: {number.name}: the run ends after the current step{again}\n"
+
+
+def _need_load(run: Run, config: RunConfig) -> None:
+    """Weights that a run of ours asks for must be there: it would train from random ones. GPT-NeoX's begin with those,
+    as there, but for `finetune`; so does a run that saves where it loads."""
+    load, own = config.checkpoint.load, config.checkpoint_folder()
+    if load is None or (run.format == "gpt_neox" and not config.checkpoint.finetune):
+        return
+    if find(own) is not None or kinds_at(Path(load)) or (Path(load).absolute() == own.absolute()):
+        return
+    got = "no checkpoint there" if Path(load).exists() else "no such folder"
+    raise ValueError(f"checkpoint.load must name a checkpoint to begin with, got {load} ({got}); null: random weights")
 
 
 def _refuse_checkpoint(config: RunConfig) -> None:

@@ -22,14 +22,22 @@ def children_without_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class Ended(SystemExit):
+    """A signal asked the process to end; its exit code is 128 plus the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
+
+
 @contextmanager
 def exits_on_signals() -> Iterator[None]:
-    """In this block signals that ask to end raise SystemExit (128 plus the signal's number), so that `finally` removes
-    half-written files. A signal that already has a handler, or is ignored (SIGHUP under nohup), is not changed; Ctrl-C
-    has one, which raises KeyboardInterrupt. Main thread only."""
+    """In this block signals that ask to end raise `Ended`, so that `finally` removes half-written files. A signal that
+    already has a handler, or is ignored (SIGHUP under nohup), is not changed; Ctrl-C has one, which raises
+    KeyboardInterrupt. Main thread only."""
 
     def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise Ended(number)
 
     taken = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:

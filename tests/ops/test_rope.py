@@ -415,7 +415,7 @@ def test_inplace_refuses_slices_that_overlap(device: torch.device) -> None:
 
 def test_tables_that_cannot_be_are_refused() -> None:
     for base in (0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="rope_table: base must be above 0 and finite"):
+        with pytest.raises(ValueError, match=r"rope_table: base must be (above 0 and )?finite"):
             rope_table(8, 4, base=base)
     with pytest.raises(ValueError, match=r"rope_table: scheme must be Linear, NTK, .* got {'rope_type': 'linear'}"):
         rope_table(8, 4, scheme={"rope_type": "linear"})  # type: ignore[arg-type]

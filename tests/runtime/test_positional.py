@@ -1,6 +1,7 @@
 """Values where they do not stand, and of other types: the error names the keyword, NumPy's numbers are taken."""
 
 import inspect
+import math
 import operator
 from fractions import Fraction
 from typing import Any
@@ -235,3 +236,65 @@ def test_flags_and_numbers_of_other_types_are_taken() -> None:
     expected = powertrain.scaled_softmax(X, scale=1.0, is_causal=True)
     for flag in (1, np.bool_(True), torch.tensor(True)):
         assert torch.equal(powertrain.scaled_softmax(X, scale=Fraction(1), is_causal=flag), expected)  # type: ignore[arg-type]
+
+
+Q, D = X[:, :, None], X.transpose(1, 2)
+FLOATS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("rms_norm", (X, W), {}, "eps"), ("layer_norm", (X, W), {}, "eps"), ("rope_table", (8, 16), {}, "base"),
+    ("scaled_softmax", (X,), {}, "scale"), ("gated_activation", (X, "clamped_swiglu"), {}, "alpha"),
+    ("linear_activation", (X, D[0].T.repeat(2, 1), "clamped_swiglu"), {"up_weight": D[0].T.repeat(2, 1)}, "alpha"),
+    ("attention", (Q, Q, Q), {}, "scale softcap dropout_p"), ("bias_dropout_add", (X, W, X), {}, "p"),
+    ("decode_attention", (Q[:, :1], Q, Q, T[:, 0].int()), {}, "scale softcap"),
+    ("cross_entropy", (X, T), {}, "z_loss label_smoothing softcap"),
+    ("linear_cross_entropy", (X, X[0], T), {}, "z_loss label_smoothing softcap"),
+    ("linear_log_probs", (X, X[0], T), {}, "temperature softcap"),
+    ("lora_linear", (X, X[0], X[0, :2], torch.ones(4, 2)), {}, "scale"),
+    ("lora", (torch.nn.Sequential(torch.nn.Linear(4, 4)),), {}, "alpha dropout"),
+    ("moe_route", (X[0],), {"top_k": 2}, "scaling_factor"), ("moe_update_bias_", (W.clone(), W), {}, "rate"),
+    ("AdamW", ([W],), {}, "lr eps weight_decay betas"), ("nn.RMSNorm", (8,), {}, "eps"),
+    ("nn.Block", (torch.nn.Identity(),) * 4, {}, "dropout"), ("nn.SelfAttention", (8, 2), {}, "dropout qk_norm_eps"),
+    ("losses.dpo_loss", (C,) * 4, {}, "beta label_smoothing"), ("losses.simpo_loss", (C, C), {}, "beta gamma"),
+    ("losses.kto_loss", (C, C, C > 0, C[0]), {}, "beta desirable_weight undesirable_weight"),
+    ("losses.reward_loss", (C, C), {}, "center"), ("losses.distillation_loss", (X[..., 0], T), {}, "divisor"),
+    ("losses.policy_loss", (X[..., 0], X[..., 0], C, T), {"ref_log_probs": X[..., 0]}, "kl_weight divisor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, args, options, floats", FLOATS, ids=[name for name, *_ in FLOATS])
+def test_numbers_that_are_not_finite_are_refused(
+    name: str, args: tuple[Any, ...], options: dict[str, Any], floats: str
+) -> None:
+    function = operator.attrgetter(name)(powertrain)
+    for argument in floats.split():
+        for value in (math.nan, math.inf, np.float64("nan"), np.float32("-inf")):
+            given = (0.9, value) if argument == "betas" else value
+            for _ in range(3):  # a call that was refused is not kept for later ones
+                with pytest.raises((ValueError, TypeError), match=rf"{function.__name__}: {argument} must be "):
+                    function(*args, **options, **{argument: given})
+
+
+def test_infinity_is_no_bound() -> None:
+    w = torch.nn.Parameter(W.clone())
+    w.grad = torch.full_like(w, 3.0)
+    assert powertrain.clip_grad_norm_([w], math.inf, norm_type=math.inf) == 3 and w.grad.eq(3).all()
+    assert powertrain.gated_activation(X, "clamped_swiglu", limit=math.inf).isfinite().all()
+    for bound in (math.nan, -1.0):
+        for function, args in (
+            (powertrain.gated_activation, (X, "clamped_swiglu")),
+            (powertrain.linear_activation, (X, X[0], None)),
+        ):
+            with pytest.raises(ValueError, match="limit must be at least 0"):
+                function(*args, limit=bound)  # type: ignore[operator]
+        with pytest.raises(ValueError, match="clip must be at least 0"):
+            powertrain.losses.policy_loss(X[..., 0], X[..., 0], C, T, clip=(bound, 0.2))
+
+
+def test_groups_of_an_optimizer_have_finite_numbers() -> None:
+    w = torch.nn.Parameter(W.clone())
+    for name in ("lr", "eps", "weight_decay"):
+        with pytest.raises(ValueError, match=f"AdamW: {name} must be finite, got nan"):
+            powertrain.AdamW([{"params": [w], name: math.nan}])
+    optimizer = powertrain.AdamW([w])
+    with pytest.raises(ValueError, match="AdamW: lr must be finite, got inf"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(W.clone())], "lr": math.inf})
+    assert len(optimizer.param_groups) == 1

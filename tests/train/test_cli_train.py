@@ -26,7 +26,7 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "word, said",
     [
-        ("data.train={0}/no.jsonl", "{0}/no.jsonl: no such file or folder"),
+        ("data.train={0}/no.jsonl", "got {0}/no.jsonl (no such file or folder"),
         ("data.train={0}/empty", "{0}/empty: must hold a file that is not hidden"),
         ("data.train={0}/rows.csv", "{0}/rows.csv: must be text, jsonl or parquet, got csv"),
         ("data.validation={0}/rows.JSON.gz", "{0}/rows.JSON.gz: must be text, jsonl or parquet, got json"),
@@ -41,21 +41,36 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
         ("model.vocab_size=100", "model.vocab_size must be at least the tokenizer's 256, got 100"),
         (
             "logging.folder={0}/text.jsonl/run checkpoint.save=false",
-            "logging.folder must name a folder that can be written, got {0}/text.jsonl/run/config (Not a directory)",
+            "logging.folder must name a folder that can be written, got {0}/text.jsonl (Not a directory)",
+        ),
+        ("checkpoint.load={0}/no", "checkpoint.load must name a checkpoint to begin with, got {0}/no (no such folder)"),
+        ("checkpoint.load={0}/empty checkpoint.finetune=true", "got {0}/empty (no checkpoint there); null: random"),
+        (
+            "checkpoint.folder={0}/link",
+            "checkpoint.folder must name a folder that can be written, got {0}/link (a",
         ),
         (
             "checkpoint.load={0}/empty checkpoint.folder={0}/text.jsonl",
-            "must name a folder that can be written, got {0}/text.jsonl (File exists)",
+            "must name a folder that can be written, got {0}/text.jsonl (Not a directory)",
         ),
     ],
 )
 def test_what_cannot_begin_ends_with_2(word: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("gone")
     os.mkfifo(tmp_path / "pipe")
     for name in ("rows.csv", "rows.JSON.gz", "text.txt.gz"):
         (tmp_path / name).write_text("{}")
     code, output = _train(tmp_path, *word.format(tmp_path).split())
     assert code == 2 and said.format(tmp_path) in output.replace("\n", "")
+
+
+def test_an_override_may_be_longer_than_a_files_name(tmp_path: Path) -> None:
+    """`data.train=` with a list of many files; a run that saves where it loads begins with random weights."""
+    sources = ", ".join([f"{tmp_path}/text.jsonl"] * 20)
+    load = f"checkpoint={{load: {tmp_path}/c, folder: {tmp_path}/c}}"
+    code, output = _train(tmp_path, f"data.train=[{sources}]", "train.steps=1", load)
+    assert code == 0 and "the run starts at step 0" in output, output
 
 
 def test_generate_says_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:

@@ -471,7 +471,7 @@ def test_two_ranks_start_from_weights(parallel: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found[name][: len(expected)], expected, rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_conversion_that_is_ended_leaves_nothing(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,10 +483,26 @@ def test_a_conversion_that_is_ended_leaves_nothing(
 
     monkeypatch.setitem(convert_module._WRITERS, "neox", ended)
     # the tests may run under nohup, which ignores SIGHUP
-    before = signal.signal(number, signal.SIG_DFL)
+    handler = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, handler)
     try:
-        done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--to", "neox"])
-        assert signal.getsignal(number) is signal.SIG_DFL
+        done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "a/b/out"), "--to", "neox"])
+        assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, before)
+    # folders that were made for it are gone too
     assert done.exit_code == 128 + number and [path.name for path in tmp_path.iterdir()] == ["in"]
+    said = f"{number.name} ended the conversion: {tmp_path}/a/b/out was not written, and nothing of it is left"
+    assert said in done.output.replace("\n", " ")
+
+
+def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path) -> None:
+    source = _small(tmp_path / "in")
+    old, new, others = (tmp_path / f".{name}.partial" for name in ("out.1", "out.2", "outer.3"))
+    for folder in (old, new, others):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("half")
+    for path in (old / "model.safetensors", old, others / "model.safetensors", others):
+        os.utime(path, (0, 0))
+    convert(open_weights(source), tmp_path / "out", "neox", check=False)
+    assert not old.exists() and new.exists() and others.exists()

@@ -1,10 +1,13 @@
 """From one kind of checkpoint to another, with the logits of both compared before the result appears."""
 
+import glob
 import importlib.util
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +26,7 @@ from powertrain.train.data.tokenizer import ByteTokenizer, FileTokenizer, Tokeni
 
 # of the largest logit: float32 in another order of computation stays two digits below, a wrong layout far above
 _TOLERANCE = 1e-4
+_ABANDONED = 3600.0  # seconds without a write after which a half-written result has no writer
 _CPU = torch.device("cpu")
 _GENERATION, _SENTENCEPIECE = "generation_config.json", "tokenizer.model"
 
@@ -108,9 +112,11 @@ def convert(
     written = source.with_vocabulary(vocab_size or source.config.vocab_size)
     # beside the destination, on the same file system, so that the rename at the end is one step
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    above = [folder for folder in partial.parents if not folder.exists()]
     unfinished.add(partial)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
+        _remove_killed(destination)
         layout = _Layout(pipe_parallel_size, model_parallel_size, Path(os.path.realpath(destination)))
         _WRITERS[to](partial, written, dtype, tokenizer, layout)
         # adapters compute nothing without the model below them
@@ -124,7 +130,20 @@ def convert(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         unfinished.discard(partial)
+        with suppress(OSError):  # they are not empty: of a result that was written, or of somebody else's
+            for folder in above:
+                folder.rmdir()
     return Converted(compared, notes)
+
+
+def _remove_killed(destination: Path) -> None:
+    """What a conversion to `destination` left that was killed; one whose files are new may be under way on another
+    host."""
+    for folder in destination.parent.glob(f".{glob.escape(destination.name)}.*.partial"):
+        with suppress(OSError):
+            newest = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))
+            if time.time() - newest > _ABANDONED:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tokenizer(source: Weights) -> tuple[Tokenizer | None, tuple[str, ...]]:

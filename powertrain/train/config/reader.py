@@ -25,6 +25,11 @@ from powertrain.train.config.yaml_source import (
 )
 
 Format = Literal["powertrain", "gpt_neox"]
+Files = Literal["any", "data", "all"]
+
+
+class WrongFiles(ConfigError):
+    """Files that a config names are not there, or of another form."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ def read_config(
     world_size: int = 1,
     strict: bool = False,
     format: Format | None = None,
+    files: Files = "any",
 ) -> Run:
     """Read and merge config files, lay `key=value` overrides over them, and check everything.
 
@@ -60,6 +66,8 @@ def read_config(
     world_size   ranks of the run: GPT-NeoX's batch arithmetic and sharding need it
     strict       a key that would be ignored is an error
     format       None: by content, ours has a section `model:`, `train:` or `data:`
+    files        "data", "all": the data and tokenizer, or all files that the config names, must be there
+                 (config/files.py); "any": they may be on another machine
     Raises ConfigError naming file:line or the command line, key, expected and given value; UnsupportedConfig,
     a NotImplementedError too, where a config asks for something that is not there and would change the result.
     """
@@ -80,7 +88,7 @@ def read_config(
     for override in overrides:
         # overrides come last: the command line wins over every file
         source.override(override)
-    config, table = _ours(source) if kind == "powertrain" else _theirs(source, world_size)
+    config, table = _ours(source, files) if kind == "powertrain" else _theirs(source, world_size, files)
     if config.logging.folder is None and config.checkpoint.folder is None:
         # runs of different files do not meet in one folder, where each would find the other's checkpoints
         folder = f"runs/{Path(paths[0]).stem}"
@@ -145,7 +153,7 @@ def _found(path: Path) -> Path:
     return Path(__file__).parents[1] / "quickstart.yml" if str(path) == QUICKSTART else path
 
 
-def _theirs(source: Source, world_size: int) -> tuple[RunConfig, tuple[Row, ...]]:
+def _theirs(source: Source, world_size: int, files: Files) -> tuple[RunConfig, tuple[Row, ...]]:
     from powertrain.train.config.neox import translate
 
     # two section names exist in both formats
@@ -157,11 +165,12 @@ def _theirs(source: Source, world_size: int) -> tuple[RunConfig, tuple[Row, ...]
             raise
         hint = f"\n(section {ours[0]}: looks like a Powertrain config; one must have the section model:)"
         raise type(error)(str(error) + hint) from None
-    return _validated(values, Source(locations=source.locations, texts=source.texts, origins=origins)), table
+    translated = Source(locations=source.locations, texts=source.texts, origins=origins)
+    return _validated(values, translated, files), table
 
 
-def _ours(source: Source) -> tuple[RunConfig, tuple[Row, ...]]:
-    config = _validated(source.values, source)
+def _ours(source: Source, files: Files = "any") -> tuple[RunConfig, tuple[Row, ...]]:
+    config = _validated(source.values, source, files)
     rows = (Row(".".join(map(str, path)), value, str(source.location(path)), "honoured", "")
             for path, value in _leaves(source.values, ()))  # fmt: skip
     return config, tuple(rows)
@@ -175,8 +184,11 @@ def _leaves(value: Any, path: KeyPath) -> Iterable[tuple[KeyPath, Any]]:
         yield path, value
 
 
-def _validated(values: dict[str, Any], source: Source) -> RunConfig:
+def _validated(values: dict[str, Any], source: Source, files: Files) -> RunConfig:
     """The RunConfig of these values, the model apart: its schema is its architecture's."""
+    # before the model's schema, which needs torch
+    if files != "any":
+        _refuse_wrong_files(values, source, files)
     lines: list[str] = []
     values = dict(values)
     # the model's schema depends on its own values, so it is validated apart
@@ -197,6 +209,22 @@ def _validated(values: dict[str, Any], source: Source) -> RunConfig:
     if lines:
         raise ConfigError("\n".join(lines))
     return config
+
+
+def _refuse_wrong_files(values: dict[str, Any], source: Source, files: Files) -> None:
+    from powertrain.train.config.files import wrong_files
+
+    wrong = wrong_files(values, only_data=files == "data")
+    lines = [f"{source.location(path)}: {_named(path, source)}{words}" for path, words in wrong]
+    if lines:
+        raise WrongFiles("\n".join(lines))
+
+
+def _named(path: KeyPath, source: Source) -> str:
+    """The key, behind that of another format which set it, or the list that it is in."""
+    key = ".".join(map(str, path)) or "config"
+    origin = source.origins.get(path) or source.origins.get(path[:-1])
+    return f"{origin} ({key})" if origin else key
 
 
 def _unused_trace(config: RunConfig) -> str:
@@ -279,9 +307,7 @@ _YAML = {
 
 
 def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]) -> str:
-    key = ".".join(map(str, path)) or "config"
-    if path in source.origins:
-        key = f"{source.origins[path]} ({key})"
+    key = _named(path, source)
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key{nearest(str(path[-1]), _fields(path[:-1], values))}"
     if problem["type"] == "missing":

@@ -279,6 +279,7 @@ class _Reader:
         if isinstance(node, yaml.MappingNode) and node.tag.endswith(":map"):
             return self._mapping(loader, node, path, (*inside, node))
         if isinstance(node, yaml.SequenceNode) and node.tag.endswith(":seq"):
+            self.locations |= {(*path, i): self._at(item.start_mark) for i, item in enumerate(node.value)}
             return [self._value(loader, item, (*path, i), (*inside, node)) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(f"{location}: {_dotted(path)}must be a plain list or mapping, got one tagged {node.tag}")

@@ -369,7 +369,7 @@ def test_errors(device: torch.device) -> None:
     fails("value_new must be given as value_cache is", key_new=cache[:, :1])
     fails("key_new must be given with rotary", rotary=rope_table(16, 64, device=device))
     fails("num_splits must be at least 1 or None, got 0", num_splits=0)
-    fails("scale must be a finite number or None, got nan", scale=float("nan"))
+    fails("scale must be finite, got nan", scale=float("nan"))
     fails("layout must be one of 'bshd', 'bhsd', got 'thd'", layout="thd")
     fails("decode_attention has no gradients", NotImplementedError, query=query.clone().requires_grad_())
     if device.type == "cpu" and not settings().interpret:
