@@ -70,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self.runs: list[OpRun] = []
         self.views: dict[int, OpCall] = {}  # outside of ops of ours, by the result's identity
         self.failure: str | None = None  # why this call cannot be replayed
+        self._versions = _versions(inputs)
         self._seen: list[Tensor] = []  # results of every op of PyTorch's
         self._depth = 0
         self._differentiates = False
@@ -189,6 +190,9 @@ class Recorder(TorchDispatchMode):
 
     def attempt(self, make: Callable[[], Any]) -> Any:
         """What `make` returns, or None with the reason in `failure`."""
+        writes = any(isinstance(step, OpCall) and not step.results for step in self.steps)
+        if self.failure is None and not writes and _versions(self.inputs) != self._versions:
+            self.failure = "it counts what its kernels write into an argument as a version of it"
         if self.failure is not None:
             return None
         try:
@@ -199,6 +203,11 @@ class Recorder(TorchDispatchMode):
 
     def _autocasts(self) -> bool:
         return torch.is_autocast_enabled(self.inputs[0].device.type)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    # those made in inference mode have none
+    return [-1 if x.is_inference() else x._version for x in tensors]
 
 
 def index_of(things: Iterable[Any], thing: Any) -> int | None:

@@ -722,6 +722,13 @@ def test_what_stands_around_an_op_is_repeated(
     assert counted.routes >= 2 * (_CALLS - 4)
 
 
+def test_a_rotation_in_place_is_counted_as_a_version_each_time(device: torch.device) -> None:
+    q, table = torch.randn(1, 9, 2, 16, device=device), powertrain.rope_table(16, 9, device=device)
+    for call in range(_CALLS):
+        assert powertrain.rope(q, table=table, inplace=True) is q
+        assert q._version == call + 1
+
+
 @pytest.mark.parametrize("has_guards", [True, False])
 def test_layouts_are_told_apart(has_guards: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call's tensors in more layouts than are tried first, and in the states that Dynamo's guards compare too."""
