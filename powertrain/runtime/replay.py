@@ -9,8 +9,8 @@ the third on a function generated from the recording does the allocations and la
     Stage   one differentiated op: its tape, and what it keeps for its backward (runtime/stages.py)
     Route   one call of a public function, or one backward: its tape, or the stages and tapes of the ops it consists of
 
-A recording (runtime/call_recorder.py) is used only if it shows the whole effect of the call: no random draws, nothing
-that reads values on the host or leaves the device. Calls under torch.compile, dispatch modes, functorch and graph
+A recording (runtime/call_recorder.py) is used only if it shows the whole effect of the call: nothing that reads values
+on the host or leaves the device. Random draws are drawn again. Calls under torch.compile, dispatch modes, functorch and graph
 capture, and with arguments that are neither tensors nor plain values go the whole way. Where a tensor begins within
 16 bytes is part of the signature.
 
