@@ -33,8 +33,9 @@ from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
-# scores of a call that are stored, in float32: 256 MiB
-_MOST_STORED = 1 << 26
+# scores that are stored in float32, 256 MiB. Where dq passes over blocks that nobody sees, as `dbias` does too, they are
+# zeroed first: 16 MiB (not timed)
+_MOST_STORED, _MOST_ZEROED = 1 << 26, 1 << 22
 _SUMMED = 8, 128  # rows and columns of a tile
 
 
@@ -63,14 +64,18 @@ def _sum_ds_kernel(
 def stored_ds(operands: Operands, dbias: Tensor) -> Tensor | None:
     """[b, heads, queries, keys] for the dq kernel to store ds: the bias's gradient itself if nothing is broadcast, else
     in float32 if it is small enough."""
-    heads = operands.heads.kv * operands.heads.q_per_kv
+    args, heads = operands.args, operands.heads.kv * operands.heads.q_per_kv
+    bounds = args.left >= 0 or args.right >= 0 or args.chunk or args.query_documents is not None
+    passes_over = bounds or args.query_used is not None or args.key_used is not None
     sizes = operands.batch, heads, operands.queries, operands.keys
     if dbias.shape == sizes:
-        return dbias
-    if prod(sizes) > _MOST_STORED:
+        return dbias.zero_() if passes_over else dbias
+    if prod(sizes) > (_MOST_ZEROED if passes_over else _MOST_STORED):
         return None
     # rows of whole 16 bytes
-    return dbias.new_empty((*sizes[:3], cdiv(operands.keys, 16) * 16), dtype=torch.float32)[..., : operands.keys]
+    padded = *sizes[:3], cdiv(operands.keys, 16) * 16
+    ds = (dbias.new_zeros if passes_over else dbias.new_empty)(padded, dtype=torch.float32)
+    return ds[..., : operands.keys]
 
 
 def sum_ds(ds: Tensor, dbias: Tensor, target: Target) -> None:

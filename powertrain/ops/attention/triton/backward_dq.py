@@ -175,13 +175,8 @@ def _attention_dq_kernel(
 def launch_dq(
     operands: Operands, shared: dict[str, Any], ranges: Tensor | None, use_tma: bool, dq: Tensor, ds: Tensor | None
 ) -> None:
-    """`shared`: the arguments that all backward kernels take. `ds`: [b, heads, queries, keys], stored if given."""
+    """`shared`: the arguments that all backward kernels take. `ds`: from `stored_ds`."""
     heads, target = operands.heads, operands.target
-    args = operands.args
-    bounds = args.left >= 0 or args.right >= 0 or args.chunk or args.query_documents is not None
-    if ds is not None and (bounds or args.query_used is not None or args.key_used is not None):
-        # blocks that nobody sees are passed over
-        ds.zero_()
     plan = plan_dq(*plan_key(operands), use_tma, shared["FMA"], target)
     blocks = operands.query_blocks(plan.block_m)
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
