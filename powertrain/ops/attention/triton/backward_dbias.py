@@ -33,8 +33,8 @@ from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
-# scores that are stored in float32, 256 MiB. Where dq passes over blocks that nobody sees, as `dbias` does too, they are
-# zeroed first: 16 MiB (not timed)
+# scores that are stored in float32: 256 MiB. Where dq passes over blocks that nobody sees, as `dbias` does too, they
+# are zeroed first: 16 MiB (not timed)
 _MOST_STORED, _MOST_ZEROED = 1 << 26, 1 << 22
 _SUMMED = 8, 128  # rows and columns of a tile
 
