@@ -106,15 +106,15 @@ def test_a_mask_a_head_has_no_ranges(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool])
-@pytest.mark.parametrize("expands", [False, True])
+@pytest.mark.parametrize("way", ["rows", "expanded", "transposed"])
 def test_rows_of_any_stride_are_copied(
-    dtype: torch.dtype, expands: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("powertrain.ops.attention.triton.read_mask.has_descriptors", lambda target: True)
     bias = (torch.randn(2, 3, 37, 41, device=device) > 0).to(dtype)
-    bias = bias[:, :1].expand_as(bias) if expands else bias
+    bias = {"rows": bias, "expanded": bias[:, :1].expand_as(bias), "transposed": bias.mT}[way]
     copy = read_mask(bias, Target.parse("sm_90")).bias
-    assert copy is not None and is_regular(copy) and copy.shape[1] == (1 if expands else 3)
+    assert copy is not None and is_regular(copy) and copy.shape[1] == (1 if way == "expanded" else 3)
     assert torch.equal(copy.expand_as(bias).to(dtype), bias)
 
 

@@ -63,7 +63,7 @@ def _sum_ds_kernel(
 
 def stored_ds(operands: Operands, dbias: Tensor) -> Tensor | None:
     """[b, heads, queries, keys] for the dq kernel to store ds: the bias's gradient itself if nothing is broadcast, else
-    in float32 if it is small enough."""
+    in float32 if it is small enough. Zeros where that kernel passes over blocks."""
     args, heads = operands.args, operands.heads.kv * operands.heads.q_per_kv
     bounds = args.left >= 0 or args.right >= 0 or args.chunk or args.query_documents is not None
     passes_over = bounds or args.query_used is not None or args.key_used is not None

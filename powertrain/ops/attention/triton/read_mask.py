@@ -191,7 +191,8 @@ def _read_tiles(bias: Tensor, copied: torch.dtype | None, by_tiles: bool, target
     """copied: the copy's dtype, if there is to be one. by_tiles: what the tiles of a mask show too."""
     batch, heads, rows, cols = bias.shape
     height, width = 1 if rows == 1 else GRANULE.value, GRANULE.value
-    if not by_tiles:
+    is_contiguous = bias.stride(3) == 1
+    if is_contiguous and not by_tiles:
         # long rows. us, one H200, forward of 16 heads, tiles of 4 x 1024, 16 x 256, 64 x 64: 2735 tokens 259, 270, 309;
         # 580 34.9, 35.8, 38.1
         width = min(1024, next_power_of_2(cols))
@@ -203,7 +204,7 @@ def _read_tiles(bias: Tensor, copied: torch.dtype | None, by_tiles: bool, target
     if programs and (tiles is not None or copy is not None):
         _read_tiles_kernel[(programs,)](
             bias, copy, tiles, heads, rows, cols, sizes[1], sizes[2], cols if copy is None else copy.stride(2),
-            *bias.stride(), ROWS=height, COLS=width, CONTIGUOUS=bias.stride(3) == 1, STARTS_EARLY=starts_early(target),
+            *bias.stride(), ROWS=height, COLS=width, CONTIGUOUS=is_contiguous, STARTS_EARLY=starts_early(target),
             num_warps=8 if by_tiles else 4,
         )  # fmt: skip
     return ReadMask(bias if copy is None else copy, tiles)
