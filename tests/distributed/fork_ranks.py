@@ -3,6 +3,7 @@
 Ends when all have ended, with the largest exit code; ranks that are killed leave the others to find out.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ from tests.distributed.launch import clean_environment, free_port, run_module
 
 def fork(size: int, run: Callable[[], None]) -> int:
     """`run` in so many ranks; the largest exit code."""
+    gc.freeze()  # a rank's collections leave out what is here
     port, children = str(free_port()), []
     for rank in range(size):
         if (child := os.fork()) == 0:
