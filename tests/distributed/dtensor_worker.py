@@ -1,9 +1,8 @@
-"""`python -m tests.distributed.dtensor_worker OUT`, one rank: our kernels on DTensors, against plain tensors.
+"""Checks of ranks (check_ranks.py): our kernels on DTensors, against plain tensors.
 
-Under POWERTRAIN_INTERPRET=1, so that CPU tensors take the ops as a GPU's do. OUT as of layers_worker.
+Under POWERTRAIN_INTERPRET=1, so that CPU tensors take the ops as a GPU's do.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import rope_table
 from powertrain.ops.softmax import scaled_softmax
-from tests.distributed.layers_worker import run_checks
 
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
 B, S, D, H = 4, 6, 16, 4
@@ -129,7 +127,3 @@ def losses(mesh: DeviceMesh) -> None:
             mesh, lambda x, t, reduction=reduction: cross_entropy(x, t, reduction=reduction), (logits, Shard(0)),
             (target, Shard(0)), stays=reduction == "none",
         )  # fmt: skip
-
-
-if __name__ == "__main__":
-    run_checks(CHECKS, sys.argv[1])

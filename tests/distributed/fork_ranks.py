@@ -3,14 +3,18 @@
 Ends when all have ended, with the largest exit code; ranks that are killed leave the others to find out.
 """
 
+import gc
 import os
 import sys
 import traceback
+from collections.abc import Callable
 
 from tests.distributed.launch import clean_environment, free_port, run_module
 
 
-def main(size: int, *command: str) -> int:
+def fork(size: int, run: Callable[[], None]) -> int:
+    """`run` in so many ranks; the largest exit code."""
+    gc.freeze()  # a rank's collections leave out what is here
     port, children = str(free_port()), []
     for rank in range(size):
         if (child := os.fork()) == 0:
@@ -19,7 +23,7 @@ def main(size: int, *command: str) -> int:
                 "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
             try:
-                run_module(command)
+                run()
             except SystemExit as end:
                 os._exit(end.code if isinstance(end.code, int) else bool(end.code))
             except BaseException:
@@ -28,6 +32,10 @@ def main(size: int, *command: str) -> int:
             os._exit(0)
         children.append(child)
     return max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
+
+
+def main(size: int, *command: str) -> int:
+    return fork(size, lambda: run_module(command))
 
 
 if __name__ == "__main__":

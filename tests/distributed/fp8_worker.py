@@ -1,7 +1,6 @@
-"""`python -m tests.distributed.fp8_worker OUT`, one rank: FP8 layers sharded by FSDP2, against one process."""
+"""Checks of ranks (check_ranks.py): FP8 layers sharded by FSDP2, against one process."""
 
 import copy
-import sys
 from collections.abc import Callable
 
 import torch
@@ -16,7 +15,6 @@ from powertrain.quant import Block, Row, quantize_model, shared_weights, update_
 from powertrain.quant import Tensor as TensorRecipe
 from powertrain.quant.recipe import Recipe
 from tests.distributed import fp8_wire_checks
-from tests.distributed.layers_worker import run_checks
 
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
 RECIPES = {
@@ -120,6 +118,3 @@ def te_modules_sharded(mesh: DeviceMesh) -> None:
 
 
 CHECKS |= {"te_scales_agree": te_scales_agree, "te_modules_sharded": te_modules_sharded, **fp8_wire_checks.CHECKS}
-
-if __name__ == "__main__":
-    run_checks(CHECKS, sys.argv[1])

@@ -5,6 +5,7 @@ CUDA, or where a variable must be set before an import, they start anew.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -107,6 +108,7 @@ def start(
 
 def _run(command: tuple[str, ...], environment: dict[str, str], said: str, new_session: bool) -> None:
     """In the new process: a module as `python -m` runs it, exit functions included."""
+    gc.freeze()  # collections leave out what the server imported, whose pages they would copy
     multiprocessing.set_start_method(None, force=True)  # the default, not the server
     if new_session:
         os.setsid()

@@ -1,4 +1,4 @@
-"""`python -m tests.distributed.layers_worker OUT [slow]`, one rank: the checks below against one process, in float64.
+"""Checks of ranks (check_ranks.py) against one process, in float64.
 
 Every rank computes the whole reference itself. The first rank writes to OUT what failed: name -> traceback.
 """
@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -491,16 +490,7 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
 
 
 def hugging_face(mesh: DeviceMesh, kind: str, *, sequence_parallel: bool, recompute: bool = False) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes: dict[str, Any] = {
-        "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 48, "max_position_embeddings": 16, "attn_implementation": "eager", "use_cache": False,
-    }  # fmt: skip
-    if kind != "gpt_neox":
-        sizes |= {"num_key_value_heads": 4, "head_dim": 8}
-    torch.manual_seed(0)
-    one = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).double()
+    one = _hugging_face(kind)
     spread = copy.deepcopy(one)
     parallelize_linears(spread, mesh, sequence_parallel=sequence_parallel)
     if recompute:
@@ -513,6 +503,20 @@ def hugging_face(mesh: DeviceMesh, kind: str, *, sequence_parallel: bool, recomp
         expected.loss.backward()
         found.loss.backward()
     same_model(one, spread)
+
+
+def _hugging_face(kind: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 16, "attn_implementation": "eager", "use_cache": False,
+    }  # fmt: skip
+    if kind != "gpt_neox":
+        sizes |= {"num_key_value_heads": 4, "head_dim": 8}
+    torch.manual_seed(0)
+    made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).double()
+    return made
 
 
 @check
@@ -679,6 +683,14 @@ def wrong_arguments(mesh: DeviceMesh) -> None:
             raise AssertionError(f"must be refused: {said}")
 
 
+def prepare() -> None:
+    """What takes longest the first time, ahead of the ranks: a compile, and the models of transformers."""
+    torch.compile(lambda x: x.sin() * 2, backend="aot_eager")(torch.ones(1, requires_grad=True))
+    if importlib.util.find_spec("transformers") is not None:
+        for kind in ("qwen3", "gpt_neox", "qwen2", "llama", "mistral"):
+            _hugging_face(kind)
+
+
 def run_checks(checks: dict[str, Callable[[DeviceMesh], None]], out: str) -> None:
     """One rank's part of all of them."""
     torch.set_num_threads(1)
@@ -700,7 +712,3 @@ def run_checks(checks: dict[str, Callable[[DeviceMesh], None]], out: str) -> Non
             json.dump(failed, file)
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads now and then abort a process that ends while they let go of tensors
-
-
-if __name__ == "__main__":
-    run_checks(SLOW if "slow" in sys.argv[2:] else CHECKS, sys.argv[1])

@@ -1,7 +1,6 @@
-"""`python -m tests.distributed.patch_worker OUT`, one rank: DDP and FSDP2 over patched models."""
+"""Checks of ranks (check_ranks.py): DDP and FSDP2 over patched models."""
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import powertrain as pt
 from powertrain.patching import replace
-from tests.distributed.layers_worker import run_checks
 from tests.patching.architectures import causal
 from tests.patching.test_patch import batch
 
@@ -110,5 +108,8 @@ CHECKS["fsdp2, checkpointing"] = partial(_sharded, "Llama", torch.float32, check
 CHECKS["fsdp2 first"] = _left_alone_when_sharded
 CHECKS["ddp, unpatched again"] = _unpatched_again
 
-if __name__ == "__main__":
-    run_checks(CHECKS, sys.argv[1])
+
+def prepare() -> None:
+    """Imports of the models' code, ahead of the ranks."""
+    for name in NAMES:
+        causal(name)

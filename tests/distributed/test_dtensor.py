@@ -1,22 +1,15 @@
 """Our ops on DTensors: the rule of each `Op(sharding=...)`, on two ranks."""
 
-import json
-
 import pytest
 
+from tests.distributed import check_ranks
 from tests.distributed.dtensor_worker import CHECKS
-from tests.distributed.launch import run_ranks
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("dtensor") / "failed.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("POWERTRAIN_INTERPRET", "1")
-        ranks = run_ranks(2, "-m", "tests.distributed.dtensor_worker", str(out), timeout=120, fresh=True)
-    assert out.is_file(), "\n".join(rank.stdout[-3000:] for rank in ranks)
-    found: dict[str, str] = json.loads(out.read_text())
-    return found
+    return check_ranks.failures(2, "tests.distributed.dtensor_worker", out, interpret=True)
 
 
 @pytest.mark.parametrize("name", CHECKS)

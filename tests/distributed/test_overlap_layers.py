@@ -1,25 +1,16 @@
 """Layers and models spread over tensor ranks compute what one process does, gradients included, in float64."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.check_ranks import failures
 from tests.distributed.layers_worker import CHECKS, SLOW
 
-
-def _failures(world_size: int, folder: Path, *which: str) -> dict[str, str]:
-    out = folder / "failed.json"
-    ranks = run_ranks(world_size, "-m", "tests.distributed.layers_worker", str(out), *which, timeout=120)
-    assert out.is_file(), "\n".join(rank.stdout[-3000:] for rank in ranks)
-    found: dict[str, str] = json.loads(out.read_text())
-    return found
+_WORKER = "tests.distributed.layers_worker"
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return _failures(2, tmp_path_factory.mktemp("two"))
+    return failures(2, _WORKER, tmp_path_factory.mktemp("two") / "failed.json")
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -29,7 +20,7 @@ def test_two_ranks_equal_one(name: str, two: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return _failures(2, tmp_path_factory.mktemp("two_more"), "slow")
+    return failures(2, _WORKER, tmp_path_factory.mktemp("two_more") / "failed.json", table="SLOW")
 
 
 @pytest.mark.slow
@@ -40,7 +31,7 @@ def test_two_more_ranks_equal_one(name: str, two_more: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return _failures(1, tmp_path_factory.mktemp("one"))
+    return failures(1, _WORKER, tmp_path_factory.mktemp("one") / "failed.json")
 
 
 @pytest.mark.slow
@@ -51,7 +42,7 @@ def test_a_group_of_one(name: str, one: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return _failures(4, tmp_path_factory.mktemp("four"))
+    return failures(4, _WORKER, tmp_path_factory.mktemp("four") / "failed.json")
 
 
 @pytest.mark.slow

@@ -1,22 +1,17 @@
 """Patched models of transformers under DDP and FSDP2 over two ranks, step by step as unpatched ones."""
 
-import json
-
 import pytest
 
 pytest.importorskip("transformers")
 
-from tests.distributed.launch import run_ranks
+from tests.distributed import check_ranks
 from tests.distributed.patch_worker import CHECKS
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("patch") / "failed.json"
-    ranks = run_ranks(2, "-m", "tests.distributed.patch_worker", str(out), timeout=180)
-    assert out.is_file(), "\n".join(rank.stdout[-3000:] for rank in ranks)
-    found: dict[str, str] = json.loads(out.read_text())
-    return found
+    return check_ranks.failures(2, "tests.distributed.patch_worker", out, timeout=180)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -1,6 +1,7 @@
 """torch.compile(dynamic=True) of every op: one graph, whatever the number of rows, sequences or tokens; torch.export of
 every op with symbolic sizes, where a guard on one is an error."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ _MARKED = [
 
 
 class _Traced(Exception):
-    """In place of a first call's results: the second runs the graph, with sizes that it was not traced with."""
+    """In place of a call's results. An op's first case runs the graph in its second call, with sizes that it was not
+    traced with; the others ask whether that call would trace another."""
 
 
 def _tensors(case: Case, more: int) -> dict[str, Tensor | None]:
@@ -36,6 +38,7 @@ def test_one_graph(case: Case) -> None:
     # graphs of the cases before count as recompilations of one function
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
+    runs = HAS_GPU or case.id in _FIRST
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         graphs.append(graph)
@@ -43,7 +46,7 @@ def test_one_graph(case: Case) -> None:
 
         def run(*given: Any) -> Any:
             calls.append(len(given))
-            if len(calls) == 1:
+            if len(calls) == 1 or not runs:
                 raise _Traced
             return graph(*given)
 
@@ -53,7 +56,8 @@ def test_one_graph(case: Case) -> None:
     # sizes that no other dim has: equal ones are one symbol
     with pytest.raises(_Traced):
         compiled(**_tensors(case, 22))
-    compiled(**_tensors(case, 30))
+    with contextlib.nullcontext() if runs else pytest.raises(_Traced):
+        compiled(**_tensors(case, 30))
     assert len(graphs) == 1
 
 
@@ -108,12 +112,13 @@ def test_attention_of_any_length_exports(options: dict[str, Any], strict: bool) 
         torch.testing.assert_close(exported.module()(q, kv), attention(q, kv, kv, **options))
 
 
-def test_a_mask_of_constant_sizes_beside_symbolic_ones() -> None:
-    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+@pytest.mark.parametrize("length", [pytest.param(6, marks=SLOW_IN_INTERPRETER)])
+def test_a_mask_of_constant_sizes_beside_symbolic_ones(length: int) -> None:
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
 
     def run(x: Tensor) -> Any:
         return attention(x, x, x, attn_bias=mask)
 
-    x = torch.randn(2, 6, 2, 16)
+    x = torch.randn(2, length, 2, 16)
     for batch in (x, x[:1], torch.cat((x, x))):
         torch.testing.assert_close(torch.compile(run, dynamic=True, fullgraph=True, backend="eager")(batch), run(batch))

@@ -1,5 +1,6 @@
 """FP8 products over ranks beside `fp8_linear` of what each would have after gathering: for threads and processes."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def force(overlap: Overlap, way: Any) -> None:
     overlap.planner._chosen = lambda product: Choice(way, "tried")  # type: ignore[method-assign]
 
 
+@cache
 def operands(rows: int, ranks: int) -> dict[str, Tensor]:
     """Of all ranks, the same on each. FP8 rounds these whole numbers, but their products' float32 sums are exact in
     any order; magnitudes differ from row to row."""
@@ -81,26 +83,50 @@ def added(parts: list[Tensor]) -> Tensor:
     return total
 
 
+@cache
+def gathered(rows: int, ranks: int, recipe: Recipe) -> list[list[list[Tensor]]]:
+    """By weight and rank: the same of every way, and on threads of every rank."""
+    t = operands(rows, ranks)
+    found = []
+    for i, width in enumerate(WIDTHS):
+        w, b, dy = t[f"w{i}"], t[f"b{i}"], t[f"dy{i}"]
+        parts = [slice(r * width, (r + 1) * width) for r in range(ranks)]
+        of = (t["x"], w, dy)
+        found.append([whole_linear(t["x"], w[p], b[p], dy[:, p].contiguous(), recipe, of) for p in parts])
+    return found
+
+
+@cache
+def gathered_by_one(rows: int, ranks: int, recipe: Recipe) -> list[Tensor]:
+    t = operands(rows, ranks)
+    return whole_linear(t["x"], t["w0"], t["b0"], t["dy0"], recipe, (t["x"], t["w0"], t["dy0"]))
+
+
+@cache
+def scattered(rows: int, ranks: int, recipe: Recipe) -> list[list[Tensor]]:
+    """By rank."""
+    t = operands(rows, ranks)
+    of = (t["wide_x"], t["row_w"], t["row_dy"])
+    parts = [slice(r * K, (r + 1) * K) for r in range(ranks)]
+    return [whole_linear(t["wide_x"][:, p], t["row_w"][:, p], None, t["row_dy"], recipe, of) for p in parts]
+
+
 def check_gather(overlap: Overlap, recipe: Recipe, counts: list[int]) -> None:
     rank, size, t = overlap.rank, overlap.size, operands(sum(counts), overlap.size)
     start = sum(counts[:rank])
     mine = slice(start, start + counts[rank])
     x = t["x"][mine].clone().requires_grad_()
-    weights, biases, dys, expected, dxs = [], [], [], [], [[] for _ in range(size)]
+    weights, biases, dys = [], [], []
     for i, width in enumerate(WIDTHS):
-        w, b, dy = t[f"w{i}"], t[f"b{i}"], t[f"dy{i}"]
-        for r in range(size):
-            part = slice(r * width, (r + 1) * width)
-            found = whole_linear(t["x"], w[part], b[part], dy[:, part].contiguous(), recipe, (t["x"], w, dy))
-            dxs[r].append(found[1])
-            if r == rank:
-                expected.append(found)
-                weights.append(w[part].clone().requires_grad_())
-                biases.append(b[part].clone().requires_grad_())
-                dys.append(dy[:, part].contiguous())
+        part = slice(rank * width, (rank + 1) * width)
+        weights.append(t[f"w{i}"][part].clone().requires_grad_())
+        biases.append(t[f"b{i}"][part].clone().requires_grad_())
+        dys.append(t[f"dy{i}"][:, part].contiguous())
+    found = gathered(sum(counts), size, recipe)
+    expected = [of_ranks[rank] for of_ranks in found]
     ys = fp8_all_gather_gemm(x, weights, overlap, recipe, biases=biases, rows=counts)
     grads = torch.autograd.grad(ys, [x, *weights, *biases], dys)
-    dx = added([one + other for one, other in dxs]).bfloat16()
+    dx = added([one[1] + other[1] for one, other in zip(*found, strict=True)]).bfloat16()
     for i in range(len(WIDTHS)):
         y, _, dw, db = expected[i]
         for name, got, right in (("y", ys[i], y), ("dw", grads[1 + i], dw), ("db", grads[3 + i], db)):
@@ -108,8 +134,8 @@ def check_gather(overlap: Overlap, recipe: Recipe, counts: list[int]) -> None:
     assert torch.equal(grads[0], dx[mine]), f"dx by {recipe}, rows {counts}"
     # and of a layer that one rank has whole; by block where no block is two ranks'
     N = WIDTHS[0]
-    w, b, dy, part = t["w0"], t["b0"], t["dy0"], slice(rank * N, (rank + 1) * N)
-    y, _, dw, _ = whole_linear(t["x"], w, b, dy, recipe, (t["x"], w, dy))
+    part = slice(rank * N, (rank + 1) * N)
+    y, _, dw, _ = gathered_by_one(sum(counts), size, recipe)
     assert torch.equal(ys[0], y[:, part]) and torch.equal(grads[1], dw[part]), f"{recipe}, rows {counts}"
 
 
@@ -117,13 +143,12 @@ def check_scatter(overlap: Overlap, recipe: Recipe, counts: list[int]) -> None:
     rank, size, t = overlap.rank, overlap.size, operands(sum(counts), overlap.size)
     start = sum(counts[:rank])
     mine = slice(start, start + counts[rank])
-    of = (t["wide_x"], t["row_w"], t["row_dy"])
-    parts = [slice(r * K, (r + 1) * K) for r in range(size)]
-    found = [whole_linear(t["wide_x"][:, p], t["row_w"][:, p], None, t["row_dy"], recipe, of) for p in parts]
+    found = scattered(sum(counts), size, recipe)
     if size == 1:  # its product adds the bias before it is rounded
         return
     x, w, b = (
-        part.clone().requires_grad_() for part in (t["wide_x"][:, parts[rank]], t["row_w"][:, parts[rank]], t["row_b"])
+        part.clone().requires_grad_()
+        for part in (*(t[name][:, rank * K : (rank + 1) * K] for name in ("wide_x", "row_w")), t["row_b"])
     )
     y = fp8_gemm_reduce_scatter(x, w, overlap, recipe, bias=b, rows=counts)
     dx, dw, db = torch.autograd.grad(y, (x, w, b), t["row_dy"][mine])

@@ -124,8 +124,8 @@ def test_forwards_see_what_is_wrong(head_dims: tuple[int, int], pack: int, parti
 @pytest.mark.parametrize(
     "width, name, deterministic, splits",
     [
-        # masks are the reference's, and it takes four times as long at 256
-        _slow_where(width == 256 and name != "causal", width, name, deterministic, splits)
+        # masks are the reference's and splits the problem's, and the reference takes four times as long at 256
+        _slow_where(width == 256 and (name, splits) != ("causal", 2), width, name, deterministic, splits)
         for splits in (1, 2)
         for width in (64, 256)
         for name in ("causal", "full", "packed")

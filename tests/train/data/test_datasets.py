@@ -15,8 +15,6 @@ from powertrain.train.data.packed import SampleSource
 from powertrain.train.data.sources import open_data, open_tokenizer
 from powertrain.train.data.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
 
-datasets = pytest.importorskip("datasets")
-huggingface_hub = pytest.importorskip("huggingface_hub")
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
 TEXTS = [f"document {n} of the data, {n * n} words, ü" for n in range(30)]
 CHATS = [
@@ -26,6 +24,9 @@ CHATS = [
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # imported here: it takes a second, and each test process collects this file
+    datasets = pytest.importorskip("datasets")
+    huggingface_hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
@@ -46,6 +47,8 @@ def _all(samples: SampleSource) -> list[int]:
 
 def _write(folder: Path, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The same rows in each form: name -> source."""
+    import datasets
+
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     data = datasets.Dataset.from_list(rows)
     data.to_parquet(folder / "rows.parquet")
