@@ -23,6 +23,8 @@ _ALLOCATIONS = {
 }
 # what they return on the host, or the sizes of what they return, depend on values
 _REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# between ops of ours autograd differentiates them each time, and autocast leaves them alone
+_CASTS = {torch.ops.aten._to_copy.default}
 _REFUSED_NAMES = {"resize_", "resize_as_", "set_", "record_stream"}  # they change more than values
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -71,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self.views: dict[int, OpCall] = {}  # outside of ops of ours, by the result's identity
         self.failure: str | None = None  # why this call cannot be replayed
         self._versions = _versions(inputs)
+        self._ungraphed: set[int] = set()  # steps that autograd was kept from
         self._seen: list[Tensor] = []  # results of every op of PyTorch's
         self._depth = 0
         self._differentiates = False
@@ -121,6 +124,8 @@ class Recorder(TorchDispatchMode):
         if reason is not None:
             self.failure = reason
         else:
+            if not torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(given)):
+                self._ungraphed.add(len(self.steps))
             self.steps.append(OpCall(func, args, kwargs, () if is_mutable else results, many and not is_mutable))
 
     def launched(
@@ -163,10 +168,12 @@ class Recorder(TorchDispatchMode):
         """Steps between ops of ours, which must be calls of PyTorch's ops that make new tensors."""
         steps = self.steps[first:end]
         calls = [step for step in steps if isinstance(step, OpCall) and step.results]
-        if len(calls) != len(steps):
-            raise NotReplayable("it launches kernels or writes outside of ops while it differentiates")
-        if calls and self._autocasts():
-            # they would be cast once more
+        if len(calls) != len(steps) or not self._ungraphed.isdisjoint(range(first, end)):
+            raise NotReplayable(
+                "it launches kernels, writes or disables gradients outside of ops while it differentiates"
+            )
+        if self._autocasts() and any(call.op not in _CASTS for call in calls):
+            # its arguments would be cast once more
             raise NotReplayable("it computes outside of ops while it differentiates under autocast")
         return calls
 
@@ -226,7 +233,7 @@ def _why_not(func: Any, given: Sequence[Any], results: Sequence[Any], device: to
     tensors = [*tensors_in(given), *tensors_in(results)]
     if any(x.device != device or type(x) not in (Tensor, Parameter) for x in tensors):
         return f"it calls {func} on other tensors than those of its device"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(given)):
+    if func not in _CASTS and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(given)):
         return f"it differentiates {func}"
     return None
 

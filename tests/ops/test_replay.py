@@ -683,6 +683,7 @@ def _forms(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[tup
     seen = torch.rand(9, 9, device=device) > 0.3
     return {
         "int64 ids, bfloat16 slopes": (_attention(is_causal=True, document_ids=ids, alibi_slopes=slopes), rows),
+        "float32 under autocast": (torch.autocast(device.type, torch.bfloat16)(_attention(is_causal=True)), rows),
         "a bias of 3 dims": (lambda q, k, v, bias: _attention(bias)(q, k, v), [*rows, (2, 9, 9)]),
         "a mask of 2 dims": (_attention(seen), rows),
         "dropout": (_attention(dropout_p=0.3), rows),
@@ -721,6 +722,20 @@ def test_what_stands_around_an_op_is_repeated(
         assert all(map(torch.equal, replayed, whole))
     # of the function, and of its backward
     assert counted.routes >= 2 * (_CALLS - 4)
+
+
+def test_what_gradients_are_kept_from_is_not_repeated_with_them(device: torch.device) -> None:
+    @falls_back("rms_norm")
+    def scaled(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            largest = x.abs().amax()
+        return powertrain.rms_norm(x, largest.expand(8).contiguous())
+
+    for _ in range(_CALLS):
+        x = torch.randn(4, 8, device=device, requires_grad=True)
+        (found,) = torch.autograd.grad(scaled(x).sum(), x)
+        (exact,) = torch.autograd.grad((torch.nn.functional.rms_norm(x, (8,)) * x.detach().abs().amax()).sum(), x)
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
 def test_a_rotation_in_place_is_counted_as_a_version_each_time(device: torch.device) -> None:
