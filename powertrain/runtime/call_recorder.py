@@ -21,9 +21,9 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-# what they return on the host, or the sizes of what they return, depend on values
+# ops that return a value to the host, or a tensor whose size depends on values
 _REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# between ops of ours autograd differentiates them each time, and autocast leaves them alone
+# a replay calls them through autograd, which differentiates them; autocast does not change them
 _CASTS = {torch.ops.aten._to_copy.default}
 _REFUSED_NAMES = {"resize_", "resize_as_", "set_", "record_stream"}  # they change more than values
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
         self.views: dict[int, OpCall] = {}  # outside of ops of ours, by the result's identity
         self.failure: str | None = None  # why this call cannot be replayed
         self._versions = _versions(inputs)
-        self._ungraphed: set[int] = set()  # steps that autograd was kept from
+        self._ungraphed: set[int] = set()  # indices of steps made under no_grad, of inputs that require gradients
         self._seen: list[Tensor] = []  # results of every op of PyTorch's
         self._depth = 0
         self._differentiates = False
@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
             for view in views:
                 source = sources[view.untyped_storage()._cdata]
                 self._viewed(source, view)
-                # autograd would differentiate what was made without it
+                # a view made under no_grad is not repeated: a replay calls views through autograd
                 if not self._depth and (torch.is_grad_enabled() or not source.requires_grad):
                     self.views[id(view)] = OpCall(func, args, kwargs, results, many)
             return

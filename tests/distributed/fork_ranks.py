@@ -14,7 +14,7 @@ from tests.distributed.launch import clean_environment, free_port, run_module
 
 def fork(size: int, run: Callable[[], None]) -> int:
     """`run` in so many ranks; the largest exit code."""
-    gc.freeze()  # a rank's collections leave out what is here
+    gc.freeze()  # garbage collections of the ranks then skip the objects made so far
     port, children = str(free_port()), []
     for rank in range(size):
         if (child := os.fork()) == 0:

@@ -108,7 +108,7 @@ def start(
 
 def _run(command: tuple[str, ...], environment: dict[str, str], said: str, new_session: bool) -> None:
     """In the new process: a module as `python -m` runs it, exit functions included."""
-    gc.freeze()  # collections leave out what the server imported, whose pages they would copy
+    gc.freeze()  # garbage collections of a rank then skip the server's objects, and do not copy their pages
     multiprocessing.set_start_method(None, force=True)  # the default, not the server
     if new_session:
         os.setsid()

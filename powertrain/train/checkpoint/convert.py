@@ -137,8 +137,8 @@ def convert(
 
 
 def _remove_killed(destination: Path) -> None:
-    """What a conversion to `destination` left that was killed; one whose files are new may be under way on another
-    host."""
+    """Remove the partial results of killed conversions to `destination`. A partial result with new files may be written
+    by another host at this moment: it stays."""
     for folder in destination.parent.glob(f".{glob.escape(destination.name)}.*.partial"):
         with suppress(OSError):
             newest = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))

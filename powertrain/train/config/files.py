@@ -1,7 +1,8 @@
 """Files and folders that a config names, looked at before a run: whether they are there, can be read and are of the
 right form, by their first lines, and whether folders can be written.
 
-Nothing here imports torch, so that a slip in a path is said at once. What is on the Hub is left to the run.
+Nothing here imports torch, so that a wrong path is reported within a second. Paths on the Hub are not checked here; the
+run reports them.
 """
 
 import difflib

@@ -72,7 +72,7 @@ def stored_ds(operands: Operands, dbias: Tensor) -> Tensor | None:
         return dbias.zero_() if passes_over else dbias
     if prod(sizes) > (_MOST_ZEROED if passes_over else _MOST_STORED):
         return None
-    # rows of whole 16 bytes
+    # rows begin 64 bytes or a multiple apart, so that two elements are stored at once
     padded = *sizes[:3], cdiv(operands.keys, 16) * 16
     ds = (dbias.new_zeros if passes_over else dbias.new_empty)(padded, dtype=torch.float32)
     return ds[..., : operands.keys]

@@ -188,7 +188,8 @@ def _padded(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _read_tiles(bias: Tensor, copied: torch.dtype | None, by_tiles: bool, target: Target) -> ReadMask:
-    """copied: the copy's dtype, if there is to be one. by_tiles: what the tiles of a mask show too."""
+    """copied: the dtype of the copy; None: no copy is made. by_tiles: also write, for each tile of a boolean mask,
+    whether none, some or all of its positions are seen."""
     batch, heads, rows, cols = bias.shape
     height, width = 1 if rows == 1 else GRANULE.value, GRANULE.value
     is_contiguous = bias.stride(3) == 1
