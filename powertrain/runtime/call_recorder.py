@@ -23,8 +23,12 @@ _ALLOCATIONS = {
 }
 # ops that return a value to the host, or a tensor whose size depends on values
 _REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# a replay calls them through autograd, which differentiates them; autocast does not change them
-_CASTS = {torch.ops.aten._to_copy.default}
+# the seed and offset of their dropout may lie on the CPU
+_ATTENTIONS = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._flash_attention_forward.default,
+    torch.ops.aten._efficient_attention_forward.default,
+}
 _REFUSED_NAMES = {"resize_", "resize_as_", "set_", "record_stream"}  # they change more than values
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -77,6 +81,7 @@ class Recorder(TorchDispatchMode):
         self._seen: list[Tensor] = []  # results of every op of PyTorch's
         self._depth = 0
         self._differentiates = False
+        self._is_grad_enabled = torch.is_grad_enabled()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,6 +124,8 @@ class Recorder(TorchDispatchMode):
                     self.views[id(view)] = OpCall(func, args, kwargs, results, many)
             return
         reason = _why_not(func, given, results, self.inputs[0].device)
+        if reason is None and self._differentiates_apart(tensors_in(given)):
+            reason = f"it differentiates {func} by itself"
         if reason is None and (len(views) != len(made) if is_mutable else views):
             reason = f"it calls {func}, some of whose results are its arguments"
         if reason is not None:
@@ -127,6 +134,12 @@ class Recorder(TorchDispatchMode):
             if not torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(given)):
                 self._ungraphed.add(len(self.steps))
             self.steps.append(OpCall(func, args, kwargs, () if is_mutable else results, many and not is_mutable))
+
+    def _differentiates_apart(self, given: Iterable[Tensor]) -> bool:
+        """Gradients of this step stay within the call: in an op of ours, under `enable_grad`, of a leaf made here."""
+        graphed = [x for x in given if x.requires_grad] if torch.is_grad_enabled() else []
+        inside = self._depth > 0 or not self._is_grad_enabled
+        return any(inside or (x.is_leaf and index_of(self.inputs, x) is None) for x in graphed)
 
     def launched(
         self, kernel: Any, loaded: Any, grid: tuple[int, ...], values: Iterable[Any], constants: dict[str, Any]
@@ -158,11 +171,11 @@ class Recorder(TorchDispatchMode):
         """Of one op, as a function of the tensors among its arguments. Raises NotReplayable."""
         steps = self.steps[run.first : run.end]
         args = list(tensors_in(run.args))
-        if not run.is_differentiated:
-            self._refuse_lost_gradients(steps, args)
+        if not run.is_differentiated and _are_graphed(steps, args):
+            raise NotReplayable("it computes without gradients from tensors that require them")
         # what this op neither got nor made
         hidden = [*self.inputs, *self._seen]
-        return Tape(run.op.name, args, run.result, steps, hidden, stream, self._autocasts())
+        return Tape(run.op.name, args, run.result, steps, hidden, stream, self.autocasts())
 
     def outside(self, first: int, end: int) -> list[OpCall]:
         """Steps between ops of ours, which must be calls of PyTorch's ops that make new tensors."""
@@ -172,22 +185,15 @@ class Recorder(TorchDispatchMode):
             raise NotReplayable(
                 "it launches kernels, writes or disables gradients outside of ops while it differentiates"
             )
-        if self._autocasts() and any(call.op not in _CASTS for call in calls):
-            # its arguments would be cast once more
-            raise NotReplayable("it computes outside of ops while it differentiates under autocast")
         return calls
+
+    def differentiates(self) -> bool:
+        """A tape does not repeat the call, since autograd may differentiate a part of it."""
+        return any(run.is_differentiated for run in self.runs) or _are_graphed(self.steps, self.inputs)
 
     def tape_of_all(self, result: Any, stream: int) -> Tape:
         """Of the whole call, as a function of its inputs. Raises NotReplayable."""
-        self._refuse_lost_gradients(self.steps, self.inputs)
-        return Tape("call", self.inputs, result, self.steps, self._seen, stream, self._autocasts())
-
-    @staticmethod
-    def _refuse_lost_gradients(steps: Sequence[Step], inputs: Sequence[Tensor]) -> None:
-        """A replayed op of PyTorch's would differentiate what the call detached."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            if any(isinstance(step, OpCall) for step in steps):
-                raise NotReplayable("it computes without gradients from tensors that require them")
+        return Tape("call", self.inputs, result, self.steps, self._seen, stream, self.autocasts())
 
     def op_tape(self, _result: Any, stream: int) -> Tape | None:
         """Of a call of one op of ours."""
@@ -208,8 +214,17 @@ class Recorder(TorchDispatchMode):
             self.failure = str(error)
             return None
 
-    def _autocasts(self) -> bool:
+    def autocasts(self) -> bool:
         return torch.is_autocast_enabled(self.inputs[0].device.type)
+
+
+def _wants_gradients(tensors: Iterable[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _are_graphed(steps: Sequence[Step], inputs: Iterable[Tensor]) -> bool:
+    """A tape's calls of PyTorch's ops would be differentiated, among them those of what the call detached."""
+    return _wants_gradients(inputs) and any(isinstance(step, OpCall) for step in steps)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -228,13 +243,12 @@ def _why_not(func: Any, given: Sequence[Any], results: Sequence[Any], device: to
         return f"it calls {func}"
     if _REFUSED_TAGS & set(func.tags):
         return f"it calls {func}, whose result is no function of its arguments' sizes and values on the device"
-    if not all(x is None or isinstance(x, Tensor) for x in results) or not _are_plain(given):
+    # a number alone may have been read from the device
+    if not _are_plain([*given, *results]) or (results and next(tensors_in(results), None) is None):
         return f"it calls {func}, which takes or returns more than tensors and numbers"
-    tensors = [*tensors_in(given), *tensors_in(results)]
+    tensors = [*tensors_in(given), *(() if func in _ATTENTIONS else tensors_in(results))]
     if any(x.device != device or type(x) not in (Tensor, Parameter) for x in tensors):
         return f"it calls {func} on other tensors than those of its device"
-    if func not in _CASTS and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(given)):
-        return f"it differentiates {func}"
     return None
 
 

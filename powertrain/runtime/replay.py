@@ -31,7 +31,7 @@ from powertrain.runtime.plain_calls import observed
 from powertrain.runtime.signature import PLAIN, Signature, signature_of
 from powertrain.runtime.stages import Stage
 from powertrain.runtime.steps import OpCall, tensors_in
-from powertrain.runtime.tape import NotReplayable, Tape
+from powertrain.runtime.tape import NotReplayable, Tape, below_autocast
 
 __all__ = [
     "PLAIN", "Recorder", "Route", "Signature", "Table", "Tape",
@@ -75,7 +75,7 @@ def _route(recorder: Recorder, result: Any, stream: int) -> Route:
     undifferentiated = [run.result for run in recorder.runs if not run.is_differentiated]
     if any(x.requires_grad for x in tensors_in(undifferentiated)):
         raise NotReplayable("another autograd.Function than an op's differentiates it")
-    if not any(run.is_differentiated for run in recorder.runs):
+    if not recorder.differentiates():
         if not recorder.steps:
             raise NotReplayable("it has no steps")
         return Route(recorder.tape_of_all(result, stream).run)
@@ -95,7 +95,7 @@ class _Code:
     PyTorch's ops between them, through autograd as the first time."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._views = recorder.views
+        self._views, self._autocasts = recorder.views, recorder.autocasts()
         self._parameters = [f"t{i}" for i in range(len(recorder.inputs))]
         self._names = {id(x): name for x, name in zip(recorder.inputs, self._parameters, strict=True)}
         self._lines: list[str] = []
@@ -123,8 +123,10 @@ class _Code:
         if any(part in self._parameters for part in parts):
             raise NotReplayable("it returns an argument")
         returned = f"({', '.join(parts)},)" if many else parts[0]
-        head = f"def function({', '.join(self._parameters)}):"
-        text = "\n    ".join([head, *self._lines, f"return {returned}"])
+        body = [*self._lines, f"return {returned}"]
+        if self._autocasts:
+            body = below_autocast(body, self._space)
+        text = "\n    ".join([f"def function({', '.join(self._parameters)}):", *body])
         exec(compile(text, "<replay of several ops>", "exec"), self._space)
         found: Callable[..., Any] = self._space["function"]
         return found
@@ -133,7 +135,7 @@ class _Code:
         name = f"o{len(self._lines)}"
         self._lines.append(f"{name} = {text}")
         if isinstance(result, tuple | list):
-            self._names |= {id(x): f"{name}[{i}]" for i, x in enumerate(result) if x is not None}
+            self._names |= {id(x): f"{name}[{i}]" for i, x in enumerate(result) if isinstance(x, Tensor)}
         else:
             self._names[id(result)] = name
 

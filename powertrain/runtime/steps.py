@@ -2,7 +2,8 @@
 
 Allocation    memory that the call makes
 Launch        of a kernel of ours: arguments are tensors, maps of tensors, numbers or None
-OpCall        an op of PyTorch that computes: its results are new tensors, or it writes into its arguments
+OpCall        an op of PyTorch that computes: its results are new tensors, and numbers that follow from sizes, or it
+              writes into its arguments
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ class OpCall(NamedTuple):
     op: Any  # a torch._ops.OpOverload
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    results: tuple[Tensor | None, ...]  # new ones
+    results: tuple[Tensor | int | float | None, ...]  # the tensors are new
     many: bool  # they come as a tuple or list
 
 

@@ -140,8 +140,7 @@ class _Source:
         body = self._with_ends(set(results))
         body.append(f"return ({', '.join(results)},)" if isinstance(self._result, tuple) else f"return {results[0]}")
         if calls and autocasts:
-            self._names |= {"below": torch._C._ExcludeDispatchKeyGuard, "autocast": _AUTOCAST}
-            body = ["with below(autocast):", *(f"    {line}" for line in body)]
+            body = below_autocast(body, self._names)
         return [f"def run({', '.join(self._parameters)}):", *(f"    {line}" for line in body)], self._names
 
     def _layouts_of_outputs(self) -> dict[int, _Layout]:
@@ -269,9 +268,9 @@ class _Source:
         text = f"f{index}({', '.join(given)})"
         targets = []
         for place, result in enumerate(call.results):
-            name = "_" if result is None else f"b{index}_{place}"
+            name = f"b{index}_{place}" if isinstance(result, Tensor) else "_"
             targets.append(name)
-            if result is not None:
+            if isinstance(result, Tensor):
                 self._add(name, result, is_made=True)
                 self._made_at[name] = self._last_use[name] = line
         self._lines.append(f"{', '.join(targets)}{',' if call.many else ''} = {text}" if targets else text)
@@ -360,6 +359,12 @@ class _Source:
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCPU
 )
+
+
+def below_autocast(body: list[str], names: dict[str, Any]) -> list[str]:
+    """Lines that call PyTorch's ops as they were recorded, below autocast, which would cast their arguments again."""
+    names |= {"below": torch._C._ExcludeDispatchKeyGuard, "autocast": _AUTOCAST}
+    return ["with below(autocast):", *(f"    {line}" for line in body)]
 
 
 def _fills(part: _Layout, whole: _Layout) -> bool:

@@ -9,6 +9,7 @@ from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -722,6 +723,59 @@ def test_what_stands_around_an_op_is_repeated(
         assert all(map(torch.equal, replayed, whole))
     # of the function, and of its backward
     assert counted.routes >= 2 * (_CALLS - 4)
+
+
+@falls_back("test_mixed")
+def _mixed(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.nn.functional.linear(x, weight, bias)
+    left, right = wide.chunk(2, -1)
+    normed = powertrain.rms_norm(left.contiguous())
+    return torch.softmax(normed * right.detach().exp(), -1) + x.sum(), wide.view(-1)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["mixed", "attention"])
+def test_ops_of_pytorch_are_repeated_with_their_gradients(
+    name: str, autocast: bool, device: torch.device, counted: _Counted
+) -> None:
+    sizes: list[tuple[int, ...]] = [(4, 8), (16, 8), (16,)]
+    function: Callable[..., Any] = _mixed
+    if name == "attention":
+        # PyTorch's kernels alone: nothing of ours is differentiated
+        sizes, backend = [(2, 9, 2, 16)] * 3, "cpu" if device.type == "cpu" else "efficient"
+        function = partial(powertrain.attention, is_causal=True, backend=backend)
+
+    def results(leaves: list[Tensor]) -> list[Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            out = function(*leaves)
+        outs = list(out) if isinstance(out, tuple) else [out]
+        return [*outs, *torch.autograd.grad(outs, leaves, [torch.ones_like(x) for x in outs])]
+
+    for _ in range(_CALLS):
+        leaves = [torch.randn(size, device=device, requires_grad=True) for size in sizes]
+        _same(results, leaves)
+    assert counted.routes >= _CALLS - 2
+
+
+def _slope(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.enable_grad():
+        leaf = of(x)
+        return torch.autograd.grad((leaf.exp() * leaf).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("wants", [False, True])
+@pytest.mark.parametrize("of", [lambda x: x.detach().requires_grad_(), lambda x: x], ids=["leaf", "itself"])
+def test_gradients_within_a_call(
+    of: Callable[[Tensor], Tensor], wants: bool, device: torch.device, counted: _Counted
+) -> None:
+    function = falls_back("test_slope")(lambda x: _slope(x, of))
+    for _ in range(_CALLS):
+        x = torch.randn(8, device=device, requires_grad=True)
+        with torch.set_grad_enabled(wants):
+            found = function(x)
+        assert not found.requires_grad
+        torch.testing.assert_close(found, x.detach().exp() * (1 + x.detach()))
+    assert not counted.routes
 
 
 def test_what_gradients_are_kept_from_is_not_repeated_with_them(device: torch.device) -> None:
