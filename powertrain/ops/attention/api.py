@@ -162,9 +162,8 @@ def attention(
         rounded up to 64, 128 or 256. Where the GPU has TMA attn_bias is copied, once in the forward and once in the
         backward, without what it is broadcast to: a boolean one as 2 bytes an element, another one if its rows are no
         multiple of 16 bytes apart. The gradient of a bias that is broadcast takes 4 * B * H * Sq * Sk bytes more, if
-        these are at most 256 MiB (16 with a causal mask, a window or documents), and else more time. On the CPU
-        "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only "reference" keeps 4 * B * H * Sq * Sk
-        bytes, several times, and repeats key heads.
+        these are at most 256 MiB, and else more time. On the CPU "chunked" takes about 0.2 GiB of scores, and float32
+        gradients. Only "reference" keeps 4 * B * H * Sq * Sk bytes, several times, and repeats key heads.
     Raises ValueError with the argument's name, requirement and value; NoBackendError with every backend's reasons
         and the smallest change where none that is allowed takes the call. Our kernel's double backward and vmap raise
         and name the way out.

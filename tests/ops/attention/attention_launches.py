@@ -11,7 +11,7 @@ from powertrain.ops.attention import attention, varlen_attention
 
 META = torch.device("meta")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
-FEATURES = ("causal", "packed", "documents", "dropout", "long bias", "softcap")
+FEATURES = ("causal", "packed", "documents", "prefix", "dropout", "long bias", "softcap")
 B, S, H, K = 2, 512, 8, 2
 
 
@@ -43,6 +43,8 @@ def launch(feature: str, head_dims: tuple[int, int], dtype: torch.dtype, backend
             options["is_causal"] = True
         if feature == "documents":
             options["document_ids"] = _integers(B, S)
+        elif feature == "prefix":
+            options["prefix_lengths"] = _integers(B)
         elif feature == "dropout":
             options |= {"dropout_p": 0.1, "dropout_seed": _integers(2, dtype=torch.int64)}
         elif feature == "softcap":
@@ -102,11 +104,12 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
 
 
 def launch_attention_kernels(dtype: torch.dtype) -> None:
-    """What the catalog does not: wide heads, documents, dropout."""
+    """What the catalog does not: wide heads, documents, prefixes, dropout."""
     for head_dims in ((256, 256), (512, 512)):
         launch("causal", head_dims, dtype)
     for feature in ("documents", "dropout"):
         launch(feature, (64, 64), dtype)
+    launch("prefix", (128, 128), dtype)
 
 
 def launch_all_features(dtype: torch.dtype) -> None:

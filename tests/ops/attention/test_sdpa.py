@@ -12,7 +12,7 @@ from torch import Tensor
 
 from powertrain.ops.attention import NoBackendError, attention, varlen_attention
 from powertrain.ops.attention.backend_registry import BACKENDS
-from powertrain.ops.attention.backends import flash_attn, zero_padding
+from powertrain.ops.attention.backends import flash_attn, packed_flash, zero_padding
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
@@ -131,13 +131,36 @@ def test_zero_tail(device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-def test_gradients_past_the_last_sequence_are_zero(device: torch.device) -> None:
+def test_packed_flash_is_zero_outside_of_sequences(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients, whatever PyTorch's kernels leave there; they are replaced, as the CPU has none."""
+
+    def product(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, ...]:
+        left_there = torch.full_like(q, torch.nan)
+        left_there[1:5] = (q * k * v)[1:5] + options.get("window_size_left", 0)
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)
+        return left_there, torch.zeros(2, 7, device=q.device), state, state.clone(), state.clone()
+
+    def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, ...]:
+        left_there = [torch.full_like(q, torch.nan) for _ in range(3)]
+        for grad, others in zip(left_there, ((k, v), (q, v), (q, k)), strict=True):
+            grad[1:5] = (do * others[0] * others[1])[1:5]
+        return tuple(left_there)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", product)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", gradients)
     starts = torch.tensor([1, 2, 5], dtype=torch.int32, device=device)
-    leaves = [torch.randn(7, 2, 4, device=device, requires_grad=True) for _ in range(3)]
-    q, k, v = zero_padding.zero_gradient_tails(leaves[0], leaves[1], leaves[2], starts, starts)
-    (q * k * v * torch.full_like(q, torch.nan)).sum().backward()
-    for x in leaves:
-        assert x.grad is not None and x.grad[1:5].isnan().all() and not x.grad[5:].any() and not x.grad[:1].any()
+    q, k, v = (torch.randn(7, 2, 4, device=device, requires_grad=True) for _ in range(3))
+    call = AttentionCall(
+        q, k, v, "thd", MaskSpec(left=3, right=0), MaskTensors(), Varlen(starts, starts), 0.5, 0.0, None, True, False,
+        Sizes(2, 2, 2, 7, 7),
+    )  # fmt: skip
+    out, lse = packed_flash.attend(call, False, [3, 0])
+    exact = torch.zeros_like(out)
+    exact[1:5] = (q * k * v)[1:5] + 3
+    assert lse is not None and torch.equal(out, exact) and not lse.requires_grad and (lse[:, 5:] == -torch.inf).all()
+    found = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    for grad, right in zip(found, torch.autograd.grad(exact.sum(), (q, k, v)), strict=True):
+        assert torch.equal(grad, right)
 
 
 @pytest.mark.skipif(settings_module.settings().interpret, reason="nothing is compiled under the interpreter")

@@ -198,37 +198,21 @@ class Flash:
         yield from known_bad(FLASH_BAD, problem)
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        mask = call.mask
+        causal = mask.is_causal and mask.left < 0
         if call.layout == "thd":
-            return self._run_packed(call)
+            from powertrain.ops.attention.backends import packed_flash  # imports Triton
+
+            window = [mask.left, mask.right] if mask.has_window else []
+            return packed_flash.attend(call, causal, window)
+        window_sizes = {} if not mask.has_window else {"window_size_left": mask.left, "window_size_right": mask.right}
         q, k, v = (to_bhsd(x, call.layout).transpose(1, 2) for x in (call.query, call.key, call.value))
-        out, lse = self._forward(call, q, k, v, None, q.shape[1], k.shape[1])
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], call.dropout_p, causal, False, scale=call.scale, **window_sizes
+        )
         out = from_bhsd(out.transpose(1, 2), call.layout)
         # flash-2 writes +inf where a row sees nothing
         return out, lse.masked_fill(lse == torch.inf, -torch.inf) if call.return_lse else None
-
-    def _run_packed(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        from powertrain.ops.attention.backends import zero_padding  # imports Triton
-
-        starts, varlen = call.varlen.query_starts, call.varlen
-        assert starts is not None
-        q, k, v = zero_padding.zero_gradient_tails(call.query, call.key, call.value, starts, starts)
-        longest = varlen.max_queries or q.shape[0]
-        out, lse = self._forward(call, q, k, v, starts, longest, longest)
-        return zero_padding.zero_tail(out, starts, ahead=True), zero_padding.empty_tail(
-            lse, starts
-        ) if call.return_lse else None
-
-    @staticmethod
-    def _forward(
-        call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, max_queries: int, max_keys: int
-    ) -> tuple[Tensor, Tensor]:
-        mask = call.mask
-        causal = mask.is_causal and mask.left < 0
-        window = {} if not mask.has_window else {"window_size_left": mask.left, "window_size_right": mask.right}
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, max_queries, max_keys, call.dropout_p, causal, False, scale=call.scale, **window
-        )
-        return out, lse
 
 
 class Efficient:

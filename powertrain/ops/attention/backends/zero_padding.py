@@ -6,8 +6,6 @@ flash-2 and its successors write nothing before cu_seqlens[0] or beyond cu_seqle
 reads two numbers and writes nothing where sequences fill their storage.
 """
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -45,40 +43,6 @@ def zero_tail(x: Tensor, starts: Tensor, *, ahead: bool = False) -> Tensor:
             x, starts, starts.shape[0] - 1, x.shape[0], row_size, AHEAD=ahead, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK
         )
     return x
-
-
-class _ZeroGradientTails(torch.autograd.Function):
-    """Passes query, key and value through; their gradients get their tails zeroed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(query_starts, key_starts)
-        return query.view_as(query), key.view_as(key), value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        query_starts, key_starts = ctx.saved_tensors
-        starts = (query_starts, key_starts, key_starts)
-        zeroed = (
-            # the kernel takes rows one behind the other
-            None if g is None else zero_tail(g.contiguous(), s, ahead=True)
-            for g, s in zip(grads, starts, strict=True)
-        )
-        return (*zeroed, None, None)
-
-
-def zero_gradient_tails(
-    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The three, differentiated with zeros ahead of the first sequence and past the last, whatever the kernel that
-    follows leaves there."""
-    # without gradients the function would only add host time
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        zeroed: tuple[Tensor, Tensor, Tensor] = _ZeroGradientTails.apply(query, key, value, query_starts, key_starts)
-        return zeroed
-    return query, key, value
 
 
 def empty_tail(lse: Tensor, starts: Tensor) -> Tensor:

@@ -127,6 +127,8 @@ def _slowest_feature(args: OpArguments) -> str:
         return "softcap"
     if args.slopes is not None:
         return "alibi"
+    if args.prefix is not None:
+        return "prefix"
     return "window" if args.left >= 0 or args.chunk > 0 else "plain"
 
 

@@ -128,6 +128,10 @@ def plan_fwd(
             if feature == "bias" and tiles <= target.num_sms:
                 # ms, 1 x 580 x 16 heads 0.039, 128 x 64 0.048; not few, 1 x 1200 x 16 0.076, 0.061
                 return Plan(64, 64, 4, 2)
+            if feature == "prefix" and tiles <= 2 * target.num_sms:
+                # ms, this, 128 x 64: D128, 2 x 494 x 8 heads 0.016, 0.025; 1 x 2048 x 16 0.065, 0.076; not few, 4 x
+                # 2048 x 16 0.270, 0.263; D96, 2 x 494 x 8 0.020, 0.027; not few, 4 x 700 x 32/8 0.104, 0.087
+                return Plan(64, 64, 4, 3)
             by_warpgroups = feature in ("bias", "dropout", "window")
             return Plan(128, 64, 8, 2, 128) if by_warpgroups else Plan(128, 64, 4, 2)
         if largest <= 192:
@@ -215,8 +219,9 @@ def plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma:
                 return Plan(64, 32, 4, 3, tma=False)
             return Plan(64, 64, 4, 2) if feature == "mask" else Plan(64, 64, 4, 3, tma=False)
         if largest <= 128:
-            # documents, ms: D96, 2 x 4096 x 16 heads, 0.46, by 2 stages 0.51; D128, 2 x 8192 x 32/8, 2.06, 1.61
-            if feature in ("documents", "padding") and largest <= 96:
+            # documents, ms: D96, 2 x 4096 x 16 heads, 0.46, by 2 stages 0.51; D128, 2 x 8192 x 32/8, 2.06, 1.61.
+            # prefix, a backward, this, 128 x 64: D96, 4 x 2048 x 16 0.729, 0.768; D128, 0.879, 0.784
+            if feature in ("documents", "padding", "prefix") and largest <= 96:
                 return Plan(64, 64, 4, 3, tma=False)
             by_half = feature in ("window", "documents", "padding", "mask")
             return Plan(64, 64, 4, 2) if by_half else Plan(128, 64, 8, 3, tma=False)
