@@ -18,6 +18,7 @@ A call on a CPU without kernels has no launches: its Route is the function of pl
 of the signature (runtime/plain_calls.py).
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ __all__ = [
     "modes_active", "recorder", "route", "signature_of",
 ]  # fmt: skip
 
+_RESULT = re.compile(r"\bo\d+\b")  # in the code of `_Code`
 _MOST_SIGNATURES = 4096  # of one op; beyond, all are forgotten
 
 
@@ -123,7 +125,7 @@ class _Code:
         if any(part in self._parameters for part in parts):
             raise NotReplayable("it returns an argument")
         returned = f"({', '.join(parts)},)" if many else parts[0]
-        body = [*self._lines, f"return {returned}"]
+        body = _with_ends([*self._lines, f"return {returned}"])
         if self._autocasts:
             body = below_autocast(body, self._space)
         text = "\n    ".join([f"def function({', '.join(self._parameters)}):", *body])
@@ -157,6 +159,18 @@ class _Code:
         name = f"k{len(self._space)}"
         self._space[name] = value
         return name
+
+
+def _with_ends(lines: list[str]) -> list[str]:
+    """The lines, each followed by the end of the results that no later one uses: else all would live to the last."""
+    last_use = {name: index for index, line in enumerate(lines) for name in _RESULT.findall(line)}
+    ended: dict[int, list[str]] = {}
+    for name, index in last_use.items():
+        ended.setdefault(index, []).append(name)
+    whole = []
+    for index, line in enumerate(lines[:-1]):
+        whole += [line, f"del {', '.join(ended[index])}"] if index in ended else [line]
+    return [*whole, lines[-1]]
 
 
 class Table:

@@ -756,6 +756,40 @@ def test_ops_of_pytorch_are_repeated_with_their_gradients(
     assert counted.routes >= _CALLS - 2
 
 
+def test_results_between_ops_end_with_their_last_use(device: torch.device, counted: _Counted) -> None:
+    kept: list[Any] = []
+
+    @falls_back("test_ends")
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x * 2.0
+        return powertrain.rms_norm(x)
+
+    for call in range(_CALLS):
+        x = torch.randn(4, 16, device=device, requires_grad=True)
+        with _results_alive(kept if call == _CALLS - 1 else []):
+            chain(x)
+    assert counted.routes >= _CALLS - 2 and len(kept) == 3
+    # two at a time: a product's argument and its result
+    assert max(kept) <= 2
+
+
+@contextmanager
+def _results_alive(numbers: list[int]) -> Iterator[None]:
+    """How many results of a replayed call are alive behind each product."""
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code.co_filename == "<replay of several ops>" and event == "c_return":
+            numbers.append(sum(isinstance(x, Tensor) for name, x in frame.f_locals.items() if name.startswith("o")) + 1)
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        del numbers[3:]
+
+
 def _slope(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
     with torch.enable_grad():
         leaf = of(x)
