@@ -53,8 +53,10 @@ def _reader(types: tuple[type, ...]) -> Callable[..., Signature | None]:
     read: Callable[..., Signature | None]
     if any(issubclass(kind, tuple) and hasattr(kind, "_fields") for kind in types):
         read = _flattening(types)
-    elif _TENSORS.isdisjoint(types) or not _READABLE.issuperset(types):
+    elif not _READABLE.issuperset(types):
         return lambda *values: None
+    elif _TENSORS.isdisjoint(types):
+        return lambda *values: _of_nested(values)
     else:
         read = _generated(types)
     if len(_readers) >= _MOST:
@@ -194,7 +196,7 @@ def read_plain({names}):
 _SEQUENCE = """
     q{i} = of_sequence(v{i})
     if q{i} is None:
-        return None
+        return of_nested(({all_names},))
 """
 
 # one tensor twice, or two at one address
@@ -209,8 +211,9 @@ def _generated(types: tuple[type, ...]) -> Callable[..., Signature | None]:
     sequences = [i for i, kind in enumerate(types) if kind in (tuple, list)]
     listed = ", ".join(f"v{i}" for i in tensors)
     addresses = ", ".join(f"p{i}" for i in tensors)
+    all_names = ", ".join(f"v{i}" for i in range(len(types)))
     source = (_PLAIN_SOURCE + _SOURCE).format(
-        names=", ".join(f"v{i}" for i in range(len(types))),
+        names=all_names,
         addresses="; ".join(f"p{i} = v{i}.data_ptr()" for i in tensors),
         any_nested=" or ".join(f"v{i}.is_nested" for i in tensors),
         any_irregular=" or ".join(f"v{i}.is_nested or v{i}.layout is not strided" for i in tensors),
@@ -219,7 +222,7 @@ def _generated(types: tuple[type, ...]) -> Callable[..., Signature | None]:
         all_have_addresses=" and ".join(f"p{i}" for i in tensors),
         first=f"v{tensors[0]}",
         tensors=listed,
-        sequences="".join(_SEQUENCE.format(i=i) for i in sequences),
+        sequences="".join(_SEQUENCE.format(i=i, all_names=all_names) for i in sequences),
         values=" ".join(f"{_key_of(kind, i)}," for i, kind in enumerate(types) if kind is not type(None)),
         sharing=_SHARING.format(addresses=addresses, tensors=listed, count=len(tensors)) if len(tensors) > 1 else "",
     )
@@ -245,6 +248,21 @@ def _of_sequence(values: Sequence[Any]) -> tuple[Any, ...] | None:
     return types, *(repr(value) if type(value) is float else value for value in values)
 
 
+def _of_nested(values: Sequence[Any]) -> Signature | None:
+    """The signature of values of which lists or tuples hold tensors, as their elements behind their type and length.
+    None: none does, or one holds something else."""
+    flat: list[Any] = []
+    for value in values:
+        if type(value) in (tuple, list) and not _TENSORS.isdisjoint(map(type, value)):
+            if not (_PLAIN_TYPES | _TENSORS).issuperset(map(type, value)):
+                return None
+            # no argument's text begins so
+            flat += [f"\0{type(value).__name__} {len(value)}", *value]
+        else:
+            flat.append(value)
+    return signature_of(flat) if len(flat) > len(values) else None
+
+
 def _are_empty(*tensors: Tensor) -> bool:
     """Those without an address: others have no memory that a kernel could read."""
     return all(x.data_ptr() or not x.numel() for x in tensors)
@@ -263,6 +281,7 @@ _NAMES: dict[str, Any] = {
     "Signature": Signature,
     "make": tuple.__new__,
     "of_sequence": _of_sequence,
+    "of_nested": _of_nested,
     "are_empty": _are_empty,
     "are_interpreted": _are_interpreted,
     "sharing": _sharing,

@@ -388,6 +388,12 @@ def test_signatures_tell_equal_values_of_other_meaning_apart(device: torch.devic
     ]
     keys = [replay.signature_of((x, value)) for value in (*values, math.nan)]
     assert None not in keys and len({signature.key for signature in keys if signature}) == len(keys)
+    y = torch.randn(4, 16, device=device)
+    nested: list[Any] = [(x, y), ([x, y],), ((x, y),), ([x], y), (x, [y]), ([x], [y]), ([x, 1], y), (([x], y),)]
+    keys = [replay.signature_of((*value, 3)) for value in nested]
+    assert keys.pop() is None and len({signature.key for signature in keys if signature}) == len(keys)
+    assert all(signature and [*map(id, signature.tensors)] == [id(x), id(y)] for signature in keys)
+    assert replay.signature_of(([], (1,))) is None and replay.signature_of((x, [y, None])) is not None
     first, again = (replay.signature_of((x, float("nan"), (float("nan"),))) for _ in range(2))
     assert first is not None and again is not None and first.key == again.key
 
@@ -686,6 +692,11 @@ def _forms(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[tup
         "float32 under autocast": (torch.autocast(device.type, torch.bfloat16)(_attention(is_causal=True)), rows),
         "a bias of 3 dims": (lambda q, k, v, bias: _attention(bias)(q, k, v), [*rows, (2, 9, 9)]),
         "a mask of 2 dims": (_attention(seen), rows),
+        "ids of queries and of keys": (_attention(document_ids=(ids, ids.int())), rows),
+        "lists of tensors": (
+            lambda *parts: powertrain.merge_attentions(parts[:2], list(parts[2:])),
+            [(2, 9, 2, 16)] * 2 + [(2, 2, 9)] * 2,
+        ),
         "dropout": (_attention(dropout_p=0.3), rows),
         "int64 cu_seqlens": (
             lambda q, k, v: powertrain.varlen_attention(q, k, v, starts, backend="triton"), [(9, 2, 16)] * 3,
