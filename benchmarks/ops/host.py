@@ -92,9 +92,16 @@ def _attention() -> Iterator[str]:
     for name, (inputs, grad, op) in calls.items():
         forwards[name] = partial(op, *(x.detach() for x in inputs))
         steps[name] = lambda op=op, inputs=inputs, grad=grad: torch.autograd.grad(op(*inputs), inputs, grad)
+    # PyTorch's kernels serve below sm_90, and dropout on it
+    by_flash = partial(attention, is_causal=True, backend="flash")
+    inputs, grad, _ = calls["powertrain"]
+    flash = {
+        "powertrain": lambda: torch.autograd.grad(by_flash(*inputs), inputs, grad), "torch": steps["torch"],
+    }  # fmt: skip
     label = "attention 1x128, heads 32/8, host"
     yield from _rows(f"{label}, forward", forwards)
     yield from _rows(f"{label}, with backward", steps)
+    yield from _rows(f"{label}, by PyTorch's flash, with backward", flash)
 
 
 def _decode_inputs(device: str) -> list[torch.Tensor]:

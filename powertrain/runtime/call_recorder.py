@@ -223,7 +223,7 @@ def _wants_gradients(tensors: Iterable[Tensor]) -> bool:
 
 
 def _are_graphed(steps: Sequence[Step], inputs: Iterable[Tensor]) -> bool:
-    """A tape's calls of PyTorch's ops would be differentiated, among them those of what the call detached."""
+    """Autograd would differentiate a tape's calls of PyTorch's ops, also where the call had detached their inputs."""
     return _wants_gradients(inputs) and any(isinstance(step, OpCall) for step in steps)
 
 

@@ -56,7 +56,7 @@ def _reader(types: tuple[type, ...]) -> Callable[..., Signature | None]:
     elif not _READABLE.issuperset(types):
         return lambda *values: None
     elif _TENSORS.isdisjoint(types):
-        return lambda *values: _of_nested(values)
+        read = lambda *values: _of_nested(values)  # noqa: E731
     else:
         read = _generated(types)
     if len(_readers) >= _MOST:

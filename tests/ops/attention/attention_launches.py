@@ -104,7 +104,7 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
 
 
 def launch_attention_kernels(dtype: torch.dtype) -> None:
-    """What the catalog does not: wide heads, documents, prefixes, dropout."""
+    """Kernels that the catalog of ops does not launch: of wide heads, documents, prefixes, dropout."""
     for head_dims in ((256, 256), (512, 512)):
         launch("causal", head_dims, dtype)
     for feature in ("documents", "dropout"):

@@ -198,7 +198,7 @@ def test_heads_share_a_tile_where_that_makes_fewer() -> None:
     assert packs(1) == [1, 4, 6, 7, 24, 32]
     assert packs(96) == [1, 4, 6, 7, 8, 32]
     assert packs(128) == [1] * 6
-    assert plans.heads_per_tile_for(5, 196, 128) == 1 and plans.heads_per_tile_for(5, 196, 128, full=True) == 5
+    assert plans.heads_per_tile_for(5, 196, 128) == 1 and plans.heads_per_tile_for(5, 196, 128, most=0.95) == 5
     assert plans.heads_per_tile_for(4, 300, 128) == 4 and plans.heads_per_tile_for(4, 500, 128) == 1
 
 

@@ -101,18 +101,18 @@ def _queries_of(block_m: int, heads_per_tile: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def heads_per_tile_for(
-    repeats: int, queries: int, block_m: int, ragged: bool = False, whole: bool = False, full: bool = False
+    repeats: int, queries: int, block_m: int, ragged: bool = False, whole: bool = False, most: float = 0.875
 ) -> int:
     """How many of `repeats` heads that share keys stand in one tile: as many as may, where that makes fewer tiles of so
     many queries, on average if they are `ragged`. The last tile of a group may have fewer, unless all are to be
-    `whole`.
+    `whole`. `most`: the share of the tiles up to which that is worth it, 0.97 of ragged ones.
 
     ms, bf16, one H200, B8 D128, 32768 keys, alone and packed: H32/8, 16 queries .67 .35, 64 .70 .40, 96 .73 .73; H64/8,
     16 queries 1.30 .36, 64 1.39 .78. Ragged, one H100, 1, 2, 4 and 8 heads a tile: packed causal self-attention H32/8,
     sequences of 10 to 200 .264 .221 .187, 50 to 550 .239 .228 .212, 200 to 1800 .659 .650 .645; H64/8, 10 to 200 .506
     .419 .347 .304, 200 to 1800 1.295 1.301 1.265 1.249; 100 chunks of 20 to 600 beside 2000 keys H32/8 1.423 1.261
-    1.200, H64/8 2.727 2.371 2.190 2.129. A consumer's 64 rows hold 63 of 7 heads and 60 of 5. Of equal lengths a `full`
-    mask gains by few tiles less: us, one H200, 1 head and all, share of the tiles: 32 x 196 25/5 D128 59.6, 57.1, 0.90;
+    1.200, H64/8 2.727 2.371 2.190 2.129. A consumer's 64 rows hold 63 of 7 heads and 60 of 5. Of equal lengths, under a
+    full mask: us, one H200, 1 head and all, share of the tiles: 32 x 196 25/5 D128 59.6, 57.1, 0.90;
     4 x 700 28/4 D64 43.8, 41.1, 0.93; 4 x 700 64/8 D128 116.9, 113.4, 0.92; 4 x 700 25/5 D64 40.1, 41.4, 1. Causal 8 x
     420 28/4 D128 37.8, 39.5, 0.86; 8 x 420 20/4 D64 24.4, 25.9, 0.90; 32 x 196 32/8 D128 58.2, 52.7, 0.875."""
 
@@ -123,8 +123,7 @@ def heads_per_tile_for(
     divisors = {pack for pack in range(1, 33) if repeats % pack == 0}
     packs = divisors if whole else divisors | {pack for pack in (2, 4, 8, 16) if pack < 2 * repeats}
     pack = min(sorted(packs, reverse=True), key=lambda pack: (tiles(pack), repeats % pack > 0))
-    most = 0.97 if ragged else 0.95 if full else 0.875
-    return pack if tiles(pack) <= most * tiles(1) else 1
+    return pack if tiles(pack) <= (0.97 if ragged else most) * tiles(1) else 1
 
 
 def group_of(operands: Operands, plan: Plan) -> int:
@@ -211,7 +210,8 @@ def plan_of(operands: Operands) -> Plan:
     # a tile has one slope
     if args.slopes is None and not plan.splits_columns and not at_once:
         # fewer heads leave in parts: another kernel, and float32 results
-        pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, sequences > 1, not is_few, full and not is_few)
+        most = 0.95 if full and not is_few else 0.875
+        pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, sequences > 1, not is_few, most)
         plan = plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
     if not is_few or plan.splits_columns:
         return plan
