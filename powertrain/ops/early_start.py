@@ -7,6 +7,12 @@ it costs to launch a kernel and to read its code is then hidden by the one befor
 three kernels on one H200 (benchmarks/results/2026-11-24_h200_decode.md), 0.3 us of each small kernel in a graph
 (2026-11-28_h200_few_rows.md there). Graphs hold early starts where the driver is of CUDA 12.3 or later.
 
+A kernel whose programs fill the SMs and end at different times does not call `let_next_kernel_start`: the next kernel's
+programs, of which many fit on one SM, would all wait on the SMs that are free first and then compute there, while other
+SMs have nothing to do. Without the call the next kernel is prepared early and launched when the last program has ended.
+us, one H200, forward and backward of attention, with the call in every kernel and without it in those: one packed
+sequence of 137 tokens, 32/8 heads of 128: 54, 33; B1 S137 64/64 40, 29 (2026-11-29_h200_early_starts.md there).
+
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -40,7 +46,7 @@ def starts_early_if_small(target: Target, programs: int, elements: int) -> bool:
 @triton.jit
 def let_next_kernel_start(STARTS_EARLY: tl.constexpr):
     """The kernel behind this one may start, when all programs have come here. At the beginning: it starts when the last
-    of our programs has, and then only where they leave room."""
+    of our programs has, and then only where they leave registers and shared memory."""
     if STARTS_EARLY:
         gdc_launch_dependents()
 

@@ -31,6 +31,10 @@ from tests.ops.attention.attention_launches import launch_hopper_attention
 
 native = pytest.mark.skipif(settings().interpret, reason="the warm path and machine code are those of compiled kernels")
 _WAIT_TWICE = "_hopper_attention_bwd_d192_kernel", "_hopper_attention_bwd_d256_kernel"
+_FILL_SMS = (
+    "_hopper_attention_fwd_kernel", "_hopper_attention_fwd_d512_kernel", "_hopper_attention_bwd_kernel",
+    "_hopper_attention_bwd_d192_kernel", "_hopper_attention_bwd_d256_kernel",
+)  # fmt: skip
 FACTS = {"name": "k", "num_warps": 4, "shared": 512, "global_scratch": 0, "profile_scratch": 0}
 
 
@@ -179,7 +183,10 @@ def test_every_warp_waits() -> None:
     jobs = {}
     for spec in specs:
         ptx = zlib.decompress(entry_for(spec)[0].members["ptx"]).decode()
-        assert ptx.count("griddepcontrol.launch_dependents") == 1, spec.describe()
+        # small programs that all follow would wait on the SMs that are free first, and leave others idle
+        lets = ptx.count("griddepcontrol.launch_dependents")
+        fills = spec.kernel.name in _FILL_SMS and not spec.constants.get("SPLIT_KV")
+        assert lets == (0 if fills else 1), spec.describe()
         assert not _touched_early(ptx), spec.describe()
         waits = [found.start() for found in re.finditer("griddepcontrol.wait", ptx)]
         jobs[spec.kernel.name] = len(waits)

@@ -142,6 +142,11 @@ class Operands(NamedTuple):
         )  # fmt: skip
 
     @property
+    def batch_is_one_length(self) -> bool:
+        """Whether the lengths of all sequences are known: they are not packed, or one is alone."""
+        return not self.is_packed or self.batch == 1
+
+    @property
     def num_heads(self) -> int:
         # grids are made of it: packed sequences share one storage, so `batch` would count them twice
         """Query heads of all batch entries in memory."""
@@ -165,6 +170,10 @@ class Operands(NamedTuple):
 
     def key_blocks(self, block: int) -> int:
         return self._blocks(self.keys, block)
+
+    def likely_key_blocks(self, block: int) -> int:
+        """How many of them hold keys, reckoned: half of the packed sequences begin one more than their tokens fill."""
+        return cdiv(self.keys, block) + (self.batch // 2 if self.is_packed else 0)
 
     def _blocks(self, tokens: int, block: int) -> int:
         # packed: each sequence may end in a partial block, and rows may lie before the first and behind the last

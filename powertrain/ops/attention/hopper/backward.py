@@ -49,6 +49,7 @@ from powertrain.runtime.launch import kernel
 from powertrain.runtime.tensor_maps import TensorMap, tensor_map
 
 _ROWS = 64  # keys whose dk and dv leave together
+_WARPS = 8  # of a program of the first launch and of the last
 
 
 @triton.jit
@@ -114,13 +115,15 @@ def _hopper_attention_bwd_preprocess_kernel(
     tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))  # [BLOCK_M]
     tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))  # [BLOCK_M]
     if sum_ptr is not None:
-        SIZE: tl.constexpr = triton.next_power_of_2(BLOCK_M * W_QK)
-        piece = tl.arange(0, SIZE)
-        to = sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece
-        if SIZE == BLOCK_M * W_QK:
-            tl.store(to, tl.zeros([SIZE], tl.float32))
-        else:
-            tl.store(to, tl.zeros([SIZE], tl.float32), mask=piece < BLOCK_M * W_QK)
+        # a third of the tiles of short packed sequences have no rows
+        if first < length:
+            SIZE: tl.constexpr = triton.next_power_of_2(BLOCK_M * W_QK)
+            piece = tl.arange(0, SIZE)
+            sums = sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece
+            if SIZE == BLOCK_M * W_QK:
+                tl.store(sums, tl.zeros([SIZE], tl.float32))
+            else:
+                tl.store(sums, tl.zeros([SIZE], tl.float32), mask=piece < BLOCK_M * W_QK)
     if order_ptr is not None:
         tl.store(order_ptr + to_int64(t) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
@@ -341,6 +344,7 @@ def _launch_weights(
         operands.batch, operands.queries, slots, heads.kv * heads.q_per_kv, heads.q_per_kv, heads.kv_step, heads.q_step,
         0, 0, *o_strides, do.b, do.s, do.h, do.r, D_V=operands.d_v, W_QK=0,
         W_V=next_power_of_2(operands.d_v), BLOCK_M=ROWS, BLOCK_N=ROWS, STARTS_EARLY=starts_early(operands.target),
+        num_warps=_WARPS,
     )  # fmt: skip
     launch_products(operands, do, rows, dq, dk, dv)
 
@@ -421,7 +425,7 @@ def _launch(
         operands.batch, operands.queries, scratch.slots, num_heads, heads.q_per_kv, heads.kv_step, heads.q_step,
         0 if zeros is None else zeros.numel(), blocks, *o_strides, do.b, do.s, do.h, do.r,
         D_V=operands.d_v, W_QK=width_of(operands.d_qk), W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n, STARTS_EARLY=early,
+        BLOCK_N=plan.block_n, STARTS_EARLY=early, num_warps=_WARPS,
     )  # fmt: skip
     into = (dk, dv) if sums is None else (sums.dk, sums.dv)
     _launch_main(operands, do, into[0], into[1], scratch, plan, schedule, blocks)
@@ -449,7 +453,7 @@ def _launch_sums(
         to_q.b, to_q.s, to_q.h, to_q.r, to_k.b, to_k.s, to_k.h, to_v.b, to_v.s, to_v.h,
         D_QK=operands.d_qk, D_V=operands.d_v, W_DQ=width_of(operands.d_qk), W_QK=width_of(operands.d_qk),
         W_V=width_of(operands.d_v), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SPLIT_HEADS=parts > 1,
-        STARTS_EARLY=starts_early(operands.target),
+        STARTS_EARLY=starts_early(operands.target), num_warps=_WARPS,
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ from powertrain.ops.attention.hopper.primitives import (
     write_tile_field,
 )
 from powertrain.ops.attention.triton.sequences import SMALL
-from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -363,7 +363,6 @@ def _hopper_attention_bwd_kernel(
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
     AHEAD: gl.constexpr, EARLY: gl.constexpr, SPLIT_HEADS: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    let_next_kernel_start(STARTS_EARLY)
     BLOCK_N: gl.constexpr = 128
     gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
     dtype: gl.constexpr = q_desc.dtype

@@ -45,7 +45,7 @@ from powertrain.ops.attention.hopper.primitives import (
     rows_in_order,
 )
 from powertrain.ops.attention.triton.sequences import SMALL
-from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,
@@ -374,7 +374,6 @@ def _hopper_attention_bwd_d192_kernel(
     D_QK: gl.constexpr, D_V: gl.constexpr, REGISTERS: gl.constexpr, SPLIT_HEADS: gl.constexpr,
     STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    let_next_kernel_start(STARTS_EARLY)
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots = int32(blocks), int32(swizzle), int32(slots)

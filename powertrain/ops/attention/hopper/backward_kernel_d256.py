@@ -43,7 +43,7 @@ from powertrain.ops.attention.hopper.primitives import (
     tanh,
 )
 from powertrain.ops.attention.triton.sequences import SMALL
-from powertrain.ops.early_start import await_kernel_before, let_next_kernel_start
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -474,7 +474,6 @@ def _hopper_attention_bwd_d256_kernel(
     STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr, SPLIT_HEADS: gl.constexpr,
     STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    let_next_kernel_start(STARTS_EARLY)
     W_QK: gl.constexpr = P_QK[0] + (P_QK[1] if len(P_QK) > 1 else 0)
     W_V: gl.constexpr = P_V[0] + (P_V[1] if len(P_V) > 1 else 0)
     PACKED: gl.constexpr = q_starts_ptr is not None

@@ -116,7 +116,7 @@ def _prefers_96_keys(operands: Operands) -> bool:
     blocks, heads, sms = cdiv(max(1, _queries_of_each(operands)), 64), operands.heads, operands.target.num_sms
 
     def us(plan: Plan, splits: int) -> float:
-        tiles = operands.storage * heads.kv * splits * operands.key_blocks(plan.block_n)
+        tiles = operands.storage * heads.kv * splits * operands.likely_key_blocks(plan.block_n)
         longest = heads.q_per_kv // splits * blocks
         if operands.args.right < 0:
             return _block_us(plan, widest) * cdiv(tiles, sms) * longest
@@ -163,11 +163,16 @@ def schedule_of(operands: Operands, plan: Plan) -> Schedule:
         # 0.981 without late blocks, 0.995 with them
         if is_causal and not operands.is_packed and plan.block_n == 128:
             late = late_blocks_for(of_heads, blocks, num_sms)
-    elif operands.is_packed:
-        longest_first = operands.batch >= 8 and of_heads * blocks < _TILES_IN_ANY_ORDER
-    elif is_causal:
-        head_bytes = repeats * queries * _query_bytes(operands)
-        group, late = causal_order_for(of_heads, blocks, plan.block_n, repeats, group, num_sms, head_bytes)
+    else:
+        if is_causal and operands.batch_is_one_length:
+            head_bytes = repeats * queries * _query_bytes(operands)
+            filled = operands.likely_key_blocks(plan.block_n)
+            group, late = causal_order_for(of_heads, filled, plan.block_n, repeats, group, num_sms, head_bytes)
+        if operands.is_packed:
+            longest_first = operands.batch >= 8 and of_heads * blocks < _TILES_IN_ANY_ORDER
+            if longest_first or operands.batch == 1:
+                # those without keys come last
+                late += operands.batch + 1
     return Schedule(num_splits, group, late, longest_first)
 
 
@@ -178,13 +183,14 @@ def _query_bytes(operands: Operands) -> int:
 
 def _splits_of(operands: Operands, plan: Plan, misses: bool = True) -> int:
     """Parts of the query heads that share keys. Without `misses` the estimate ignores reads that miss the L2."""
-    args, heads, blocks = operands.args, operands.heads, operands.key_blocks(plan.block_n)
+    args, heads, blocks = operands.args, operands.heads, operands.likely_key_blocks(plan.block_n)
     if heads.q_per_kv == 1:
         return 1
     queries, widest = _queries_of_each(operands), max(operands.d_qk, operands.d_v)
     seen = min(queries, args.left + plan.block_n) if args.left >= 0 else queries
     # whole tiles are added, however few keys they have
-    keys_bytes = operands.storage * heads.kv * blocks * plan.block_n * (operands.d_qk + operands.d_v) * 4
+    rows = operands.storage * heads.kv * operands.key_blocks(plan.block_n) * plan.block_n
+    keys_bytes = rows * (operands.d_qk + operands.d_v) * 4
     return head_splits_for(
         operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
         args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, operands.target.num_sms,

@@ -90,7 +90,9 @@ def _hopper_attention_fwd_kernel(
     STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr, TAKES_TURNS: gl.constexpr,
     HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr, PAGE_SIZE: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    let_next_kernel_start(STARTS_EARLY)
+    if SPLIT_KV or list_ptr is not None:
+        # the combination of parts. Programs of other kernels would gather on the SMs that are free first
+        let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None

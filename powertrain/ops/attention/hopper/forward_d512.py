@@ -42,7 +42,7 @@ from powertrain.ops.attention.hopper.tile_counter import counter_of
 from powertrain.ops.attention.operands import Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
 from powertrain.ops.attention.triton.sequences import SMALL
-from powertrain.ops.early_start import let_next_kernel_start, starts_early
+from powertrain.ops.early_start import starts_early
 from powertrain.runtime.gluon_compat import gl, hopper
 from powertrain.runtime.launch import gluon_kernel
 
@@ -62,7 +62,6 @@ def _hopper_attention_fwd_d512_kernel(
     D: gl.constexpr, P_QK: gl.constexpr, P_V_LEFT: gl.constexpr, P_V_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None

@@ -20,7 +20,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     phase_parity,
 )
 from powertrain.ops.attention.hopper.primitives import write_tile_field
-from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
+from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, slots_with_rows, tile_coords
 from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
     await_next_tile,
@@ -218,8 +218,8 @@ def _load_blocks(
 
 @gluon.jit
 def _load_tile(
-    tile, tiles, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc, buffers, sync,
-    sizes, head_groups, window, CONFIG: gl.constexpr,
+    tile, tiles, slots, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc, buffers,
+    sync, sizes, head_groups, window, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
     free stages of keys so far."""
@@ -240,11 +240,11 @@ def _load_tile(
         )
         k_start = gl.to_tensor(0)
     elif CONFIG.packed:
-        slot, head = tile_coords(tile, sizes.blocks, head_groups, sizes.swizzle)
+        slot, head = tile_coords(tile, slots, head_groups, sizes.swizzle)
         # searched by this warp, ahead of the consumers, who have no time to spare
         b, block = find_sequence(lengths.q_starts, batch, slot, QUERIES)
     else:
-        block, at = tile_coords(tile, sizes.blocks, batch * head_groups, sizes.swizzle)
+        block, at = tile_coords(tile, slots, batch * head_groups, sizes.swizzle)
         b = at // head_groups
         head = at % head_groups
     if not CONFIG.listed:
@@ -324,9 +324,13 @@ def produce(descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, sizes, 
         head_groups = sizes.kv_heads * gl.cdiv(sizes.num_q_per_kv, HEADS_PER_TILE)
     if sizes.num_splits is not None:
         head_groups = head_groups * sizes.num_splits
-    tiles = sizes.tiles
+    tiles, slots = sizes.tiles, sizes.blocks
     if CONFIG.listed:
         tiles = gl.load(list_ptr + LISTED) * head_groups
+    elif CONFIG.packed:
+        # else SMs would begin with tiles that hold nothing
+        slots = slots_with_rows(lengths.q_starts, sizes.batch, sizes.queries, slots)
+        tiles = slots * head_groups
     # tiles have 1 to 64 blocks under a causal mask: a counter balances them, a fixed share would not
     tile = gl.program_id(0)
     visited = gl.to_tensor(0)  # blocks so far
@@ -334,7 +338,7 @@ def produce(descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, sizes, 
     emptied = gl.to_tensor(v_smem[0].shape[0])  # blocks of keys whose stage is free, counted from the first
     while tile < tiles:
         tile, visited, taken, emptied = _load_tile(
-            tile, tiles, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc,
+            tile, tiles, slots, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc,
             buffers, sync, sizes, head_groups, window, CONFIG,
         )  # fmt: skip
     pair = taken & 1

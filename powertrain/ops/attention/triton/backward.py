@@ -28,7 +28,7 @@ from powertrain.ops.attention.triton.backward_dq import launch_dq
 from powertrain.ops.attention.triton.launch_arguments import shared_arguments, strides, uses_tma
 from powertrain.ops.attention.triton.read_mask import ranges_of_keys, ranges_of_queries, read_mask
 from powertrain.ops.attention.triton.tiles import LOG2E, TiledRows, load_tile, pieces, to_int64
-from powertrain.ops.early_start import starts_early, wait_for_kernel_before
+from powertrain.ops.early_start import await_kernel_before, starts_early
 from powertrain.ops.shapes import acc_dtype, cdiv
 from powertrain.runtime.launch import kernel
 
@@ -80,7 +80,7 @@ def _attention_bwd_preprocess_kernel(
 
     Rows that see nothing and rows past the end get inf and 0: their weights are then 2^-inf = 0 in the kernels that
     follow, whatever ALiBi makes of their positions."""
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     blocks = row_stride // BLOCK_M
     block, index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     heads = kv_heads * num_q_per_kv

@@ -28,7 +28,7 @@ from powertrain.ops.attention.triton.scores import (
 )
 from powertrain.ops.attention.triton.sequences import SMALL, sequence_span
 from powertrain.ops.attention.triton.tiles import TiledRows, dot_rows, dot_rows_fma, load_tile, to_int64
-from powertrain.ops.early_start import starts_early, wait_for_kernel_before
+from powertrain.ops.early_start import await_kernel_before, starts_early
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -45,7 +45,7 @@ def _sum_ds_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of dbias [bias_batch, bias_heads, rows, cols] from ds [batch, heads, rows, cols]."""
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     tile = tl.program_id(0)
     i = (tile // col_blocks % row_blocks * ROWS + tl.arange(0, ROWS))[:, None]
     j = (tile % col_blocks * COLS + tl.arange(0, COLS))[None, :]
@@ -109,7 +109,7 @@ def _attention_dbias_kernel(
     STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of dbias: the sum of ds over the batch entries, heads and rows that the bias was broadcast over."""
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     pid = tl.program_id(0)
     j_first = pid % k_blocks * BLOCK_N
     pid = pid // k_blocks

@@ -48,7 +48,7 @@ from powertrain.ops.attention.triton.tiles import (
     to_int64,
     zeros_tile,
 )
-from powertrain.ops.early_start import wait_for_kernel_before
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.launch import kernel
 
 
@@ -317,7 +317,7 @@ def _attention_dkdv_kernel(
     SHARED: tl.constexpr, LATE: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys. SHARED: of all query heads of a kv head, else of one."""
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     heads = kv_heads * num_q_per_kv
     outer = 1 if SHARED else num_q_per_kv
     if k_starts_ptr is not None:

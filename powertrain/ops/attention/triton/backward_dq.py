@@ -40,7 +40,7 @@ from powertrain.ops.attention.triton.tiles import (
     to_int64,
     zeros_tile,
 )
-from powertrain.ops.early_start import wait_for_kernel_before
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.launch import kernel
 
 
@@ -94,7 +94,7 @@ def _attention_dq_kernel(
     STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head, and ds of all their keys if ds_ptr is given."""
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     heads = kv_heads * num_q_per_kv
     b, index, block = query_tile(q_starts_ptr, batch, blocks, heads, swizzle, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv

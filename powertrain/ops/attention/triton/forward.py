@@ -57,7 +57,7 @@ from powertrain.ops.attention.triton.tiles import (
     to_int64,
     zeros_tile,
 )
-from powertrain.ops.early_start import wait_for_kernel_before
+from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.launch import kernel
 
 
@@ -120,7 +120,7 @@ def _attention_fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     heads = kv_heads * num_q_per_kv
     b, head_index, block = query_tile(q_starts_ptr, batch, blocks, heads, swizzle, BLOCK_M)
     kv, repeat = head_index // num_q_per_kv, head_index % num_q_per_kv

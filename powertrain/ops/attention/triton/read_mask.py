@@ -15,7 +15,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.operands import OpArguments, Operands
 from powertrain.ops.attention.triton.tiles import to_int64
-from powertrain.ops.early_start import starts_early, wait_for_kernel_before
+from powertrain.ops.early_start import await_kernel_before, starts_early
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
@@ -32,7 +32,7 @@ def _document_ranges_kernel(
 ):
     """The ranges of one granule: from the first to the last position of `other` that has one of its documents. All of
     that is seen by each row if the granule has one document and no other document lies between."""
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     b, granule = to_int64(tl.program_id(0) // granules), tl.program_id(0) % granules
     low = tl.full([BLOCK], _NONE, tl.int32)
     high = tl.zeros([BLOCK], tl.int32)
@@ -64,7 +64,7 @@ def _read_tiles_kernel(
 ):  # fmt: skip
     """One tile of a bias or boolean mask: a copy; of a mask, whether none (0), some (1) or all (2) of its positions are
     seen. CONTIGUOUS: stride_col is 1."""
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     tile = tl.program_id(0)
     col_tile, row_tile = tile % col_tiles, tile // col_tiles % row_tiles
     outer = to_int64(tile // (col_tiles * row_tiles))
@@ -92,7 +92,7 @@ def _tile_ranges_kernel(
     BLOCK: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """The ranges of one granule from its `others` tiles, each of `span` positions of the other side."""
-    wait_for_kernel_before(STARTS_EARLY)
+    await_kernel_before(STARTS_EARLY)
     b, granule = to_int64(tl.program_id(0) // granules), tl.program_id(0) % granules
     n = tl.arange(0, BLOCK)
     at = tiles_ptr + b * stride_b + granule * stride_own + n * stride_other

@@ -29,6 +29,14 @@ def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def slots_with_rows(starts_ptr, batch, size, slots):
+    """`slots` without the last one, or the last two of a single sequence, which hold nothing if every row of the tensor
+    is a sequence's."""
+    covered = (tl.load(starts_ptr) <= 0) & (tl.load(starts_ptr + batch) >= size)
+    return slots - tl.where(covered, tl.where(batch == 1, 2, 1), 0)
+
+
+@triton.jit
 def longest_first(starts_ptr, batch, slot, BLOCK: tl.constexpr):
     """The place of a slot where the longest sequence's blocks come first, then those of the next longest, in their
     order; of equal ones the first. Slots without rows of a sequence come last."""
