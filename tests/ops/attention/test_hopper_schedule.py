@@ -228,6 +228,30 @@ def test_packed_sequences_are_ordered_where_the_last_tiles_are_many_of_all() -> 
     assert not is_ordered((1000, 32, 8, 128, 16), deterministic=True)
 
 
+def test_one_packed_sequence_is_scheduled_as_one_of_a_batch() -> None:
+    """Its length is known. Blocks behind its keys, and behind those of sequences in their order, come last."""
+    for length in (137, 600, 4096, 16384):
+        for heads in ((32, 8, 128), (28, 4, 128), (12, 12, 64)):
+            alone, packed = _operands(1, length, *heads), _operands(1, length, *heads, 1)
+            plan = backward_plans.plan_of(alone)
+            assert plan == backward_plans.plan_of(packed)
+            schedule = backward_plans.schedule_of(alone, plan)
+            late = schedule.late_blocks + 2
+            assert backward_plans.schedule_of(packed, plan) == schedule._replace(late_blocks=late)
+            assert plans.group_of(alone, plans.plan_of(alone)) == plans.group_of(packed, plans.plan_of(alone))
+    many = _operands(1, 1000, 32, 8, 128, 16)
+    assert backward_plans.schedule_of(many, backward_plans.plan_of(many)).late_blocks == 17
+
+
+def test_blocks_of_packed_keys_are_reckoned() -> None:
+    draw = random.Random(0)
+    for count in (1, 2, 8, 64):
+        lengths = [draw.randint(20, 300) for _ in range(count)]
+        operands = _operands(1, 1, 8, 8, 64, count)._replace(keys=sum(lengths))
+        used = sum(cdiv(length, 128) for length in lengths)
+        assert abs(operands.likely_key_blocks(128) - used) <= max(1, used // 10)
+
+
 def _operands(
     batch: int, length: int, heads: int, kv_heads: int, head_dim: int, sequences: int = 0, **given: Any
 ) -> Any:

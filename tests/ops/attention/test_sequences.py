@@ -1,14 +1,14 @@
-"""The order in which the blocks of packed sequences are taken: the longest sequence's first."""
+"""The order in which the blocks of packed sequences are taken, and which of their slots hold rows."""
 
-import itertools
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from powertrain.ops.attention.triton.sequences import longest_first
+from powertrain.ops.attention.triton.sequences import longest_first, slots_with_rows
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
 
@@ -27,9 +27,14 @@ def _place_kernel(starts_ptr, places_ptr, batch, BLOCK: tl.constexpr):
     tl.store(places_ptr + slot, longest_first(starts_ptr, batch, slot, BLOCK))
 
 
+@kernel()
+def _filled_kernel(starts_ptr, slots_ptr, batch, size, slots):
+    tl.store(slots_ptr, slots_with_rows(starts_ptr, batch, size, slots))
+
+
 def _expected(starts: list[int], slots: int, block: int) -> list[int]:
     """Slots in their order. Sequence n owns those from cdiv(starts[n], block) + n on."""
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    lengths = [end - start for start, end in pairwise(starts)]
     ordered = []
     for n in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         first = triton.cdiv(starts[n], block) + n
@@ -60,3 +65,25 @@ def test_starts_that_cannot_be_have_a_place_for_each_block_all_the_same(starts: 
     found = torch.full((slots, 1), -1, dtype=torch.int32)
     _place_kernel[(slots,)](torch.tensor(starts, dtype=torch.int32), found, len(starts) - 1, BLOCK=128)
     assert found.abs().max() < 200
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_slots_left_out_hold_no_rows(seed: int) -> None:
+    """Neither of a sequence nor of the tensor's rows before the first and behind the last, which get zeros."""
+    draw = random.Random(seed)
+    block, count, left_out = draw.choice((32, 60, 128)), (1, 1, 2, 5)[seed % 4], 0
+    for before, behind in ((0, 0), (draw.randint(1, 300), 0), (0, draw.randint(1, 300))):
+        starts = [before]
+        for _ in range(count):
+            starts.append(starts[-1] + draw.choice((0, 1, block, block + 1, draw.randint(0, 700))))
+        size = starts[-1] + behind
+        slots = triton.cdiv(size, block) + count + 1
+        filled = torch.empty(1, dtype=torch.int32)
+        _filled_kernel[(1,)](torch.tensor(starts, dtype=torch.int32), filled, count, size, slots)
+        # of each run of rows: where its slots begin, and how many rows it has
+        runs = [(triton.cdiv(start, block) + n, end - start) for n, (start, end) in enumerate(pairwise(starts))]
+        runs += [(0, before), (triton.cdiv(starts[-1], block) + count, behind)]
+        used = {first + n for first, rows in runs for n in range(triton.cdiv(rows, block))}
+        assert used <= set(range(filled.item())), (starts, size)
+        left_out += slots - filled.item()
+    assert left_out == (2 if count == 1 else 1)
