@@ -56,8 +56,11 @@ def _demand(sentence: str) -> str | None:
     for pattern, advice in _DEMANDS:
         if match := re.match(pattern, sentence):
             # the advice repeats the requirement, not the value that was given
-            that = re.sub(r",? (?:but |and )?got\b.*", "", match["that"])
-            return advice.format(this=match["this"].strip(" ,:"), that=that.strip(" .,:"))
+            that = re.sub(r",? (?:but |and )?got\b.*", "", match["that"]).strip(" .,:")
+            # behind the name of the function that checks; a number of the library cannot be changed
+            this = re.sub(r"^\w+: ", "", match["this"].strip(" ,:"))
+            advice = advice.replace(", or change {that}", "") if that.isdigit() else advice
+            return advice.format(this=this, that=that)
     return None
 
 

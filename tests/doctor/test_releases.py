@@ -104,6 +104,12 @@ def test_libraries_and_symbols_by_name() -> None:
         ("RuntimeError: the port is taken.", ["Please specify a different one", ""], "port is taken", "different one"),
         ("ValueError: Cannot use bells without clappers", [], "Cannot use bells", "switch clappers on"),
         ("AssertionError: First dimension should be divisible by tensor size", [], "First", "as a multiple of tensor"),
+        (
+            "RuntimeError: mha_varlen_fwd: head_size should be a multiple of 8, as well as must be <= 256",
+            [],
+            "head_size",
+            "choose head_size as a multiple of 8 (pad it)",
+        ),
     ],
 )
 def test_a_message_that_says_what_to_do(line: str, below: list[str], statement: str, advice: str) -> None:
