@@ -1,7 +1,7 @@
 """`python -m benchmarks.all [SECTION...]`: the regression table as raw JSON, beside the last committed one.
 
-Sections: host, decode, attention, head-dims, masks, few-rows, ops; all of them if none is named. Opponents that are not
-installed, or not named by FLASH_3_LIBRARY, are left out and said.
+Sections: host, decode, attention, head-dims, short, masks, few-rows, ops; all of them if none is named. Opponents that
+are not installed, or not named by FLASH_3_LIBRARY, are left out and said.
 """
 
 import argparse
@@ -54,6 +54,7 @@ SECTIONS: dict[str, tuple[Part, ...]] = {
     "decode": (_module("decode"),),
     "attention": (_attention("CASES", "GROUPED"),),
     "head-dims": (_attention("HEAD_DIMS"),),
+    "short": (_module("attention_short"),),
     "masks": (_module("attention_masks"),),
     "few-rows": (_module("few_rows"),),
     "ops": tuple(

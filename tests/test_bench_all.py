@@ -27,6 +27,7 @@ KERNELS = {
         "_hopper_decode_mla_kernel",
     },
     "attention": {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_attention_fwd_kernel"},
+    "short": {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_hopper_attention_sums_kernel"},
     "head-dims": {"_hopper_attention_fwd_d512_kernel", "_attention_dkdv_kernel"},
     "few-rows": {
         "_norm_fwd_kernel", "_norm_bwd_kernel", "_activation_fwd_kernel", "_activation_bwd_kernel",

@@ -96,21 +96,21 @@ def draw(source: random.Random) -> Problem:
             return problem
 
 
-def _call(problem: Problem) -> tuple[list[Tensor], Tensor, Callable[..., Any], dict[str, Any]]:
+def call_of(problem: Problem, device: str = "cuda") -> tuple[list[Tensor], Tensor, Callable[..., Any], dict[str, Any]]:
     """Query, key and value; the result's gradient; the function and its arguments."""
     total, batch = sum(problem.lengths), len(problem.lengths)
     rows = (total,) if problem.packed else (batch, problem.lengths[0])
     key_rows = rows if problem.keys is None else (batch, problem.keys)
     d_qk, d_v = problem.head_dim, problem.head_dim_v or problem.head_dim
     shapes = [(*rows, problem.heads, d_qk), (*key_rows, problem.kv_heads, d_qk), (*key_rows, problem.kv_heads, d_v)]
-    leaves = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    dout = torch.ones(*rows, problem.heads, d_v, device="cuda", dtype=torch.bfloat16)
+    leaves = [torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    dout = torch.ones(*rows, problem.heads, d_v, device=device, dtype=torch.bfloat16)
     options: dict[str, Any] = {"is_causal": problem.causal}
     if problem.window is not None:
         options["window_size"] = (problem.window - 1, 0)
     if not problem.packed:
         return leaves, dout, attention, options
-    starts = torch.tensor([0, *problem.lengths], device="cpu").cumsum(0).int().cuda()
+    starts = torch.tensor([0, *problem.lengths], device="cpu").cumsum(0).int().to(device)
     options |= {"cu_seqlens_q": starts, "max_seqlen_q": max(problem.lengths)}
     return leaves, dout, varlen_attention, options
 
@@ -118,7 +118,7 @@ def _call(problem: Problem) -> tuple[list[Tensor], Tensor, Callable[..., Any], d
 def compile_kernels(problem: Problem) -> None:
     """Those of our backends and of their self-tests, by running each once: in a process of its own, since lowering a
     kernel keeps Python busy for a second."""
-    leaves, dout, call, options = _call(problem)
+    leaves, dout, call, options = call_of(problem)
     for name in ("triton", "hopper"):
         # a backend that does not take it, or is wrong, is found by the measurement too
         with suppress(PowertrainError, RuntimeError):
@@ -146,8 +146,15 @@ def _forward(call: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
     return [call(*tensors)]
 
 
-def _training(call: Callable[..., Any], leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
+def training(call: Callable[..., Any], leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(call(*leaves), leaves, dout))
+
+
+def flash_3_call(problem: Problem, options: Mapping[str, Any]) -> Callable[..., Tensor] | None:
+    """None where it is not installed, or its metadata of so many sequences, 992 at most, may not fit."""
+    if flash_3() is None or len(problem.lengths) > 512:
+        return None
+    return partial(_flash_3, problem, options.get("cu_seqlens_q"))
 
 
 def _flash_3(problem: Problem, starts: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -159,19 +166,18 @@ def _flash_3(problem: Problem, starts: Tensor | None, q: Tensor, k: Tensor, v: T
 
 def _variants(problem: Problem) -> tuple[dict[str, Variants], dict[str, str], list[str]]:
     """By way: each backend's call, and who is chosen. A line for each backend that failed."""
-    leaves, dout, call, options = _call(problem)
+    leaves, dout, call, options = call_of(problem)
     plain = [x.detach() for x in leaves]
     variants: dict[str, Variants] = {way: {} for way in WAYS}
     expected: dict[str, list[Tensor]] = {}
     said = []
     calls = {name: partial(call, backend=name, **options) for name in BACKENDS if name not in SLOW}
-    # its metadata of over 992 sequences does not fit
-    if flash_3() is not None and len(problem.lengths) <= 512:
-        calls[PEER] = partial(_flash_3, problem, options.get("cu_seqlens_q"))
+    if (theirs := flash_3_call(problem, options)) is not None:
+        calls[PEER] = theirs
     for name, function in calls.items():
         runs: Variants = {
             "forward": partial(_forward, function, plain),
-            "training": partial(_training, function, leaves, dout),
+            "training": partial(training, function, leaves, dout),
         }
         for way, run in runs.items():
             try:
