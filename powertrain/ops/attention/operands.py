@@ -142,7 +142,7 @@ class Operands(NamedTuple):
         )  # fmt: skip
 
     @property
-    def batch_is_one_length(self) -> bool:
+    def lengths_are_known(self) -> bool:
         """Whether the lengths of all sequences are known: they are not packed, or one is alone."""
         return not self.is_packed or self.batch == 1
 

@@ -164,7 +164,7 @@ def schedule_of(operands: Operands, plan: Plan) -> Schedule:
         if is_causal and not operands.is_packed and plan.block_n == 128:
             late = late_blocks_for(of_heads, blocks, num_sms)
     else:
-        if is_causal and operands.batch_is_one_length:
+        if is_causal and operands.lengths_are_known:
             head_bytes = repeats * queries * _query_bytes(operands)
             filled = operands.likely_key_blocks(plan.block_n)
             group, late = causal_order_for(of_heads, filled, plan.block_n, repeats, group, num_sms, head_bytes)

@@ -132,7 +132,7 @@ def group_of(operands: Operands, plan: Plan) -> int:
     # of all queries together, if packed; keys of the heads whose tiles run together should stay in the L2
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
     repeats = cdiv(heads.q_per_kv, plan.heads_per_tile)
-    if args.right < 0 or not operands.batch_is_one_length or plan.num_splits > 1:
+    if args.right < 0 or not operands.lengths_are_known or plan.num_splits > 1:
         return group_for(keys_bytes, repeats, args.right >= 0)
     offset = operands.keys - operands.queries if args.bottom_right else 0
     return _busy_group_for(
