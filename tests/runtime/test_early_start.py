@@ -27,7 +27,7 @@ from powertrain.runtime.launch import Loaded, kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
-from tests.ops.attention.attention_launches import launch_hopper_attention
+from tests.ops.attention.attention_launches import launch, launch_hopper_attention
 
 native = pytest.mark.skipif(settings().interpret, reason="the warm path and machine code are those of compiled kernels")
 _WAIT_TWICE = "_hopper_attention_bwd_d192_kernel", "_hopper_attention_bwd_d256_kernel"
@@ -195,6 +195,17 @@ def test_every_warp_waits() -> None:
             assert all(_touched_early(ptx[:at] + "nothing" + ptx[at + 19 :]) for at in waits), spec.describe()
     assert jobs["_hopper_attention_bwd_d192_kernel"] == 5
     assert jobs["_hopper_attention_bwd_kernel"] == 3
+
+
+@native
+def test_universal_kernels_wait_and_let_none_start() -> None:
+    with record("H200") as wanted:
+        launch("causal", (64, 64), torch.bfloat16)
+    assert len({spec.kernel.name for spec in wanted.specs}) == 4
+    for spec in wanted.specs:
+        ptx = zlib.decompress(entry_for(spec)[0].members["ptx"]).decode()
+        assert spec.constants["STARTS_EARLY"] and not _touched_early(ptx), spec.describe()
+        assert "griddepcontrol.launch_dependents" not in ptx, spec.describe()
 
 
 def _few_rows() -> None:
