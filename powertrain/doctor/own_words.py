@@ -57,10 +57,9 @@ def _demand(sentence: str) -> str | None:
         if match := re.match(pattern, sentence):
             # the advice repeats the requirement, not the value that was given
             that = re.sub(r",? (?:but |and )?got\b.*", "", match["that"]).strip(" .,:")
-            # behind the name of the function that checks; a number of the library cannot be changed
-            this = re.sub(r"^\w+: ", "", match["this"].strip(" ,:"))
+            # a number of the library's cannot be changed
             advice = advice.replace(", or change {that}", "") if that.isdigit() else advice
-            return advice.format(this=this, that=that)
+            return advice.format(this=match["this"].strip(" ,:"), that=that)
     return None
 
 

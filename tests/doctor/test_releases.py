@@ -108,7 +108,7 @@ def test_libraries_and_symbols_by_name() -> None:
             "RuntimeError: mha_varlen_fwd: head_size should be a multiple of 8, as well as must be <= 256",
             [],
             "head_size",
-            "choose head_size as a multiple of 8 (pad it)",
+            "head_size as a multiple of 8 (pad it)",
         ),
     ],
 )

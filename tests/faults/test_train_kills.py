@@ -244,7 +244,9 @@ def test_a_worker_that_stops_in_the_middle_of_sending_is_named(
     read = batches(Large(20), micro_batch_size=2, num_workers=1)
     worker = stopped_in_sending(read)
     started = time.monotonic()
-    with pytest.raises(UnreadableSample, match=f"samples 2 to 3 .* data worker {worker.pid} has not answered for"):
+    # a stopped process still ends its write if the pipe is emptied before the kernel looks for signals
+    named = rf"samples (2 to 3|4 to 5) .* data worker {worker.pid} has not answered for"
+    with pytest.raises(UnreadableSample, match=named):
         list(read)
     assert time.monotonic() - started < 60
     assert f"worker {worker.pid} has not answered" in capfd.readouterr().err
