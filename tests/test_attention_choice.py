@@ -7,7 +7,18 @@ import time
 
 import pytest
 
-from benchmarks.ops.attention_choice import HEAD_DIMS, MOST_FLOPS, MOST_TOKENS, Problem, compiled, draw, miss
+from benchmarks.ops.attention_choice import (
+    HEAD_DIMS,
+    MOST_FLOPS,
+    MOST_TOKENS,
+    Problem,
+    behind,
+    beside,
+    compiled,
+    draw,
+    miss,
+)
+from powertrain.testing.bench import recorded
 
 
 def test_problems_cover_what_users_have() -> None:
@@ -47,6 +58,17 @@ def _problems(*head_dims: int) -> list[Problem]:
 
 
 # a process that imports PyTorch takes five seconds; with more than one the same is awaited
+def test_rows_beside_opponents() -> None:
+    with recorded() as noted:
+        rows = [beside("slow", 2.0, {"flash": 1.0, "cudnn": 3.0}), beside("even", 1.0, {"flash": 0.98})]
+        rows.append(beside("alone", 1.0, {}))
+    assert [(row["label"], row["variant"], row["ms"]) for row in noted][:3] == [
+        ("slow", "powertrain", 2.0), ("slow", "flash", 1.0), ("slow", "cudnn", 3.0),
+    ]  # fmt: skip
+    assert rows[-1][1] == "nan alone: 1.0000 ms, no opponent"
+    assert behind(rows).splitlines() == ["1 of 3 over 3 % slower than the best opponent", rows[0][1]]
+
+
 @pytest.mark.parametrize("seconds", [pytest.param(60, marks=pytest.mark.slow), math.inf])
 def test_a_problem_whose_compilation_fails_is_named(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.ops.attention_choice.usable_cores", lambda: (1, "of this test"))

@@ -35,7 +35,7 @@ from powertrain.ops.attention.problem import Layout
 from powertrain.ops.attention.select import NoBackendError
 from powertrain.runtime.errors import PowertrainError
 from powertrain.runtime.jobs import usable_cores
-from powertrain.testing.bench import timed_once
+from powertrain.testing.bench import Timing, note, timed_once
 
 HEAD_DIMS = (40, 48, 64, 72, 80, 88, 96, 112, 120, 128, 136, 160, 184, 192, 224, 256, 320, 384, 512)
 HEADS = ((8, 8), (16, 16), (32, 32), (32, 8), (28, 4), (64, 8), (12, 1))
@@ -150,13 +150,6 @@ def training(call: Callable[..., Any], leaves: list[Tensor], dout: Tensor) -> li
     return list(torch.autograd.grad(call(*leaves), leaves, dout))
 
 
-def flash_3_call(problem: Problem, options: Mapping[str, Any]) -> Callable[..., Tensor] | None:
-    """None where it is not installed, or its metadata of so many sequences, 992 at most, may not fit."""
-    if flash_3() is None or len(problem.lengths) > 512:
-        return None
-    return partial(_flash_3, problem, options.get("cu_seqlens_q"))
-
-
 def _flash_3(problem: Problem, starts: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     left = -1 if problem.window is None else problem.window - 1
     longest = None if starts is None else max(problem.lengths)
@@ -164,7 +157,7 @@ def _flash_3(problem: Problem, starts: Tensor | None, q: Tensor, k: Tensor, v: T
     return out
 
 
-def _variants(problem: Problem) -> tuple[dict[str, Variants], dict[str, str], list[str]]:
+def variants_of(problem: Problem) -> tuple[dict[str, Variants], dict[str, str], list[str]]:
     """By way: each backend's call, and who is chosen. A line for each backend that failed."""
     leaves, dout, call, options = call_of(problem)
     plain = [x.detach() for x in leaves]
@@ -172,8 +165,9 @@ def _variants(problem: Problem) -> tuple[dict[str, Variants], dict[str, str], li
     expected: dict[str, list[Tensor]] = {}
     said = []
     calls = {name: partial(call, backend=name, **options) for name in BACKENDS if name not in SLOW}
-    if (theirs := flash_3_call(problem, options)) is not None:
-        calls[PEER] = theirs
+    # its metadata of over 992 sequences does not fit
+    if flash_3() is not None and len(problem.lengths) <= 512:
+        calls[PEER] = partial(_flash_3, problem, options.get("cu_seqlens_q"))
     for name, function in calls.items():
         runs: Variants = {
             "forward": partial(_forward, function, plain),
@@ -229,6 +223,21 @@ def times(variants: Variants, head_start: int, rounds: int = 7) -> dict[str, flo
     return once | {name: statistics.median(taken) for name, taken in samples.items()}
 
 
+def beside(label: str, ours: float, others: Mapping[str, float]) -> tuple[float, str]:
+    """(time of the fastest other by ours, a line); both are rows of the regression table."""
+    for name, value in {"powertrain": ours, **others}.items():
+        note(label, name, Timing(value, 0.0, 0.0))
+    ratio = min(others.values(), default=math.nan) / ours
+    cells = ", ".join(f"{name} {value:.4f}" for name, value in others.items())
+    return ratio, f"{ratio:.2f} {label}: {ours:.4f} ms, {cells or 'no opponent'}"
+
+
+def behind(rows: list[tuple[float, str]]) -> str:
+    """Those of `beside` that are slower than the best opponent."""
+    slower = sorted(line for ratio, line in rows if ratio < 0.97)
+    return "\n".join([f"{len(slower)} of {len(rows)} over 3 % slower than the best opponent", *slower])
+
+
 def miss(ms: Mapping[str, float], chosen: str) -> tuple[str, float] | None:
     """The fastest backend and how many times as long the choice takes, where that is too long."""
     ms = {name: value for name, value in ms.items() if name != PEER}
@@ -268,7 +277,7 @@ def run(
     for problem in ready:
         if time.monotonic() > end:
             break
-        variants, chosen, said = _variants(problem)
+        variants, chosen, said = variants_of(problem)
         yield from said
         found = {way: _measured(variants[way], chosen[way], head_start, again) for way, head_start in WAYS.items()}
         if raw is not None:

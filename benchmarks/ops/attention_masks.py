@@ -21,11 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import peers
-from benchmarks.ops.attention_choice import WAYS, Variants, differs, times
+from benchmarks.ops.attention_choice import WAYS, Variants, behind, beside, differs, times
 from benchmarks.ops.random_sizes import COMPILERS
 from powertrain.ops.attention import attention
 from powertrain.runtime.errors import PowertrainError
-from powertrain.testing.bench import Timing, note
 
 COUNT, SEED = 26, 0
 MOST_TOKENS = 16384
@@ -285,20 +284,13 @@ def run(count: int = COUNT, seed: int = SEED) -> Iterator[str]:
     draws = _draws(count, seed)
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(_compile_flex, count, seed), range(count)))
-    lines = []
+    rows = []
     for problem in draws:
         torch._dynamo.reset()
         for way, variants, said in _ways(problem):
             yield from said
             ms = times(variants, WAYS[way])
-            ours = ms.pop("ours")
-            label = f"{problem.label} {way}"
-            for name, value in {"powertrain": ours, **ms}.items():
-                note(label, name, Timing(value, 0.0, 0.0))
-            others = ", ".join(f"{name} {value:.4f}" for name, value in ms.items())
-            ratio = min(ms.values()) / ours if ms else math.nan
-            lines.append((ratio, f"{ratio:.2f} {label}: {ours:.4f} ms, {others or 'no opponent'}"))
-            yield lines[-1][1]
+            rows.append(beside(f"{problem.label} {way}", ms.pop("ours"), ms))
+            yield rows[-1][1]
         torch.cuda.empty_cache()
-    behind = sorted(line for ratio, line in lines if ratio < 0.97)
-    yield "\n".join([f"{len(behind)} of {len(lines)} over 3 % slower than the best opponent", *behind])
+    yield behind(rows)

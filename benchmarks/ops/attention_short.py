@@ -1,38 +1,26 @@
 """attention of few tokens, dense and packed: forward with backward in one go, beside FlashAttention-3 and PyTorch's
 kernels.
 
-Forward and backward timed apart, each behind an idle GPU, do not show what the kernels of one call cost each other.
+Timed separately, each when the GPU was idle before, forward and backward do not show how long the kernels of one call
+make one another wait.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.ops.attention_choice import (
-    PEER,
-    WAYS,
-    Problem,
-    Variants,
-    call_of,
-    differs,
-    flash_3_call,
-    times,
-    training,
-)
+from benchmarks.ops.attention_choice import WAYS, Problem, behind, beside, call_of, times, training, variants_of
 from powertrain.ops.attention.select import NoBackendError
-from powertrain.runtime.errors import PowertrainError
-from powertrain.testing.bench import Timing, note
 
-PYTORCH = ("cudnn", "flash")
-BEHIND = 0.97
+OURS = ("hopper", "triton")
+NAMES = {"efficient": "torch efficient"}  # as the regression table names other libraries
 
 
-def _dense(batch: int, length: int, *rest: int, causal: bool = True) -> Problem:
-    return Problem((length,) * batch, None, *rest, causal, None, False)
+def _dense(batch: int, length: int, *heads: int, causal: bool = True) -> Problem:
+    return Problem((length,) * batch, None, *heads, causal, None, False)
 
 
 def _packed(*lengths: int, heads: tuple[int, int, int], causal: bool = True) -> Problem:
@@ -60,52 +48,20 @@ PROBLEMS = (
 def launch() -> None:
     for problem in PROBLEMS:
         leaves, dout, call, options = call_of(problem, "meta")
-        training(partial(call, **options), leaves, dout)
-
-
-def _variants(problem: Problem) -> tuple[Variants, list[str]]:
-    """Those that agree with ours, and a line for each that does not."""
-    leaves, dout, call, options = call_of(problem)
-    calls: dict[str, Callable[..., Tensor]] = {"powertrain": partial(call, **options)}
-    calls |= {name: partial(call, backend=name, **options) for name in PYTORCH}
-    theirs = flash_3_call(problem, options)
-    if theirs is not None:
-        calls[PEER] = theirs
-    found: Variants = {}
-    said: list[str] = []
-    expected: list[Tensor] = []
-    for name, function in calls.items():
-        run: Callable[[], list[Tensor]] = partial(training, function, leaves, dout)
-        try:
-            grads = run()
-        except NoBackendError:
-            continue
-        except (PowertrainError, RuntimeError) as error:
-            said.append(f"{problem.label} | {name}: {str(error).splitlines()[0]}")
-            continue
-        expected = expected or grads
-        if any(map(differs, grads, expected)):
-            said.append(f"{problem.label} | {name}: WRONG, not timed")
-        else:
-            found[name] = run
-    return found, said
+        for name in OURS:
+            with suppress(NoBackendError):
+                training(partial(call, backend=name, **options), leaves, dout)
 
 
 def run() -> Iterator[str]:
-    lines: list[tuple[float, str]] = []
+    """A line for each problem, ours by the chosen backend; then those that are slower than the best opponent."""
+    rows = []
     for problem in PROBLEMS:
-        variants, said = _variants(problem)
+        variants, chosen, said = variants_of(problem)
         yield from said
-        ms: dict[str, Any] = times(variants, WAYS["training"])
-        label = f"{problem.label} both"
-        for name, value in ms.items():
-            note(label, name, Timing(value, 0.0, 0.0))
-        ours = ms.pop("powertrain")
-        ratio = min(ms.values(), default=float("nan")) / ours
-        lines.append(
-            (ratio, f"{ratio:.2f} {label}: {ours:.4f} ms, " + ", ".join(f"{n} {x:.4f}" for n, x in ms.items()))
-        )
-        yield lines[-1][1]
+        ms = times(variants["training"], WAYS["training"])
+        others = {NAMES.get(name, name): value for name, value in ms.items() if name not in OURS}
+        rows.append(beside(f"{problem.label} both", ms[chosen["training"]], others))
+        yield rows[-1][1]
         torch.cuda.empty_cache()
-    behind = [line for ratio, line in sorted(lines) if ratio < BEHIND]
-    yield "\n".join([f"{len(behind)} of {len(lines)} over 3 % slower than the best opponent", *behind])
+    yield behind(rows)

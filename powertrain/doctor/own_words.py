@@ -57,7 +57,7 @@ def _demand(sentence: str) -> str | None:
         if match := re.match(pattern, sentence):
             # the advice repeats the requirement, not the value that was given
             that = re.sub(r",? (?:but |and )?got\b.*", "", match["that"]).strip(" .,:")
-            # a number of the library's cannot be changed
+            # who reads it cannot change a number of the library
             advice = advice.replace(", or change {that}", "") if that.isdigit() else advice
             return advice.format(this=match["this"].strip(" ,:"), that=that)
     return None

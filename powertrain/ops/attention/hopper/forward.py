@@ -91,7 +91,7 @@ def _hopper_attention_fwd_kernel(
     HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr, PAGE_SIZE: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
     if SPLIT_KV or list_ptr is not None:
-        # the combination of parts. Programs of other kernels would gather on the SMs that are free first
+        # the combination of parts follows; programs of other kernels would all wait on the SMs that are free first
         let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
