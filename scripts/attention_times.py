@@ -4,7 +4,8 @@ the benchmark attention_choice measured.
     python -m benchmarks.ops.attention_choice --count 400 --seed 7 --raw times.jsonl      (on an H200)
     python scripts/attention_times.py times.jsonl --source random3 --file benchmarks/results/... --commit ...
 
-adds the problems of a file, one row each, or replaces those of a source of that name. `--first 55` leaves out the first
+adds the problems of a file, one row each; they replace the rows of a source of that name, and of other sources those of
+the same problems. `--first 55` leaves out the first
 55 problems of the file, because another card timed them. `--forget hopper:136-512` drops a backend's backward times of
 the other sources at these head dims, because its kernels there have changed. `--folds 6` writes nothing: it leaves a
 sixth of the problems out of the table in turn, and counts which of their choices are too slow.
@@ -167,7 +168,9 @@ def main() -> None:
         for row in table["rows"]:
             if least <= max(row["case"]["head_dim_qk"], row["case"]["head_dim_v"]) <= most and name in row["ms"]:
                 row["ms"][name][1] = None
-    table["rows"] = [*(row for row in table["rows"] if row["source"] != asked.source), *new]
+    again = [row["case"] for row in new]
+    kept = (row for row in table["rows"] if row["source"] != asked.source and row["case"] not in again)
+    table["rows"] = [*kept, *new]
     if found:
         table["sources"][asked.source] = {n: getattr(asked, n) for n in ("file", "date", "commit", "versions")}
     rows = [row for row in table["rows"] if any(ms != [None, None] for ms in row["ms"].values())]

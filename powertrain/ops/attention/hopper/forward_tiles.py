@@ -255,25 +255,33 @@ def with_head_of(head, row, HEADS_PER_TILE: gl.constexpr):
 
 
 @gluon.jit
-def _clear_piece(pieces, first, group, count):
-    WIDTH: gl.constexpr = pieces.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
-    piece = pieces.index(first + group)
-    row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
-    piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(pieces.dtype))
+def _piece_of(smem, ROWS: gl.constexpr, panel: gl.constexpr, number):
+    """ROWS rows, a multiple of 8, of 64 columns of smem [rows, columns]: those of this number."""
+    WIDTH: gl.constexpr = min(smem.shape[1], 64)
+    PANELS: gl.constexpr = smem.shape[1] // WIDTH
+    PIECES: gl.constexpr = smem.shape[0] // ROWS
+    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
+    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], smem.dtype)
+    return reinterpret(smem, smem.dtype, [PANELS * PIECES, ROWS, WIDTH], swizzle).index(panel * PIECES + number)
 
 
 @gluon.jit
 def clear_behind(v_smem, count):
-    ROWS: gl.constexpr = v_smem.shape[0]
-    COLS: gl.constexpr = v_smem.shape[1]
-    WIDTH: gl.constexpr = min(COLS, 64)
-    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
-    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, WIDTH], v_smem.dtype)
-    pieces = reinterpret(v_smem, v_smem.dtype, [COLS // WIDTH * ROWS // 8, 8, WIDTH], swizzle)
-    for panel in gl.static_range(COLS // WIDTH):
-        for group in range(count // 8, ROWS // 8):
-            _clear_piece(pieces, gl.to_tensor(panel * (ROWS // 8)), group, count)
+    """Zeros in the rows of v [rows, columns] from `count`, less than all, on."""
+    GROUPS: gl.constexpr = v_smem.shape[0] // 8
+    WIDTH: gl.constexpr = min(v_smem.shape[1], 64)
+    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, 8, gl.SliceLayout(1, layout))
+    for panel in gl.static_range(v_smem.shape[1] // WIDTH):
+        cleared = count // 8
+        piece = _piece_of(v_smem, 8, panel, cleared)
+        piece.store(gl.where(gl.expand_dims(row < count % 8, 1), piece.load(layout), 0.0).to(v_smem.dtype))
+        cleared += 1
+        # as few stores as reach the end: Triton sets a barrier ahead of each
+        for i in gl.static_range(GROUPS.bit_length() - 1):
+            if (cleared >> i) & 1:
+                _piece_of(v_smem, 8 << i, panel, cleared >> i).store(gl.zeros([8 << i, WIDTH], v_smem.dtype, layout))
+                cleared += 1 << i
 
 
 @gluon.jit
