@@ -5,10 +5,10 @@ the benchmark attention_choice measured.
     python scripts/attention_times.py times.jsonl --source random3 --file benchmarks/results/... --commit ...
 
 adds the problems of a file, one row each; they replace the rows of a source of that name, and of other sources those of
-the same problems. `--first 55` leaves out the first
-55 problems of the file, because another card timed them. `--forget hopper:136-512` drops a backend's backward times of
-the other sources at these head dims, because its kernels there have changed. `--folds 6` writes nothing: it leaves a
-sixth of the problems out of the table in turn, and counts which of their choices are too slow.
+the same problems. `--first 55` leaves out the first 55 problems of the file, because another card timed them. `--forget
+hopper:136-512` drops a backend's backward times of the other sources at these head dims, because its kernels there have
+changed. `--folds 6` writes nothing: it leaves a sixth of the problems out of the table in turn, and counts which of
+their choices are too slow.
 """
 
 import argparse

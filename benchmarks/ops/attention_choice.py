@@ -64,7 +64,8 @@ class Problem(NamedTuple):
 
     @property
     def label(self) -> str:
-        length = f"S{self.lengths[0]}" if not self.packed else f"{min(self.lengths)} to {max(self.lengths)} packed"
+        least, most = min(self.lengths), max(self.lengths)
+        length = f"S{most}" if not self.packed else f"{most} packed" if least == most else f"{least} to {most} packed"
         mask = f"window {self.window}" if self.window else "causal" if self.causal else "full"
         keys = "" if self.keys is None else f" keys {self.keys}"
         dims = f"{self.head_dim}/{self.head_dim_v}" if self.head_dim_v else f"{self.head_dim}"

@@ -124,9 +124,12 @@ def combine(
     # many splits at a time, for the loads of one batch wait for those of the last; with many rows, few, so that more
     # rows are on an SM. us, one H200: 31 short sequences and one of 64 splits 5.7 (8: 12.5); 8 queries of 32 sequences,
     # 8192 rows, 8: 12.5 (32: 22.3); on two warps 7.8 and 24.9; 4096 rows, 32: 12.5, as long as twice as many with 8.
-    # Few rows leave room on the SMs, so two warps share one
+    # Few rows leave room on the SMs, so two warps share one. In the L2, 32 and 64 at a time, two warps: 144 rows of 64
+    # splits 4.6, 3.8, of 128 7.1, 5.5; 512 rows 5.9, 5.6 and 9.3, 8.4. With a table most sequences have fewer
     rows = b * sq * h
     at_a_time, num_warps = 8 if rows > 2048 else 32, 2 if rows <= 512 else 1
+    if rows <= 512 and table is None:
+        at_a_time = 64
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)
     _combine_kernel[(rows, cdiv(head_dim_v, block_d))](
         partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra, *strides,

@@ -65,33 +65,33 @@ def _decision(problem: AttentionProblem, packages: str = "none", **preference: A
 # forward, and with backward, of up to 16, 1024, 4096 and more queries; fa: flash-attn-; h+: hopper, differentiated by
 GOLDEN = [
     (90, (64, 64), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (64, 64), "causal", "all", "hopper hopper hopper hopper fa3 fa3 fa3 fa3"),
+    (90, (64, 64), "causal", "all", "hopper hopper hopper hopper hopper fa3 fa3 fa3"),
     (90, (64, 64), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (64, 64), "full", "all", "hopper hopper fa3 hopper fa3 hopper fa3 fa3"),
+    (90, (64, 64), "full", "all", "hopper hopper hopper hopper hopper hopper fa3 fa3"),
     (90, (64, 64), "alibi", "all", "hopper hopper hopper hopper triton hopper triton hopper"),
     (90, (64, 64), "window", "all", "hopper hopper hopper hopper hopper hopper fa3 fa3"),
     (90, (80, 80), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (80, 80), "causal", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
+    (90, (80, 80), "causal", "all", "hopper hopper hopper hopper hopper fa3 fa3 fa3"),
     (90, (80, 80), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (80, 80), "full", "all", "hopper hopper hopper hopper hopper hopper fa3 hopper"),
     (90, (96, 96), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (80, 80), "window", "all", "hopper hopper hopper hopper hopper fa3 fa3 fa3"),
-    (90, (40, 40), "causal", "none", "efficient efficient hopper hopper hopper hopper hopper hopper"),
-    (90, (96, 96), "causal", "all", "hopper hopper hopper fa3 fa3 fa3 fa3 fa3"),
+    (90, (80, 80), "window", "all", "hopper hopper hopper hopper hopper hopper fa3 hopper"),
+    (90, (40, 40), "causal", "none", "hopper efficient hopper hopper hopper hopper hopper hopper"),
+    (90, (96, 96), "causal", "all", "hopper hopper hopper hopper hopper fa3 fa3 fa3"),
     (90, (96, 96), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (96, 96), "full", "all", "hopper hopper fa3 hopper hopper hopper fa3 hopper"),
+    (90, (96, 96), "full", "all", "hopper hopper hopper hopper hopper hopper fa3 hopper"),
     (90, (128, 128), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (128, 128), "causal", "all", "hopper hopper hopper hopper hopper fa3 fa3 fa3"),
     (90, (128, 128), "full", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (128, 128), "full", "all", "hopper hopper fa3 hopper hopper hopper fa3 fa3"),
+    (90, (128, 128), "full", "all", "hopper hopper hopper hopper hopper fa4 fa3 fa3"),
     (90, (128, 128), "alibi", "all", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (128, 128), "window", "all", "hopper hopper hopper hopper hopper fa3 hopper fa3"),
     (90, (192, 128), "causal", "none", "efficient hopper hopper hopper hopper h+cudnn hopper h+cudnn"),
     (90, (192, 128), "causal", "all", "efficient hopper hopper hopper fa3 fa3 fa3 fa3"),
     (90, (192, 128), "full", "none", "efficient hopper hopper hopper hopper hopper hopper hopper"),
-    (90, (192, 128), "full", "all", "efficient hopper hopper fa3 fa3 fa3 fa3 fa3"),
+    (90, (192, 128), "full", "all", "efficient hopper hopper hopper fa3 fa3 fa3 fa3"),
     (90, (192, 128), "alibi", "all", "hopper h+triton hopper h+triton hopper h+triton hopper h+triton"),
-    (90, (192, 128), "window", "all", "hopper fa3 hopper hopper hopper hopper fa3 hopper"),
+    (90, (192, 128), "window", "all", "hopper fa3 fa3 hopper hopper hopper fa3 hopper"),
     (90, (160, 160), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
     (90, (160, 160), "causal", "all", "hopper hopper hopper hopper hopper fa3 fa3 fa3"),
     (90, (192, 192), "causal", "none", "hopper hopper hopper hopper hopper hopper hopper hopper"),
@@ -294,9 +294,10 @@ MISSED = [
     ((177, 4, 185, 12, 1, 112), "causal", False, "hopper"),  # 4.20
     ((545, 3, 60, 28, 4, 64), "causal", True, "hopper"),  # 3.68
     ((314, 9, 104, 32, 8, 96), "causal", True, "hopper"),  # 2.64
-    ((8, 55, 55, 16, 16, 80), "full", False, "flash"),  # 1.71
-    ((8, 55, 55, 16, 16, 80), "full", True, "flash"),  # 1.81
-    ((3, 57, 57, 16, 16, 96), "full", True, "flash"),  # 1.9
+    # flash took 0.53 to 0.58 of hopper's time then; 0.92, 1.25 and 1.17 since 29 November
+    ((8, 55, 55, 16, 16, 80), "full", False, "hopper"),
+    ((8, 55, 55, 16, 16, 80), "full", True, "hopper"),
+    ((3, 57, 57, 16, 16, 96), "full", True, "hopper"),
     ((34, 4, 963, 12, 1, 320), "full", False, "hopper"),  # 3.21
     ((498, 24, 24, 8, 8, 40), "full", True, "efficient"),  # 1.66
     # seed 7 of the same benchmark: the next backend that takes the problem, or the one chosen before
@@ -324,6 +325,15 @@ def test_every_row_has_a_source_and_known_backends() -> None:
         assert {"file", "date", "commit", "versions"} <= source.keys()
         assert row["ms"].keys() <= BACKENDS.keys() and all(len(times) == 2 for times in row["ms"].values())
         assert len(row["ms"]) >= 1 and row["case"]["queries"] > 0
+
+
+def test_no_time_of_hopper_is_of_something_else() -> None:
+    """One step of 84 tokens in 2.6 ms, probably of a first call, moved a quarter of the choices near it. Right rows are
+    at 0.1 to 5.7 times the nominal time; other backends' problems are not all theirs."""
+    for row in TABLE["rows"]:
+        nominal = measurements._nominal(case_of(row["case"]))
+        for expected, ms in zip(nominal, measurements._steps(row["ms"].get("hopper", [None, None])), strict=True):
+            assert not ms > 10 * expected, row
 
 
 def test_nothing_measured_keeps_the_fixed_order() -> None:

@@ -204,11 +204,25 @@ def test_heads_share_a_tile_where_that_makes_fewer() -> None:
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
     def cuts(tiles: int, blocks: int, rows: int = 2048) -> int:
-        return plans.num_splits_for(tiles, blocks, rows * 128 * 4, 132)
+        return plans.num_splits_for(tiles, blocks, plans.Results(rows, rows * 128 * 4), 132)
 
     assert [cuts(tiles, 256) for tiles in (8, 16, 64, 128, 132, 192, 264)] == [16, 8, 2, 1, 1, 2, 1]
     assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 1, 8]
     assert cuts(64, 256, rows=10**7) == 1  # what is written beside costs more
+    # SMs would be left for 64 parts, each of which costs the second kernel a step
+    assert cuts(2, 128, rows=144) == 32
+
+
+def test_three_consumers_where_two_have_a_nearly_empty_tile() -> None:
+    def consumers(batch: int, queries: int, keys: int, heads: int, causal: bool = False) -> int:
+        q, k = (torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
+        with record("H200") as wanted:
+            attention(q, k, k, is_causal=causal, backend="hopper")
+        return int(wanted.specs[0].constants["CONSUMERS"])
+
+    assert consumers(2, 148, 16384, 16) == 3
+    assert consumers(1, 2000, 8192, 12, causal=True) == 3
+    assert consumers(4, 160, 4096, 16) == consumers(1, 1100, 8192, 12, causal=True) == consumers(2, 64, 16384, 16) == 2
 
 
 @compiled

@@ -163,23 +163,36 @@ def _busy_group_for(
     return best_group(heads, tuple(reversed(times)), num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)[0]
 
 
+class Results(NamedTuple):
+    """Of a call, in float32: what a second kernel combines where keys are split."""
+
+    rows: int
+    bytes: int
+
+
 @functools.lru_cache(maxsize=1024)
-def num_splits_for(tiles: int, blocks: int, result_bytes: int, sms: int) -> int:
-    """Into how many parts the keys of so many tiles, `blocks` each, are cut to fill the SMs; `result_bytes`: of all
-    results in float32.
+def num_splits_for(tiles: int, blocks: int, results: Results, sms: int, block_time: float = 1.0) -> int:
+    """Into how many parts the keys of so many tiles, `blocks` each, are cut to fill the SMs. Cut where that saves a
+    tenth.
 
-    Reckoned in the time of a block, 1.3 us: a tile costs two beside its own, a second kernel four, and results written
-    and read again cost their bytes. Cut where that saves a tenth. ms, bf16, one H200, B1 H32/8 D128, 32768 keys,
-    packed, whole, in as many parts as this says, twice and half of that: 16 queries .337, 16 .051, .056 .061; 64 .345,
-    8 .067, .072 .104; 128 .338, 4 .115, .121 .191; B8, 16 queries .348, 2 .258, .262."""
+    ms, bf16, one H200, B1 H32/8 D128, 32768 keys, packed, whole, in as many parts as this says, twice and half of that:
+    16 queries .337, 16 .051, .056 .061; 64 .345, 8 .067, .072 .104; 128 .338, 4 .115, .121 .191; B8, 16 queries .348, 2
+    .258, .262. us, B2 S6 12/1 D112 beside 16384 keys, 8 to 64 parts: 8 33.5, 16 24.2, 24 21.2, 32 19.0, 48 20.2, 64
+    22.1."""
 
-    def cost(cuts: int) -> float:
-        beside = 4 + 2 * cuts * result_bytes / 5e6 if cuts > 1 else 0
-        return cdiv(tiles * cuts, sms) * (cdiv(blocks, cuts) + 2) + beside
+    def time(cuts: int) -> float:
+        return _time_with_splits(cuts, tiles, blocks, results, sms, block_time)
 
     most = min(blocks // 2, 4 * sms // max(1, tiles))
-    cuts = min(range(1, max(1, most) + 1), key=cost)
-    return cuts if 10 * cost(cuts) <= 9 * cost(1) else 1
+    cuts = min(range(1, max(1, most) + 1), key=time)
+    return cuts if 10 * time(cuts) <= 9 * time(1) else 1
+
+
+def _time_with_splits(cuts: int, tiles: int, blocks: int, results: Results, sms: int, block_time: float) -> float:
+    """Reckoned in the time of a block with two consumers, 1.3 us: a tile costs two beside its own; a second kernel
+    four, a ninth for each part and one for 1500 rows, and results written and read again cost their bytes."""
+    beside = 4 + cuts / 9 + results.rows / 1500 + 2 * cuts * results.bytes / 5e6 if cuts > 1 else 0
+    return cdiv(tiles * cuts, sms) * (cdiv(blocks, cuts) * block_time + 2) + beside
 
 
 def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
@@ -193,33 +206,66 @@ def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
 
 def plan_of(operands: Operands) -> Plan:
     """The plan of a call. Keys are split only beside four keys or more a query."""
-    args, heads = operands.args, operands.heads
     sequences = max(1, operands.batch) if operands.is_packed else 1
     # of packed sequences on average
     queries, keys = max(1, operands.queries // sequences), max(1, operands.keys // sequences)
     plan = plan_for(operands.d_qk, operands.d_v, queries)
     is_few = 4 * queries <= keys
-    full = args.left < 0 and args.right < 0
-    if max(operands.d_qk, operands.d_v) <= 64 and full and not operands.is_packed and not is_few:
-        plan = _of_head_dim_64(plan.p_qk, plan.p_v, _three_consumers_are_faster(operands, queries))
+    if max(operands.d_qk, operands.d_v) <= 64 and not operands.is_packed:
+        if is_few:
+            return _fastest_of_few(operands, plan, queries, keys)
+        if operands.args.left < 0 and operands.args.right < 0:
+            plan = _of_head_dim_64(plan.p_qk, plan.p_v, _three_consumers_are_faster(operands, queries))
+    plan = _sharing_heads(operands, plan, sequences, queries, is_few)
+    if not is_few or plan.splits_columns:
+        return plan
+    return _splitting_keys(operands, plan, queries, keys)[0]
+
+
+def _fastest_of_few(operands: Operands, plan: Plan, queries: int, keys: int) -> Plan:
+    """Head dim 64, few queries beside many keys, with two consumers or with three, whose block takes 1.45 times as
+    long: three where the estimate is 0.85 of that of two.
+
+    us, bf16, one H200, two, three: chosen B2 S148 beside 16384 keys H16/16 92, 70, S2000 beside 8192 H12/12 causal 141,
+    109, B8 S150 beside 2048 41.2, 41.4; not chosen S180 beside 32768 H32/8 131, 117, S190 beside 8192 H12/12 28.9,
+    31.0, B4 S160 beside 4096 H16/16 42.8, 54.9, S1100 beside 8192 H12/12 causal 77, 93."""
+    found = []
+    for three, block_time in ((False, 1.0), (True, 1.45)):
+        each = _sharing_heads(operands, _of_head_dim_64(plan.p_qk, plan.p_v, three), 1, queries, is_few=True)
+        found.append(_splitting_keys(operands, each, queries, keys, block_time))
+    (of_two, time_of_two), (of_three, time_of_three) = found
+    return of_three if time_of_three <= 0.85 * time_of_two else of_two
+
+
+def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int, is_few: bool) -> Plan:
+    """With as many heads in one tile as makes it faster."""
+    args, heads = operands.args, operands.heads
     # us, one H200, nothing in the L2, packed sequences whose tiles run at once, heads in tiles of their own and shared
     # ones: 2 tokens 12/1 D88 12.6, 20.6; two of 8 12/1 D192 17.2, 19.7; 31 to 88 28/4 D160 20.8, 24.1; of more tiles:
     # 120 to 241 28/4 D128 21.8, 20.3
     tiles = operands.storage * sequences * cdiv(queries, plan.block_m) * heads.kv * heads.q_per_kv
     at_once = operands.is_packed and not is_few and tiles <= operands.target.num_sms
     # a tile has one slope
-    if args.slopes is None and not plan.splits_columns and not at_once:
-        # fewer heads leave in parts: another kernel, and float32 results
-        most = 0.95 if full and not is_few else 0.875
-        pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, sequences > 1, not is_few, most)
-        plan = plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
-    if not is_few or plan.splits_columns:
+    if args.slopes is not None or plan.splits_columns or at_once:
         return plan
-    tiles = operands.batch * heads.kv * cdiv(heads.q_per_kv, plan.heads_per_tile) * cdiv(queries, plan.queries)
+    # fewer heads leave in parts: another kernel, and float32 results
+    most = 0.95 if args.left < 0 and args.right < 0 and not is_few else 0.875
+    pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, sequences > 1, not is_few, most)
+    return plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
+
+
+def _splitting_keys(
+    operands: Operands, plan: Plan, queries: int, keys: int, block_time: float = 1.0
+) -> tuple[Plan, float]:
+    """With the keys of each tile in as many parts as is fastest, and the estimated time."""
+    args, heads = operands.args, operands.heads
+    tiles = operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries)
     # the position of the first query
     first = keys - queries if args.bottom_right else 0
     begin = max(0, first - args.left) if args.left >= 0 else 0
     end = min(keys, first + queries + args.right) if args.right >= 0 else keys
     blocks = cdiv(max(1, end - begin), plan.block_n)
-    result_bytes = operands.batch * queries * heads.kv * heads.q_per_kv * operands.d_v * 4
-    return plan._replace(num_splits=num_splits_for(tiles, blocks, result_bytes, operands.target.num_sms))
+    rows = operands.batch * queries * heads.kv * heads.q_per_kv
+    call = tiles, blocks, Results(rows, rows * operands.d_v * 4), operands.target.num_sms, block_time
+    splits = num_splits_for(*call)
+    return plan._replace(num_splits=splits), _time_with_splits(splits, *call)
