@@ -16,8 +16,8 @@ def fail(op: str, argument: str, must: str, got: object) -> NoReturn:
 def require(condition: bool, op: str, argument: str, must: str, got: object) -> None:
     """`fail` unless the condition holds.
 
-    With a tensor's size in the text of `must` write `if ...: fail(...)`: torch.compile makes a constant of a size that
-    a text contains, and compiles again for each.
+    With a tensor's size, or a number that was given, in the text of `must` write `if ...: fail(...)`: torch.compile
+    makes a constant of a size that a text contains, and compiles again for each; of a symbolic number it makes no text.
     """
     if not condition:
         fail(op, argument, must, got)
