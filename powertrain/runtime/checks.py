@@ -77,6 +77,17 @@ def integers(op: str, argument: str, tensor: Tensor | None) -> None:
         fail(op, argument, "be int32 or int64", name(tensor.dtype))
 
 
+def indices(op: str, argument: str, tensor: Tensor | None, end: float) -> None:
+    """Values on the CPU, where the host can read them, are in [0, end). Those on a GPU, or of a trace, are not read."""
+    if tensor is None or tensor.device.type != "cpu" or type(tensor) is not Tensor or not tensor.numel():
+        return
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    for worst in tensor.aminmax():
+        if not 0 <= worst < end:
+            fail(op, argument, f"be in [0, {end})", int(worst))
+
+
 def sizes(op: str, **counts: int) -> None:
     """Each is at least 0."""
     for argument, count in counts.items():

@@ -250,7 +250,7 @@ def decode_attention(
     refuse_invariant("decode_attention", "compute whole sequences, without a KV cache")
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
-    _check_lengths(cache)
+    _check_values(query, cache, cu_seqlens_q)
 
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right
@@ -411,13 +411,22 @@ def _refuse_gradients(*tensors: Tensor | None) -> None:
         )
 
 
-def _check_lengths(cache: _Cache) -> None:
-    """Lengths on the CPU are at most the capacity; those on a GPU are never read."""
+def _check_values(query: Tensor, cache: _Cache, cu_seqlens_q: Tensor | None) -> None:
+    """Lengths and entries on the CPU are those of a sequence and of the cache; those on a GPU are never read."""
     seqlens, capacity = cache.seqlens, cache.capacity
-    if seqlens.device.type == "cpu" and seqlens.numel() and not is_traced(seqlens):
-        longest = int(seqlens.max())
-        must = f"be at most {capacity}, the cache's capacity"
-        checks.require(longest <= capacity, _OP, "cache_seqlens", must, longest)
+    if seqlens.device.type != "cpu" or is_traced(seqlens):
+        return
+    lengths = seqlens.tolist()
+    if not all(0 <= n <= capacity for n in lengths):
+        negative = min(lengths) < 0
+        must = "be at least 0" if negative else f"be at most {capacity}, the cache's capacity"
+        checks.fail(_OP, "cache_seqlens", must, min(lengths) if negative else max(lengths))
+    checks.indices(_OP, "cache_batch_idx", cache.batch_idx, cache.keys.shape[0])
+    checks.indices(_OP, "cache_leftpad", cache.leftpad, inf)
+    if cu_seqlens_q is not None:
+        ends = [0, *cu_seqlens_q.tolist(), query.shape[1]]
+        if ends != sorted(ends):
+            checks.fail(_OP, "cu_seqlens_q", f"ascend from 0 to at most {ends[-1]} (rows of query)", ends[1:-1])
 
 
 def _rotate(
