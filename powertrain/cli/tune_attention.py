@@ -15,6 +15,7 @@ from powertrain.ops.attention.backend_preferences import BackendPreference
 from powertrain.ops.attention.backends.versions import installed
 from powertrain.ops.attention.explain import ask
 from powertrain.runtime.errors import PowertrainError
+from powertrain.runtime.float32_products import allows_tf32
 from powertrain.testing.bench import measure
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def tune_attention(console: "Console", dtype: torch.dtype, seconds: float) -> No
 
 def cases(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """The measured cases, the most usual ones first: 16k tokens in batches of equal sequences."""
-    kind = "half" if dtype in (torch.float16, torch.bfloat16) else "tf32" if select.allows_tf32() else "float32"
+    kind = "half" if dtype in (torch.float16, torch.bfloat16) else "tf32" if allows_tf32() else "float32"
     for (d_qk, d_v), heads in _HEADS.items():
         for mask in ("causal", "full"):
             for length in _LENGTHS:

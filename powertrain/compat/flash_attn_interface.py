@@ -82,7 +82,8 @@ def flash_attn_qkvpacked_func(
         # key and value have equal head counts, so the rest is split in halves
         heads = (qkv.shape[-2] - num_heads_q) // 2
         fits = qkv.dim() == 4 and heads > 0 and num_heads_q + 2 * heads == qkv.shape[2]
-        checks.require(fits, op, "qkv", f"be [b, s, {num_heads_q} + 2 * heads of k, d]", list(qkv.shape))
+        if not fits:
+            checks.fail(op, "qkv", f"be [b, s, {num_heads_q} + 2 * heads of k, d]", list(qkv.shape))
         q, k, v = qkv.split((num_heads_q, heads, heads), 2)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,

@@ -38,6 +38,7 @@ from powertrain.runtime.dispatch import (
     use_kernel,
     without_autocast,
 )
+from powertrain.runtime.float32_products import allows_tf32
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -235,7 +236,7 @@ def _plan_wgrad(element: int, regular: bool, target: Target) -> _Plan:
 
 
 def _dot_options(dtype: torch.dtype, target: Target) -> dict[str, Any]:
-    tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    tf32 = dtype is torch.float32 and allows_tf32()
     fma = not target.has_tensor_core_dot or (dtype is torch.float32 and not tf32)
     return {"PRECISION": "tf32" if tf32 and not fma else "ieee", "FMA": fma}
 
@@ -401,7 +402,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
                             empty. Read on the device only: no host synchronisation (on the CPU, and when disabled,
                             they are read)
     Returns y [T, N] in x's dtype; rows from offsets[-1] on are zero, and so are their gradients.
-    Numerics: products accumulate in float32; float32 follows torch.set_float32_matmul_precision. Deterministic.
+    Numerics: products accumulate in float32; float32 ones are full precision unless PyTorch's settings allow TF32.
+        Deterministic.
     Memory: saves x and weight. dweight has weight's shape and dtype, zero for an empty group.
     Backends: ours; torch.nn.functional.grouped_mm for bfloat16 with rows of whole 16 bytes, on sm_90 for dweight and on
         sm_100 for all three.

@@ -52,6 +52,7 @@ def lora_linear_ref(
 # tokens N K up to which PyTorch's autograd computes it, as the host decides there: 4096 tokens of 2048x2048 took 916 us
 # a step as one op and 754 so; 512 tokens 898 and 930, 4096 of 8192x2048 972 and 962 (one H200)
 _FEW = 1 << 36
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def adapted_norm(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
@@ -215,7 +216,8 @@ def lora_linear(
     Shapes: K inputs, N outputs, r rank, any leading dims.
         x          [..., K]  float32, float16 or bfloat16 (float64 on the CPU); under autocast cast to its dtype
         weight     [N, K]    x's dtype, as bias [N]
-        A, B       [r, K], [N, r]  x's dtype or float32; their gradients have their own dtype
+        A, B       [r, K], [N, r]  x's dtype or float32 (under autocast any of 16 bits); their gradients have their own
+                   dtype
         magnitude  [N]       x's dtype or float32 (DoRA), or None
         x_adapter  [..., K]  the adapter's input instead of x: x after dropout
     Returns [..., N] in x's dtype.
@@ -231,6 +233,9 @@ def lora_linear(
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         x_adapter = None if x_adapter is None else x_adapter.to(dtype)
+        # of 16 bits they may be the layer's own dtype, and not autocast's; float32 ones are taken as they are
+        A, B = (t.to(dtype) if t.dtype in _HALVES else t for t in (A, B))
+        magnitude = magnitude.to(dtype) if magnitude is not None and magnitude.dtype in _HALVES else magnitude
     checks.require(x.dim() > 0 and weight.dim() == 2, op, "weight", "have shape [N, last dim of x]", list(weight.shape))
     checks.floating(op, x=x, weight=weight, bias=bias, A=A, B=B, magnitude=magnitude, x_adapter=x_adapter)
     others = dict(weight=weight, bias=bias, A=A, B=B, magnitude=magnitude, x_adapter=x_adapter)

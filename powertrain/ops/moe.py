@@ -42,7 +42,7 @@ from powertrain.ops.moe_kernels import (
 )
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, use_kernel, without_autocast
 from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.positional import hinted
 
@@ -275,10 +275,7 @@ def moe_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, T
     if use_kernel(op, x):
         positions, offsets = _sort_op(experts, num_experts)
         return _permute_op(x, positions), offsets, positions
-    # a trace has no values to look at
-    if not is_traced(x) and experts.numel():
-        for worst in (experts.min().item(), experts.max().item()):
-            checks.require(0 <= worst < num_experts, op, "experts", f"be in [0, {num_experts})", worst)
+    checks.indices(op, "experts", experts, num_experts)
     return moe_permute_ref(x, experts, num_experts)
 
 
@@ -288,7 +285,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
 
     Shapes: T tokens, H hidden size, k experts a token.
         rows       [T*k, H]  float32, float16 or bfloat16 (float64 on the CPU); any strides
-        positions  [T, k]    int32 or int64, from `moe_permute`: each row once
+        positions  [T, k]    int32 or int64, from `moe_permute`: each row once. On the CPU none may be outside of rows
         weights    [T, k]    any of these dtypes, or None for 1
     Returns [T, H] in rows' dtype: sum over j of weights[t, j] * rows[positions[t, j]].
     Numerics: float32 throughout, rounded once, the weights' gradients too. Deterministic.
@@ -308,7 +305,12 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
     if use_kernel(op, rows):
         gathered: Tensor = _gather_op(rows, positions.contiguous(), None if weights is None else weights.contiguous())
         return gathered
-    return plain(apart_from_autocast(moe_unpermute_ref, rows.device), rows, positions, weights)
+    return plain(apart_from_autocast(_unpermute_torch, rows.device), rows, positions, weights)
+
+
+def _unpermute_torch(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
+    checks.indices("moe_unpermute", "positions", positions, rows.shape[0])
+    return moe_unpermute_ref(rows, positions, weights)
 
 
 @hinted
@@ -331,6 +333,7 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
     checks.one_of(op, "score", score, ("softmax", "sigmoid"))
     checks.shape(op, "experts", experts, (*logits.shape[:-1], *experts.shape[-1:]), "[..., S of logits, k]")
     E = logits.shape[-1]
+    checks.indices(op, "experts", experts, E)
     with without_autocast(logits.device):
         z = logits.to(acc_dtype(logits.dtype))
         s = torch.softmax(z, -1) if score == "softmax" else torch.sigmoid(z)

@@ -351,8 +351,9 @@ def _check_writable(name: str, x: Tensor) -> None:
         root = x if is_traced(x) or x._base is None else x._base
         if root.is_leaf:
             checks.fail("rope", name, "be no leaf that requires a gradient, nor a view of one, for inplace", "one")
-    # symbols have no order that Dynamo could sort by; there the rotation is copied, and PyTorch refuses such a target
-    if is_traced(x):
+    # symbols have no order that Dynamo could sort by; there the rotation is copied, and PyTorch refuses such a target.
+    # Strides of an empty tensor, which may be 0, reach no element
+    if is_traced(x) or not x.numel():
         return
     # sizes and strides, smallest stride first: each must step over all that the smaller ones reach
     reach = 0
@@ -395,19 +396,17 @@ def rope_qkv(
     num_kv_heads, given = num_heads if num_kv_heads is None else num_kv_heads, qkv
     checks.floating("rope_qkv", qkv=qkv)
     checks.one_of("rope_qkv", "packing", packing, ("concat", "grouped"))
-    checks.require(
-        num_kv_heads > 0 and num_heads % num_kv_heads == 0, "rope_qkv", "num_heads",
-        f"be a multiple of num_kv_heads {num_kv_heads}", num_heads,
-    )  # fmt: skip
+    # texts with numbers of heads only where they are wrong: torch.compile has no text of a symbolic one
+    if not (num_kv_heads > 0 and num_heads % num_kv_heads == 0):
+        checks.fail("rope_qkv", "num_heads", f"be a multiple of num_kv_heads {num_kv_heads}", num_heads)
     all_heads = num_heads + 2 * num_kv_heads
     if qkv.dim() == (2 if layout == "thd" else 3) and qkv.shape[-1] % all_heads == 0:
         qkv = qkv.unflatten(-1, (all_heads, -1))
     at = _place("rope_qkv", qkv, table, layout, interleaved, offset, position_ids, cu_seqlens)
     checks.floating("rope_qkv", **{"table.cos": table.cos, "table.sin": table.sin})
-    checks.require(
-        qkv.shape[-2] == all_heads, "rope_qkv", "qkv", f"have {all_heads} heads (num_heads + 2 * num_kv_heads)",
-        f"shape {list(qkv.shape)}",
-    )  # fmt: skip
+    if qkv.shape[-2] != all_heads:
+        must = f"have {all_heads} heads (num_heads + 2 * num_kv_heads)"
+        checks.fail("rope_qkv", "qkv", must, f"shape {list(qkv.shape)}")
     grouped = packing == "grouped"
     if use_kernel("rope_qkv", qkv):
         return _rope_qkv_op(qkv, num_heads, num_kv_heads, grouped, *at)

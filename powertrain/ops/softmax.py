@@ -4,10 +4,11 @@
     y  = exp(z - max(z)) / sum(exp(z - max(z)))          over the last dim; 0 (or 1/N) where a whole row is -inf
     dx = scale * y * (dy - sum(dy * y))                  0 where masked out
 
-Saved: y (and, for "uniform", the mask given). Everything is computed in float32. M rows of N elements of e bytes:
-forward moves 2*M*N*e bytes, backward 3*M*N*e; causal, elements above the diagonal are never read, so 1.5 and 2 times
-M*N*e for square scores; a mask adds its own bytes. About 8 operations an element. Rows beyond 32768 elements do not
-fit in registers and are read twice, in blocks (forward with a running maximum and sum in each lane).
+Saved: y (and, for "uniform", a byte a row: it has no key). Everything is computed in float32. M rows of N elements of e
+bytes: forward moves 2*M*N*e bytes, backward 3*M*N*e; causal, elements above the diagonal are never read, so 1.5 and 2
+times M*N*e for square scores; a mask adds its own bytes to the forward. About 8 operations an element. Rows beyond
+32768 elements do not fit in registers and are read twice, in blocks (forward with a running maximum and sum in each
+lane).
 
 Sources: the three fused softmaxes of Megatron-LM; running maximum after Milakov and Gimelshein, arXiv:1805.02867.
 """
@@ -58,47 +59,49 @@ def softmax_bwd_ref(dy: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor:
     return scale * p * (g - (p * g).sum(-1, keepdim=True))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, mask, ctx.scale, ctx.causal, uniform = inputs
-    # where masked out y is 0, and so is dx: only a fully masked row of 1/N needs the mask again
-    ctx.save_for_backward(output, mask if uniform else None)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    _, _, ctx.scale, ctx.causal, uniform = inputs
+    y, keyless = output
+    # where masked out y is 0, and so is dx; of a row of 1/N y does not show whether x made it or the lack of keys
+    ctx.save_for_backward(y, keyless if uniform else None)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    y, mask = ctx.saved_tensors
-    dx = None if dy is None else _softmax_bwd_op(dy, y, mask, ctx.scale, ctx.causal)
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    y, keyless = ctx.saved_tensors
+    dx = None if dy is None else _softmax_bwd_op(dy, y, keyless, ctx.scale, ctx.causal)
     return dx, None, None, None, None
 
 
-def _fwd_sharding(x: Any, mask: Any, **_: Any) -> Any:
-    for at, mask_at in _shards(x, mask):
-        yield [at], {"x": at, "mask": mask_at}
-
-
-def _bwd_sharding(y: Any, mask: Any, **_: Any) -> Any:
-    for at, mask_at in _shards(y, mask):
-        yield [at], {"dy": at, "y": at, "mask": mask_at}
-
-
-def _shards(x: Any, mask: Any) -> Any:
-    """(placement of the scores, of their mask): by batch or heads, the dims before the two of the causal mask."""
-    R, _P, S = placements()
-    for at in [R, *map(S, range(min(x.ndim - 2, 2)))]:
+def _fwd_sharding(x: Any, mask: Any, uniform: bool, **_: Any) -> Any:
+    R, _P, _S = placements()
+    for at in _shards(x):
         is_cut = mask is not None and at is not R and mask.ndim == x.ndim and mask.shape[at.dim] > 1
-        yield at, at if is_cut else R
+        yield [at, at if uniform else R], {"x": at, "mask": at if is_cut else R}
+
+
+def _bwd_sharding(y: Any, **_: Any) -> Any:
+    for at in _shards(y):
+        yield [at], {"dy": at, "y": at, "keyless": at}
+
+
+def _shards(x: Any) -> Any:
+    """Placements of the scores: by batch or heads, the dims before the two of the causal mask."""
+    R, _P, S = placements()
+    return [R, *map(S, range(min(x.ndim - 2, 2)))]
 
 
 _softmax_op = Op(
-    "scaled_softmax(Tensor x, Tensor? mask, float scale, bool causal, bool uniform) -> Tensor",
+    "scaled_softmax(Tensor x, Tensor? mask, float scale, bool causal, bool uniform) -> (Tensor, Tensor)",
     softmax_fwd,
     softmax_fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    num_results=1,
     sharding=_fwd_sharding,
 )
 _softmax_bwd_op = Op(
-    "scaled_softmax_bwd(Tensor dy, Tensor y, Tensor? mask, float scale, bool causal) -> Tensor",
+    "scaled_softmax_bwd(Tensor dy, Tensor y, Tensor? keyless, float scale, bool causal) -> Tensor",
     softmax_bwd,
     softmax_bwd_outputs,
     sharding=_bwd_sharding,
@@ -125,7 +128,7 @@ def scaled_softmax(
     Returns y like x, contiguous.
     Numerics: float32, rounded once; exact zeros where masked out. A row of nothing but -inf counts as fully masked.
         Its gradient is zero. Deterministic.
-    Memory: saves y, and for "uniform" the mask given. Causal elements are not read, except the rest of the last
+    Memory: saves y, and for "uniform" a byte a row. Causal elements are not read, except the rest of the last
         16 keys.
     Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
@@ -142,7 +145,8 @@ def scaled_softmax(
         options = float(scale), is_causal, fully_masked == "uniform"
         softmax = apart_from_autocast(lambda x, mask: _softmax_torch(x, mask, *options), x.device)
         return plain(softmax, x, mask)
-    return _softmax_op(x, keywise, float(scale), is_causal, fully_masked == "uniform")
+    y: Tensor = _softmax_op(x, keywise, float(scale), is_causal, fully_masked == "uniform")[0]
+    return y
 
 
 def _keywise(mask: Tensor, x: Tensor) -> Tensor:

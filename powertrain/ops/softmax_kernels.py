@@ -21,6 +21,7 @@ def _softmax_fwd_kernel(
     x_ptr,
     mask_ptr,
     y_ptr,
+    keyless_ptr,
     num_queries,
     N,
     num_heads,
@@ -67,6 +68,8 @@ def _softmax_fwd_kernel(
         tl.store(y_ptr + tail_cols, tail_y.to(y_ptr.dtype.element_ty), mask=tail_inside)
     y = _normalized(e, total, N, UNIFORM)
     tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if UNIFORM:
+        tl.store(keyless_ptr + rows, (total == 0.0).to(tl.uint8), mask=queries < num_queries)
 
 
 @triton.jit
@@ -130,6 +133,7 @@ def _softmax_fwd_looped_kernel(
     x_ptr,
     mask_ptr,
     y_ptr,
+    keyless_ptr,
     num_queries,
     N,
     num_heads,
@@ -169,47 +173,43 @@ def _softmax_fwd_looped_kernel(
         x = _scores(x_ptr, mask_ptr, cols, cols < end, _read(cols, end, N), NEGATIVE)
         y = _normalized(tl.exp2((x - shift) * scale), row_total, N, UNIFORM)
         tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+    if UNIFORM:
+        tl.store(keyless_ptr + row, (row_total == 0.0).to(tl.uint8))
 
 
 @kernel(aligned=("N",), down_to=2)
 def _softmax_bwd_kernel(
     dy_ptr,
     y_ptr,
-    mask_ptr,
+    keyless_ptr,
     dx_ptr,
     num_queries,
     N,
-    num_heads,
     stride_dym,
-    stride_mb,
-    stride_mh,
-    stride_mq,
     scale,
     CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
 ):
-    matrix, queries, rows = _rows(num_queries, BLOCK_M)
+    _, queries, rows = _rows(num_queries, BLOCK_M)
     y_ptr += rows * N
     dx_ptr += rows * N
     dy_ptr += rows * stride_dym
-    if mask_ptr is not None:
-        mask_ptr += _mask_row(matrix, queries, num_heads, stride_mb, stride_mh, stride_mq)
     cols = tl.arange(0, BLOCK_N)[None, :]
-    y, dy, read = _row_y_dy(y_ptr, dy_ptr, queries, num_queries, cols, N, CAUSAL)
+    y, dy = _row_y_dy(y_ptr, dy_ptr, queries, num_queries, cols, N, CAUSAL)
     total = tl.sum(dy * y, axis=1, keep_dims=True)
     if BLOCK_TAIL > 0:
         tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
-        tail_y, tail_dy, tail_read = _row_y_dy(y_ptr, dy_ptr, queries, num_queries, tail_cols, N, CAUSAL)
+        tail_y, tail_dy = _row_y_dy(y_ptr, dy_ptr, queries, num_queries, tail_cols, N, CAUSAL)
         total += tl.sum(tail_dy * tail_y, axis=1, keep_dims=True)
-        _store_dx(scale * tail_y * (tail_dy - total), dx_ptr, mask_ptr, queries, num_queries, tail_cols, N, tail_read)
-    _store_dx(scale * y * (dy - total), dx_ptr, mask_ptr, queries, num_queries, cols, N, read)
+        _store_dx(scale * tail_y * (tail_dy - total), dx_ptr, keyless_ptr, rows, queries < num_queries, tail_cols, N)
+    _store_dx(scale * y * (dy - total), dx_ptr, keyless_ptr, rows, queries < num_queries, cols, N)
 
 
 @triton.jit
 def _row_y_dy(y_ptr, dy_ptr, queries, num_queries, cols, N, CAUSAL: tl.constexpr):
-    """y and dy of columns of each row, and which were read."""
+    """y and dy of columns of each row."""
     read = (queries < num_queries) & (cols < N)
     keep = read
     if CAUSAL:
@@ -219,38 +219,38 @@ def _row_y_dy(y_ptr, dy_ptr, queries, num_queries, cols, N, CAUSAL: tl.constexpr
     if CAUSAL:
         # read up to a multiple of 16, so keys past the diagonal came in too; y is 0 there, dy may be NaN
         dy = tl.where(keep, dy, 0.0)
-    return y, dy, read
+    return y, dy
 
 
 @triton.jit
-def _store_dx(dx, dx_ptr, mask_ptr, queries, num_queries, cols, N, read):
-    if mask_ptr is not None:
-        dx = tl.where(tl.load(mask_ptr + cols, mask=read, other=1) == 0, dx, 0.0)
-    tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=(queries < num_queries) & (cols < N))
+def _store_dx(dx, dx_ptr, keyless_ptr, rows, inside, cols, N):
+    dx = _without_keyless(dx, keyless_ptr, rows, inside)
+    tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside & (cols < N))
+
+
+@triton.jit
+def _without_keyless(dx, keyless_ptr, rows, inside):
+    """dx, 0 in rows without a key: their 1/N are constants, which y alone does not show."""
+    if keyless_ptr is not None:
+        dx = tl.where(tl.load(keyless_ptr + rows, mask=inside, other=1) == 0, dx, 0.0)
+    return dx
 
 
 @kernel(aligned=("N",), down_to=2)
 def _softmax_bwd_looped_kernel(
     dy_ptr,
     y_ptr,
-    mask_ptr,
+    keyless_ptr,
     dx_ptr,
     num_queries,
     N,
-    num_heads,
     stride_dym,
-    stride_mb,
-    stride_mh,
-    stride_mq,
     scale,
     CAUSAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    matrix = tl.program_id(0) // num_queries
     query = tl.program_id(0) % num_queries
     row = tl.program_id(0).to(tl.int64)
-    if mask_ptr is not None:
-        mask_ptr += _mask_row(matrix, query, num_heads, stride_mb, stride_mh, stride_mq)
     end = N
     if CAUSAL:
         end = tl.minimum(tl.maximum(query + (N - num_queries) + 1, 0), N)
@@ -264,9 +264,7 @@ def _softmax_bwd_looped_kernel(
     for start in range(0, N, BLOCK_N):
         cols = start + lanes
         y, dy = _y_dy(y_ptr + row * N, dy_ptr + row * stride_dym, cols, end, N)
-        dx = scale * y * (dy - row_total)
-        if mask_ptr is not None:
-            dx = tl.where(tl.load(mask_ptr + cols, mask=_read(cols, end, N), other=1) == 0, dx, 0.0)
+        dx = _without_keyless(scale * y * (dy - row_total), keyless_ptr, row, True)
         tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
@@ -329,45 +327,55 @@ def _as_matrices(x: Tensor, mask: Tensor | None, causal: bool) -> _Matrices:
 
 
 def _launch(
-    looped_kernel: Any, block_kernel: Any, tensors: tuple[Tensor | None, ...], rows: _Matrices, N: int, stride: int,
-    scale: float, **modes: bool,
+    looped_kernel: Any, block_kernel: Any, tensors: tuple[Tensor | None, ...], rows: _Matrices, sizes: tuple[Any, ...],
+    N: int, **modes: bool,
 ) -> None:  # fmt: skip
     device = next(tensor.device for tensor in tensors if tensor is not None)
     plan = _plan(rows.num_queries, N, Target.of(device))
-    sizes = (rows.num_queries, N, rows.num_heads, stride, *rows.mask_strides, scale)
     if plan.looped:
         grid = (rows.num_matrices * rows.num_queries,)
-        looped_kernel[grid](*tensors, *sizes, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps)
+        looped_kernel[grid](
+            *tensors, rows.num_queries, N, *sizes, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps
+        )
     else:
         grid = (rows.num_matrices * cdiv(rows.num_queries, plan.block_m),)
         blocks = dict(BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_TAIL=plan.tail, num_warps=plan.num_warps)
-        block_kernel[grid](*tensors, *sizes, **modes, **blocks)
+        block_kernel[grid](*tensors, rows.num_queries, N, *sizes, **modes, **blocks)
 
 
-def softmax_fwd_outputs(x: Tensor, mask: Tensor | None, scale: float, causal: bool, uniform: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def softmax_fwd_outputs(
+    x: Tensor, mask: Tensor | None, scale: float, causal: bool, uniform: bool
+) -> tuple[Tensor, Tensor | None]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, torch.empty(x.shape[:-1], dtype=torch.uint8, device=x.device) if uniform else None
 
 
-def softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool, uniform: bool) -> Tensor:
-    y = softmax_fwd_outputs(x, mask, scale, causal, uniform)
+def softmax_fwd(
+    x: Tensor, mask: Tensor | None, scale: float, causal: bool, uniform: bool
+) -> tuple[Tensor, Tensor | None]:
+    """y and, for "uniform", which rows have no key."""
+    y, keyless = softmax_fwd_outputs(x, mask, scale, causal, uniform)
     rows, flat = _as_matrices(x, mask, causal), as_rows(x)
+    # never 0: -inf * 0 is NaN, and masked scores are -inf
+    factor = max(abs(scale), _SMALLEST) * math.log2(math.e)
     _launch(
-        _softmax_fwd_looped_kernel, _softmax_fwd_kernel, (flat, rows.mask, y), rows, flat.shape[1], flat.stride(0),
-        # never 0: -inf * 0 is NaN, and masked scores are -inf
-        max(abs(scale), _SMALLEST) * math.log2(math.e), CAUSAL=causal, UNIFORM=uniform, NEGATIVE=scale < 0,
+        _softmax_fwd_looped_kernel, _softmax_fwd_kernel, (flat, rows.mask, y, keyless), rows,
+        (rows.num_heads, flat.stride(0), *rows.mask_strides, factor), flat.shape[1],
+        CAUSAL=causal, UNIFORM=uniform, NEGATIVE=scale < 0,
     )  # fmt: skip
-    return y
+    return y, keyless
 
 
-def softmax_bwd_outputs(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+def softmax_bwd_outputs(dy: Tensor, y: Tensor, keyless: Tensor | None, scale: float, causal: bool) -> Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
-def softmax_bwd(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    dx = softmax_bwd_outputs(dy, y, mask, scale, causal)
-    rows, flat, y = _as_matrices(y, mask, causal), as_rows(dy), as_rows(y)
+def softmax_bwd(dy: Tensor, y: Tensor, keyless: Tensor | None, scale: float, causal: bool) -> Tensor:
+    dx = softmax_bwd_outputs(dy, y, keyless, scale, causal)
+    rows, flat, y = _as_matrices(y, None, causal), as_rows(dy), as_rows(y)
+    keyless = None if keyless is None else keyless.contiguous()
     _launch(
-        _softmax_bwd_looped_kernel, _softmax_bwd_kernel, (flat, y, rows.mask, dx), rows, flat.shape[1], flat.stride(0),
-        scale, CAUSAL=causal,
+        _softmax_bwd_looped_kernel, _softmax_bwd_kernel, (flat, y, keyless, dx), rows,
+        (flat.stride(0), scale), flat.shape[1], CAUSAL=causal,
     )  # fmt: skip
     return dx

@@ -16,8 +16,8 @@ def fail(op: str, argument: str, must: str, got: object) -> NoReturn:
 def require(condition: bool, op: str, argument: str, must: str, got: object) -> None:
     """`fail` unless the condition holds.
 
-    With a tensor's size in the text of `must` write `if ...: fail(...)`: torch.compile makes a constant of a size that
-    a text contains, and compiles again for each.
+    With a tensor's size, or a number that was given, in the text of `must` write `if ...: fail(...)`: torch.compile
+    makes a constant of a size that a text contains, and compiles again for each; of a symbolic number it makes no text.
     """
     if not condition:
         fail(op, argument, must, got)
@@ -75,6 +75,17 @@ def integers(op: str, argument: str, tensor: Tensor | None) -> None:
     """The tensor, if given, is int32 or int64."""
     if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
         fail(op, argument, "be int32 or int64", name(tensor.dtype))
+
+
+def indices(op: str, argument: str, tensor: Tensor | None, end: float) -> None:
+    """Values on the CPU, where the host can read them, are in [0, end). Those on a GPU, or of a trace, are not read."""
+    if tensor is None or tensor.device.type != "cpu" or type(tensor) is not Tensor or not tensor.numel():
+        return
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    for worst in tensor.aminmax():
+        if not 0 <= worst < end:
+            fail(op, argument, f"be in [0, {end})", int(worst))
 
 
 def sizes(op: str, **counts: int) -> None:

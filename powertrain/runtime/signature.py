@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from powertrain.runtime import recording, steering
 from powertrain.runtime.call_recorder import index_of
+from powertrain.runtime.float32_products import fp32_precision
 from powertrain.runtime.settings import settings
 
 in_interpreter = False  # tests replay on the CPU too, through the interpreter
@@ -164,7 +165,7 @@ def read({names}):
     key = (
         layout, {values}
         stream, autocast, epoch, is_grad_enabled(), is_inference_mode_enabled(), is_deterministic(), default_dtype(),
-        matmul_precision(), allows_tf32(),
+        fp32_precision("cuda", "matmul"),
     )
     # kernels are specialized, and ops choose them, by addresses up to 16 bytes, which a recording fixes
     if ({bits}) & 15:
@@ -299,8 +300,7 @@ _NAMES: dict[str, Any] = {
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "is_deterministic": torch._C._get_deterministic_algorithms,
     "default_dtype": torch.get_default_dtype,
-    "matmul_precision": torch._C._get_float32_matmul_precision,
-    "allows_tf32": torch._C._get_cublas_allow_tf32,
+    "fp32_precision": fp32_precision,
 }
 
 

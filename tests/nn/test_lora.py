@@ -141,6 +141,23 @@ def test_on_the_meta_device_then_initialized() -> None:
     assert all(p.grad is not None for p in _trainable(adapted)) and adapted.embed.weight.grad is None
 
 
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dora", [False, True])
+def test_autocast_to_another_dtype_than_the_models(adapter: torch.dtype, dora: bool, device: torch.device) -> None:
+    x, weight = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((6, 16), (24, 16)))
+    trained = [torch.randn(s, device=device, dtype=adapter) for s in ((4, 16), (24, 4), (24,))][: 3 if dora else 2]
+    half = [x.half(), weight.half(), *(t.half() if adapter is torch.bfloat16 else t for t in trained)]
+    for t in (*trained, *half):
+        t.requires_grad_()
+    with torch.autocast(device.type, torch.float16):
+        y = powertrain.lora_linear(x, weight, *trained[:2], magnitude=trained[2] if dora else None)
+    same = powertrain.lora_linear(*half[:4], magnitude=half[4] if dora else None)
+    assert y.dtype is torch.float16 and torch.equal(y, same)
+    grads = torch.autograd.grad(y.sum(), trained)
+    for grad, exact in zip(grads, torch.autograd.grad(same.sum(), half[2:]), strict=True):
+        assert grad.dtype is adapter and torch.equal(grad, exact.to(adapter))
+
+
 def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match=r"lora: targets must name layers of the model, such as \['up', 'down'"):
         powertrain.lora(_Block(), targets=["q_proj"])

@@ -1,5 +1,6 @@
 """moe_route, moe_permute, moe_unpermute, the balancing loss and the bias update: options, ties, sizes, errors."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -191,6 +192,13 @@ def test_experts_out_of_range_are_refused_where_they_can_be_read() -> None:
     experts = torch.tensor([[0, 4]])
     with pytest.raises(ValueError, match=r"moe_permute: experts must be in \[0, 4\), got 4"):
         moe_permute(torch.zeros(1, 2, dtype=torch.float64), experts, 4)
+    with pytest.raises(ValueError, match=r"moe_load_balancing_loss: experts must be in \[0, 4\), got 4"):
+        moe_load_balancing_loss(torch.zeros(1, 4, dtype=torch.float64), experts)
+    rows = torch.zeros(2, 2, dtype=torch.float64)
+    # later calls of one signature skip the checks of arguments (runtime/plain_calls.py), not those of values
+    for positions, got in (([[0, 1]], None), ([[0, 2]], 2), ([[-1, 0]], -1)):
+        with nullcontext() if got is None else pytest.raises(ValueError, match=rf"be in \[0, 2\), got {got}"):
+            moe_unpermute(rows, torch.tensor(positions))
 
 
 def test_route_compiles_with_dynamic_numbers(device: torch.device) -> None:

@@ -367,6 +367,25 @@ def test_inplace_compiled(device: torch.device) -> None:
     torch.testing.assert_close(q, expected)
 
 
+# S of 0: the stride of the batch is 0 in what PyTorch's operators allocate
+def test_inplace_of_empty_tensors(device: torch.device) -> None:
+    q, k = torch.empty_strided((2, 0, 1, 8), (0, 8, 0, 1), device=device), torch.randn(2, 0, 3, 8, device=device)
+    turned = rope(q, k, table=rope_table(8, 4, device=device), inplace=True)
+    assert turned[0] is q and turned[1] is k
+
+
+def test_numbers_of_heads_may_be_symbolic(device: torch.device) -> None:
+    table = rope_table(8, 4, device=device)
+
+    def function(qkv: Tensor, heads: int, kv_heads: int) -> Any:
+        return rope_qkv(qkv, table=table, num_heads=heads, num_kv_heads=kv_heads)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for heads, kv_heads in ((4, 2), (9, 3)):
+        qkv = torch.randn(2, 4, heads + 2 * kv_heads, 8, device=device)
+        torch.testing.assert_close(compiled(qkv, heads, kv_heads), function(qkv, heads, kv_heads))
+
+
 def test_inplace_repeated(device: torch.device) -> None:
     """From the third call on launches are replayed: into that call's tensors, not into the recorded ones."""
     table = rope_table(8, 4, device=device)

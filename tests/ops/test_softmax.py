@@ -76,9 +76,21 @@ def test_masks(shape: tuple[int, ...], fully_masked: str, device: torch.device) 
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 2, 3)], ids=str)
-def test_leading_dims_mask_and_causal_together(lead: tuple[int, ...], device: torch.device) -> None:
+@pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
+def test_leading_dims_mask_and_causal_together(lead: tuple[int, ...], fully_masked: str, device: torch.device) -> None:
     mask = torch.rand(*lead[-1:], 33, 33, device=device) < 0.4
-    _check(torch.randn(*lead, 33, 33, device=device), mask, is_causal=True)
+    # rows that the mask and the causal order leave no key only together
+    mask[..., 0, 0] = mask[..., 2, :3] = True
+    _check(torch.randn(*lead, 33, 33, device=device), mask, is_causal=True, fully_masked=fully_masked)
+
+
+# scores of -inf alone are no keys either; 583: a block and a tail, 32800: looped
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sk", [9, 583, 32800])
+def test_rows_without_keys_get_no_gradient(sk: int, is_causal: bool, device: torch.device) -> None:
+    x = torch.randn(2, 3, sk, device=device)
+    x[0, 1] = x[1, 0, : sk - 2] = -INF
+    _check(x, is_causal=is_causal, fully_masked="uniform")
 
 
 def test_mask_with_strides(device: torch.device) -> None:

@@ -19,6 +19,7 @@ from powertrain.ops.attention.backends.zero_padding import zero_tail
 from powertrain.ops.cases import cases
 from powertrain.ops.rope_table import RopeTable
 from powertrain.parallel.transport.kernels import poison, sum_parts
+from powertrain.runtime import float32_products
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.compile.service import Spec
 from powertrain.runtime.compile.triton_compat import VERSION_TEXT
@@ -199,7 +200,7 @@ def test_other_dtypes_fit_every_arch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
 def test_attention_fits_every_arch_with_every_feature(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if precision == "tf32":
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        monkeypatch.setattr(float32_products, "fp32_precision", lambda backend, op: "tf32")
 
     def specs(arch: int) -> list[Spec]:
         with record(f"sm_{arch}") as wanted:

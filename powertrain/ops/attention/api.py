@@ -27,6 +27,7 @@ from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.philox import dropout_seed as draw_seed
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import falls_back, has_kernels, is_traced, refuse_vmap, use_kernel
+from powertrain.runtime.float32_products import allows_tf32
 from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.target import Target
 
@@ -156,7 +157,7 @@ def attention(
         float64): [B, H, Sq], for "bmghk" [B, G, H, Sq]. A query that sees no key gives 0 and an LSE of -inf (the sink's
         score with a sink), and its gradients are 0. Under autocast query, key and value are cast to autocast's dtype.
     Numerics: scores, softmax and sums in float32; probabilities are rounded to value's dtype before their product.
-        float32 products are full precision unless torch.set_float32_matmul_precision allows TF32.
+        float32 products are full precision unless PyTorch's settings of products allow TF32.
     Memory beyond inputs and results, our kernel: LSE, 4 * B * H * Sq bytes, is saved beside inputs and out; backward
         takes 8 * B * H * ceil(Sq / 128) * 128 bytes, the Hopper one besides 4 for each of dq's elements, head dims
         rounded up to 64, 128 or 256. Where the GPU has TMA attn_bias is copied, once in the forward and once in the
@@ -397,7 +398,7 @@ def facts_of(call: AttentionCall) -> Facts:
         varlen.query_used is not None or varlen.key_used is not None, varlen.unordered, call.dropout_p,
         call.dropout_seed is not None, needs_grad, call.return_lse, call.deterministic,
         # TF32 is a global setting of PyTorch, so it is read at each call
-        _aligned(query, key, value, compiling), compiling, query.dtype is torch.float32 and select.allows_tf32(),
+        _aligned(query, key, value, compiling), compiling, query.dtype is torch.float32 and allows_tf32(),
         Lengths.facts(queries, keys, equal, batch, elements, longest, compiling),
     )  # fmt: skip
 

@@ -42,6 +42,7 @@ from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.float32_products import allows_tf32
 from powertrain.runtime.target import Target
 
 MAX_HEAD_DIM_QK, MAX_HEAD_DIM_V = 576, 512
@@ -216,10 +217,10 @@ def decode_attention(
     All strides are allowed but for the last dim's of queries, keys and values, which is 1.
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S] or [H, T],
         in nats. A query that sees no key gives 0 and -inf (the sink's score with a sink).
-    Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products follow
-        torch.backends.cuda.matmul.allow_tf32. Rows beyond a sequence's length are never read. Deterministic;
-        where a sequence's keys are cut, and so rounding, follows from shapes and the lengths of the whole batch, with
-        num_splits from shapes alone.
+    Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products are
+        full precision unless PyTorch's settings allow TF32. Rows beyond a sequence's length are never read.
+        Deterministic; where a sequence's keys are cut, and so rounding, follows from shapes and the lengths of the
+        whole batch, with num_splits from shapes alone.
     Memory: out, and where keys are split parts * S * H * (E + 1) * 4 bytes: B * num_splits parts, or B and as many more
         as fill the GPU eight times. Of packed queries (E + 1) * 4 bytes for each row of a tile and part of a tile that
         is cut, with at most that many parts.
@@ -249,7 +250,7 @@ def decode_attention(
     refuse_invariant("decode_attention", "compute whole sequences, without a KV cache")
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
-    _check_lengths(cache)
+    _check_values(query, cache, cu_seqlens_q)
 
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right
@@ -325,7 +326,7 @@ def _by_kernel(
     out, lse = decode_op(
         query, cache.keys, cache.values, head_dim_v, cache.seqlens, cache.page_table, cache.batch_idx, cache.leftpad,
         slopes, sinks, num_new, scores.left, scores.right, scores.softcap, scores.scale, num_splits or 0,
-        torch.backends.cuda.matmul.allow_tf32, cu_seqlens_q, query.shape[1] if max_seqlen_q is None else max_seqlen_q,
+        allows_tf32(), cu_seqlens_q, query.shape[1] if max_seqlen_q is None else max_seqlen_q,
     )  # fmt: skip
     return (out, lse) if cu_seqlens_q is None else (out[0], lse[0])
 
@@ -410,13 +411,22 @@ def _refuse_gradients(*tensors: Tensor | None) -> None:
         )
 
 
-def _check_lengths(cache: _Cache) -> None:
-    """Lengths on the CPU are at most the capacity; those on a GPU are never read."""
+def _check_values(query: Tensor, cache: _Cache, cu_seqlens_q: Tensor | None) -> None:
+    """Lengths and entries on the CPU are those of a sequence and of the cache; those on a GPU are never read."""
     seqlens, capacity = cache.seqlens, cache.capacity
-    if seqlens.device.type == "cpu" and seqlens.numel() and not is_traced(seqlens):
-        longest = int(seqlens.max())
-        must = f"be at most {capacity}, the cache's capacity"
-        checks.require(longest <= capacity, _OP, "cache_seqlens", must, longest)
+    if seqlens.device.type != "cpu" or is_traced(seqlens):
+        return
+    lengths = seqlens.tolist()
+    if not all(0 <= n <= capacity for n in lengths):
+        negative = min(lengths) < 0
+        must = "be at least 0" if negative else f"be at most {capacity}, the cache's capacity"
+        checks.fail(_OP, "cache_seqlens", must, min(lengths) if negative else max(lengths))
+    checks.indices(_OP, "cache_batch_idx", cache.batch_idx, cache.keys.shape[0])
+    checks.indices(_OP, "cache_leftpad", cache.leftpad, inf)
+    if cu_seqlens_q is not None:
+        ends = [0, *cu_seqlens_q.tolist(), query.shape[1]]
+        if ends != sorted(ends):
+            checks.fail(_OP, "cu_seqlens_q", f"ascend from 0 to at most {ends[-1]} (rows of query)", ends[1:-1])
 
 
 def _rotate(

@@ -345,7 +345,7 @@ def merge_attentions(
         checks.shape(op, f"lses[{n}]", lse, rows[1:] if layout == "thd" else rows, "batch, heads, queries")
     if len(outs) == 1:
         seen = from_lse_order(lses[0] > -torch.inf, layout)[..., None]
-        # seen, 0.0), lses[0]~ one part alone still promises zeros for rows that saw nothing
+        # one part alone still promises zeros for rows that saw nothing
         return first.masked_fill(~seen, 0.0), lses[0]
     if not use_kernel(op, first):
         with without_autocast(first.device):

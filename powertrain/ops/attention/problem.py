@@ -168,7 +168,7 @@ class AttentionProblem:
     aligned: bool = True  # base addresses and strides are multiples of 16 bytes
     # some backends read lengths on the host, which a trace cannot do
     compiling: bool = False  # torch.compile is tracing
-    tf32: bool = False  # float32, and torch.set_float32_matmul_precision allows TF32
+    tf32: bool = False  # float32, and PyTorch's settings allow TF32 (runtime/float32_products.py)
 
     @property
     def arch(self) -> int:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from powertrain.ops.attention.backend_order import Order, order_of
 from powertrain.ops.attention.backend_preferences import (
     BackendPreference,
@@ -267,13 +265,6 @@ def constant_to_dynamo(function: F) -> F:
     """As torch.compiler.assume_constant_result, which would import all of torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-@constant_to_dynamo
-def allows_tf32() -> bool:
-    """torch.set_float32_matmul_precision allows products of float32 in TF32."""
-    # "highest" is PyTorch's default and forbids TF32; "high" and "medium" allow it
-    return bool(torch.get_float32_matmul_precision() != "highest")
 
 
 @constant_to_dynamo

@@ -1,5 +1,6 @@
 """Arguments of attention and varlen_attention: an error names the one, what it must be and what it was."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,25 @@ def test_a_window_wider_than_int32_counts_is_every_key() -> None:
 def test_errors_of_packed_sequences(case: tuple[dict[str, Any], str, str, str]) -> None:
     changed, *expected = case
     _fails(varlen_attention, _packed(**changed), *expected)
+
+
+# plain PyTorch reads them: slices of Python would take any numbers, kernels read other memory
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_lengths_are_checked_where_the_host_reads_them(backend: str) -> None:
+    for name, lengths in itertools.product(("seqused_q", "seqused_k"), ([S + 1, 2], [-1, 2])):
+        with pytest.raises(ValueError, match=rf"attention: {name} must be from 0 to {S}, got \[{lengths[0]}, 2\]"):
+            attention(**_dense(**{name: torch.tensor(lengths)}), backend=backend)
+    good = torch.tensor([0, 3, S])
+    for wrong in ([0, 3, S + 1], [-1, 3, S], [0, 5, 3]):
+        for side, cu_seqlens in (("q", (wrong, good)), ("k", (good, wrong))):
+            starts = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(torch.as_tensor, cu_seqlens), strict=True))
+            with pytest.raises(ValueError, match=f"varlen_attention: cu_seqlens_{side} must place every sequence in"):
+                varlen_attention(**_packed(**starts), backend=backend)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must place .* seqused_k, if given"):
+        varlen_attention(**_packed(cu_seqlens_k=good, seqused_k=torch.tensor([3, S])), backend=backend)
+    padded = torch.tensor([0, 2, S])
+    with pytest.raises(ValueError, match="cu_seqlens_q must have each sequence begin behind the one before it"):
+        varlen_attention(**_packed(cu_seqlens_q=good, cu_seqlens_q_padded=padded), backend=backend)
 
 
 def _strided(x: Tensor) -> Tensor:

@@ -350,6 +350,21 @@ def test_deterministic(device: torch.device) -> None:
     assert all(torch.equal(runs[0], run) for run in runs[1:])
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"cache_seqlens": [5, -1]}, {"cache_batch_idx": [0, 2]}, {"cache_batch_idx": [-1, 0]}, {"cache_leftpad": [-1, 0]},
+     {"cu_seqlens_q": [0, 2, 5]}, {"cu_seqlens_q": [0, 3, 2]}],
+    ids=str,
+)  # fmt: skip
+def test_values_are_checked_where_the_host_reads_them(wrong: dict[str, list[int]]) -> None:
+    """On a CPU, for kernels in the interpreter too: they would read other memory."""
+    cache, (name,) = torch.randn(2, 8, 2, 16), wrong
+    query = torch.randn(3, 2, 16) if name == "cu_seqlens_q" else torch.randn(2, 1, 2, 16)
+    numbers = {n: torch.tensor(v, dtype=torch.int32) for n, v in ({"cache_seqlens": [5, 3]} | wrong).items()}
+    with pytest.raises(ValueError, match=f"decode_attention: {name} must .*, got"):
+        decode_attention(query, cache, cache, **numbers)
+
+
 def test_errors(device: torch.device) -> None:
     problem = _problem(device)
 

@@ -18,6 +18,7 @@ from powertrain.ops.attention.backends.versions import Installed, assume, cudnn_
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths
 from powertrain.ops.attention.select import verdicts
+from powertrain.runtime import float32_products
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.dispatch import disable
 from powertrain.runtime.errors import PowertrainError
@@ -448,7 +449,7 @@ def test_precision_of_float32_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None
         return explain_attention(*_cpu(dtype=dtype)).columns[0].problem.tf32
 
     assert not tf32(torch.float32)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(float32_products, "fp32_precision", lambda backend, op: "tf32")
     assert tf32(torch.float32) and not tf32(torch.bfloat16)
 
 

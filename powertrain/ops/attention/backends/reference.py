@@ -7,6 +7,7 @@
 O(queries * keys) memory per sequence.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall
 from powertrain.ops.philox import halves, philox, threshold
 from powertrain.ops.shapes import acc_dtype
+from powertrain.runtime import checks
 from powertrain.runtime.dispatch import is_traced, without_autocast
 
 
@@ -124,22 +126,42 @@ def sequences(call: AttentionCall) -> list[tuple[Tensor, Tensor, Tensor, MaskTen
         # an empty batch has no entry whose rows could count
         if q.shape[0] == 0 or (varlen.query_used is None and varlen.key_used is None):
             return [(q, k, v, tensors, 0)]
-        queries = [q.shape[1]] * q.shape[0] if varlen.query_used is None else varlen.query_used.tolist()
-        keys = [k.shape[1]] * q.shape[0] if varlen.key_used is None else varlen.key_used.tolist()
+        lengths = zip(_used("seqused_q", varlen.query_used, q), _used("seqused_k", varlen.key_used, k), strict=True)
         return [
             (q[n : n + 1, :sq], k[n : n + 1, :sk], v[n : n + 1, :sk], tensors.of_batch(n).cut(sq, sk), n)
-            for n, (sq, sk) in enumerate(zip(queries, keys, strict=True))
+            for n, (sq, sk) in enumerate(lengths)
         ]
     assert varlen.query_starts is not None and varlen.key_starts is not None
-    spans = []
-    for starts, used in ((varlen.query_starts, varlen.query_used), (varlen.key_starts, varlen.key_used)):
-        first = starts.tolist()
-        lengths = starts.diff().tolist() if used is None else used.tolist()
-        spans.append([slice(a, a + n) for a, n in zip(first, lengths, strict=False)])
+    queries = _spans("q", call.query, varlen.query_starts, varlen.query_used)
+    keys = _spans("k", call.key, varlen.key_starts, varlen.key_used)
+    for (_, end), (first, _) in pairwise(queries):
+        if first < end:
+            must = "have each sequence begin behind the one before it"
+            checks.fail("varlen_attention", "cu_seqlens_q", must, f"row {first} behind the end {end}")
     return [
-        (call.query[None, rows], call.key[None, cols], call.value[None, cols], tensors.of_batch(n), n)
-        for n, (rows, cols) in enumerate(zip(*spans, strict=True))
+        (call.query[None, a:b], call.key[None, c:d], call.value[None, c:d], tensors.of_batch(n), n)
+        for n, ((a, b), (c, d)) in enumerate(zip(queries, keys, strict=True))
     ]
+
+
+def _used(name: str, lengths: Tensor | None, x: Tensor) -> list[int]:
+    """How many rows of each entry of x [b, s, h, d] count."""
+    batch, stored = x.shape[:2]
+    used = [stored] * batch if lengths is None else lengths.tolist()
+    if not all(0 <= n <= stored for n in used):
+        checks.fail("attention", name, f"be from 0 to {stored}", used)
+    return used
+
+
+def _spans(side: str, x: Tensor, starts: Tensor, used: Tensor | None) -> list[tuple[int, int]]:
+    """The first row of each sequence of x [t, h, d], and the end."""
+    lengths = starts.diff().tolist() if used is None else used.tolist()
+    spans = [(first, first + n) for first, n in zip(starts.tolist(), lengths, strict=False)]
+    # slices of Python take any numbers; a kernel would read other memory
+    if not all(0 <= first <= end <= x.shape[0] for first, end in spans):
+        must = f"place every sequence in the {x.shape[0]} rows (with padded starts and seqused_{side}, if given)"
+        checks.fail("varlen_attention", f"cu_seqlens_{side}", must, f"from row to row {spans}")
+    return spans
 
 
 def assemble(call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

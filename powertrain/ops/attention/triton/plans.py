@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from powertrain.runtime.float32_products import allows_tf32
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
@@ -266,6 +267,4 @@ def uses_fma(dtype: torch.dtype, d_qk: int, d_v: int, target: Target) -> bool:
 
 
 def dot_precision(dtype: torch.dtype, target: Target) -> str:
-    if dtype is not torch.float32 or not target.has_tensor_core_dot:
-        return "ieee"
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if dtype is torch.float32 and target.has_tensor_core_dot and allows_tf32() else "ieee"
