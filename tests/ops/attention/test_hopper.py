@@ -204,7 +204,7 @@ def test_heads_share_a_tile_where_that_makes_fewer() -> None:
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
     def cuts(tiles: int, blocks: int, rows: int = 2048) -> int:
-        return plans.num_splits_for(tiles, blocks, plans.Results(rows, rows * 128 * 4), 132)
+        return plans.num_splits_for(tiles, blocks, plans.ResultSizes(rows, rows * 128 * 4), 132)
 
     assert [cuts(tiles, 256) for tiles in (8, 16, 64, 128, 132, 192, 264)] == [16, 8, 2, 1, 1, 2, 1]
     assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 1, 8]

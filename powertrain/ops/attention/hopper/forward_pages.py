@@ -17,7 +17,7 @@ from torch import Tensor
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import TileList
 from powertrain.ops.attention.hopper.forward import launch_forward
-from powertrain.ops.attention.hopper.plans import Plan, Results, heads_per_tile_for, num_splits_for, plan_for
+from powertrain.ops.attention.hopper.plans import Plan, ResultSizes, heads_per_tile_for, num_splits_for, plan_for
 from powertrain.ops.attention.operands import Heads, OpArguments, Operand, Operands
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks, gluon_compat
@@ -139,7 +139,7 @@ def _operands_of(call: PagedCall, target: Target) -> Operands:
 def _in_equal_parts(operands: Operands, plan: Plan) -> Plan:
     tiles = cdiv(operands.queries, plan.queries) * plan.groups_of(operands.heads)
     rows = operands.queries * operands.heads.kv * operands.heads.q_per_kv
-    results, blocks = Results(rows, rows * operands.d_v * 4), cdiv(operands.keys, plan.block_n)
+    results, blocks = ResultSizes(rows, rows * operands.d_v * 4), cdiv(operands.keys, plan.block_n)
     return plan._replace(num_splits=num_splits_for(tiles, blocks, results, operands.target.num_sms))
 
 

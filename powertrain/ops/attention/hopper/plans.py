@@ -163,7 +163,7 @@ def _busy_group_for(
     return best_group(heads, tuple(reversed(times)), num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)[0]
 
 
-class Results(NamedTuple):
+class ResultSizes(NamedTuple):
     """Of a call, in float32: what a second kernel combines where keys are split."""
 
     rows: int
@@ -171,7 +171,7 @@ class Results(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def num_splits_for(tiles: int, blocks: int, results: Results, sms: int, block_time: float = 1.0) -> int:
+def num_splits_for(tiles: int, blocks: int, results: ResultSizes, sms: int, block_time: float = 1.0) -> int:
     """Into how many parts the keys of so many tiles, `blocks` each, are cut to fill the SMs. Cut where that saves a
     tenth.
 
@@ -188,7 +188,7 @@ def num_splits_for(tiles: int, blocks: int, results: Results, sms: int, block_ti
     return cuts if 10 * time(cuts) <= 9 * time(1) else 1
 
 
-def _time_with_splits(cuts: int, tiles: int, blocks: int, results: Results, sms: int, block_time: float) -> float:
+def _time_with_splits(cuts: int, tiles: int, blocks: int, results: ResultSizes, sms: int, block_time: float) -> float:
     """Reckoned in the time of a block with two consumers, 1.3 us: a tile costs two beside its own; a second kernel
     four, a ninth for each part and one for 1500 rows, and results written and read again cost their bytes."""
     beside = 4 + cuts / 9 + results.rows / 1500 + 2 * cuts * results.bytes / 5e6 if cuts > 1 else 0
@@ -266,6 +266,6 @@ def _splitting_keys(
     end = min(keys, first + queries + args.right) if args.right >= 0 else keys
     blocks = cdiv(max(1, end - begin), plan.block_n)
     rows = operands.batch * queries * heads.kv * heads.q_per_kv
-    call = tiles, blocks, Results(rows, rows * operands.d_v * 4), operands.target.num_sms, block_time
+    call = tiles, blocks, ResultSizes(rows, rows * operands.d_v * 4), operands.target.num_sms, block_time
     splits = num_splits_for(*call)
     return plan._replace(num_splits=splits), _time_with_splits(splits, *call)
