@@ -76,7 +76,8 @@ def _section(kind: type[Section], value: Any) -> Any:
 def _found(values: Mapping[str, Any], sections: Mapping[str, Any], only_data: bool) -> Iterator[Iterator[Wrong]]:
     data, train, checkpoint, evaluation, logging = sections.values()
     if data is not None:
-        is_text = train is None or train.objective == "pretrain"
+        # of a section with an error, which is named first, the objective is not known
+        is_text = train is not None and train.objective == "pretrain"
         for part in ("train", "validation", "test"):
             is_list = isinstance(values["data"].get(part), list | tuple)
             for number, source in enumerate(getattr(data, part)):
