@@ -6,7 +6,7 @@ Data   train, validation, test  the samples of each part, or None where the conf
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,17 +105,19 @@ def open_data(
     samples = [opener.samples(name, part, wanted) for name, part, wanted in zip(PARTS, parts, num_samples, strict=True)]
     train, validation, test = samples
     assert train is not None
-    return Data(train, validation, test, tokenizer, tokenizer.vocab_size, _identity(parts[0]))
+    trained = identity_of((part.data, f"{part.documents} {part.weight}") for part in parts[0])
+    return Data(train, validation, test, tokenizer, tokenizer.vocab_size, trained)
 
 
-def _identity(parts: list[_Part]) -> str:
-    """Of the documents: their lengths, weights and, where a checksum stands beside them, their tokens."""
+def identity_of(parts: Iterable[tuple[IndexedData | DocumentSlice, str]]) -> str:
+    """Of data sets, each with what else matters of it: the documents' lengths and, where a checksum stands beside them,
+    their tokens."""
     total = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        sums = sums_path(part.data.prefix)
+    for data, about in parts:
+        sums = sums_path(data.prefix)
         crc = sorted(crc for _, crc in read_sums(sums).values()) if sums.is_file() else []
-        total.update(f"{part.documents} {part.weight} {crc} ".encode())
-        total.update(np.ascontiguousarray(part.data.sizes).tobytes())
+        total.update(f"{about} {crc} ".encode())
+        total.update(np.ascontiguousarray(data.sizes).tobytes())
     return total.hexdigest()
 
 
@@ -250,9 +252,9 @@ class _Opener:
         about = f"{text.identity} {self.tokenizer.identity} {config.text_key} {config.append_eod} {dtype.__name__}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
         folder_of(prefix)
-        if not _is_whole(prefix):
+        if not is_whole(prefix):
             with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
-                if not _is_whole(prefix):
+                if not is_whole(prefix):
                     with IndexedWriter(prefix, dtype, overwrite=True) as writer:
                         encode(text.documents(), writer, encoding, progress=_progress_line(text.megabytes))
         return IndexedData(prefix)
@@ -318,7 +320,7 @@ class _Opener:
         return SampleOrder(*cached_arrays(self.folder, about.encode() + np.ascontiguousarray(sizes).tobytes(), build))
 
 
-def _is_whole(prefix: Path) -> bool:
+def is_whole(prefix: str | Path) -> bool:
     """Whether tokenized text is in the cache; a damaged entry is removed and made again."""
     if not exists(prefix):
         return False
