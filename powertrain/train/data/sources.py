@@ -74,6 +74,9 @@ class _Part:
     weight: float
     labels: IndexedData | None
 
+    def has_tokens(self) -> bool:
+        return bool(self.data.sizes[self.documents.start : self.documents.stop].any())
+
 
 def open_data(
     config: DataConfig,
@@ -99,9 +102,11 @@ def open_data(
         raise ValueError("data.eod_mask_loss must be false for a tokenizer with no end-of-document token, got true")
     opener = _Opener(config, folder, tokenizer, seq_length, seed)
     parts = opener.parts()
-    if not parts[0]:
+    if not any(part.has_tokens() for part in parts[0]):
         names = ", ".join(source.path for source in config.train)
-        raise ValueError(f"data.train must hold documents to train on, got none in {names} (split {config.split!r})")
+        raise ValueError(
+            f"data.train must hold documents with tokens to train on, got none in {names} (split {config.split!r})"
+        )
     samples = [opener.samples(name, part, wanted) for name, part, wanted in zip(PARTS, parts, num_samples, strict=True)]
     train, validation, test = samples
     assert train is not None
@@ -263,7 +268,7 @@ class _Opener:
         """At least `wanted` samples of a part of the run."""
         if name != "train" and wanted == 0:
             return None
-        parts = [part for part in parts if part.data.sizes[part.documents.start : part.documents.stop].any()]
+        parts = [part for part in parts if part.has_tokens()]
         if not parts:
             # the test part of a split is often empty: a thousandth by default
             if name != "test" or self.config.test:

@@ -151,7 +151,8 @@ def test_a_part_without_documents_is_said(tmp_path: Path, capsys: pytest.Capture
         ({"train": {"path": "t.txt", "labels": "d"}}, r"data labels d: need tokens in \.bin/\.idx beside them, got t"),
         ({"train": [{"path": "d", "weight": 0}], "validation": "d"}, r"data\.train: weights must not all be 0"),
         ({"train": "d", "tokenizer": "nowhere"}, "tokenizer: no such file nowhere"),
-        ({"train": "empty"}, r"data\.train must hold documents to train on"),
+        ({"train": "empty"}, r"data\.train must hold documents with tokens to train on, got none in empty"),
+        ({"train": ["empty", "hollow"]}, r"data\.train must hold documents with tokens .* none in empty, hollow"),
     ],
 )
 def test_wrong_configurations(
@@ -160,6 +161,7 @@ def test_wrong_configurations(
     monkeypatch.chdir(tmp_path)
     data_set(Path("d"), [9] * 30)
     data_set(Path("empty"), [])
+    data_set(Path("hollow"), [0] * 30)
     Path("t.txt").write_text("text")
     Path("half.bin").touch()
     with pytest.raises((ValueError, FileNotFoundError), match=words):
