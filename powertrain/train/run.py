@@ -18,12 +18,12 @@ from powertrain.runtime.extras import require
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.checkpoint.load import kinds_at
-from powertrain.train.checkpoint.store import find, read_facts, write_json
+from powertrain.train.checkpoint.store import find, read_facts, verify, write_json
 from powertrain.train.config.reader import Run
 from powertrain.train.config.schema import RunConfig, size_to_train
 from powertrain.train.data.completion_sources import open_completions
 from powertrain.train.data.sources import Data, open_data, open_tokenizer, user_cache
-from powertrain.train.data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size, tokenizer_in
+from powertrain.train.data.tokenizer import FILES, Tokenizer, load_tokenizer, padded_vocab_size, tokenizer_in
 from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
 from powertrain.train.mesh_shape import check_parallel
@@ -159,8 +159,9 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
     size = size_to_train(name)
     if size is None or checkpoint is None:
         return open_tokenizer(config.data)
-    # a file that was cut short is named here
-    read_facts(checkpoint)
+    # damage in its files alone: the weights are compared when they are loaded
+    facts = read_facts(checkpoint)
+    verify(checkpoint, facts | {"files": {name: size for name, size in facts["files"].items() if name in FILES}})
     kept = tokenizer_in(checkpoint)
     # an earlier version kept none
     if kept is None:

@@ -119,6 +119,13 @@ def test_a_run_keeps_its_tokenizer(tmp_path: Path) -> None:
     said = "data.tokenizer must be train:SIZE with at least the 300 ids of the tokenizer in"
     assert other.exit_code == 2 and said in other.output
 
+    file = tmp_path / "run/checkpoints/step_00000002/tokenizer.json"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"of"', b'"fo"').replace(b"endoftext", b"endoftxet"))
+    flipped = CliRunner().invoke(app, [*words, "train.steps=3"])
+    assert flipped.exit_code == 2 and "tokenizer.json: must have the CRC-32" in flipped.output, flipped.output
+    file.write_bytes(whole)
+
     text.unlink()
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     assert open_weights(moved).open_tokenizer().encode("line 7 of the text") == ids
