@@ -159,13 +159,12 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
     size = size_to_train(name)
     if size is None or checkpoint is None:
         return open_tokenizer(config.data)
-    # damage in its files alone: the weights are compared when they are loaded
-    facts = read_facts(checkpoint)
-    verify(checkpoint, facts | {"files": {name: size for name, size in facts["files"].items() if name in FILES}})
-    kept = tokenizer_in(checkpoint)
+    facts, kept = read_facts(checkpoint), tokenizer_in(checkpoint)
     # an earlier version kept none
     if kept is None:
         return open_tokenizer(config.data)
+    # these files alone: the weights are compared when they are loaded
+    verify(checkpoint, facts | {"files": {name: size for name, size in facts["files"].items() if name in FILES}})
     tokenizer = load_tokenizer(kept)
     if tokenizer.vocab_size > size:
         raise ValueError(
