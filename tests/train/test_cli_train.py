@@ -104,6 +104,11 @@ def test_data_that_changed_since_the_checkpoint_is_said(tmp_path: Path) -> None:
     assert said in " ".join(changed.output.split())
 
 
+def test_a_bad_loss_is_said_once(tmp_path: Path) -> None:
+    code, output = _train(tmp_path, "optimizer.lr=1e20")
+    assert code == 1 and output.count("training stopped at step 2: loss") == 1, output
+
+
 def test_a_run_keeps_its_tokenizer(tmp_path: Path) -> None:
     """train:SIZE on text that has changed would be another one; without the text, none."""
     config = write_config(tmp_path)
