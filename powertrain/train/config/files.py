@@ -117,7 +117,8 @@ def _checked(key: KeyPath, must: str, path: str | None, read: Callable[[str], No
 
 
 def _of_source(key: KeyPath, source: DataSource, text_key: str | None) -> Iterator[Wrong]:
-    yield from _checked(key, _TEXT, source.path, lambda path: _read_text(path, text_key))
+    wrong = [*_checked(key, _TEXT, source.path, lambda path: _read_text(path, text_key))]
+    yield from wrong or _checked(key, "", source.path, lambda _: _refuse_unused(source))
     for name in ("labels", "rejected", "rejected_labels", "rewards", "log_probs"):
         yield from _checked((*key, name), _PREFIX, getattr(source, name), _read_indexed)
 
@@ -148,6 +149,12 @@ def _read_text(path: str, text_key: str | None) -> None:
             corpus.document_of(raw, text_key)
     elif b"\0" in start and Path(path).is_file():
         raise ValueError(f"{first} must be UTF-8 text, got a file with bytes of 0")
+
+
+def _refuse_unused(source: DataSource) -> None:
+    from powertrain.train.data.sources import refuse_unused
+
+    refuse_unused(source)
 
 
 def _read_indexed(prefix: str) -> None:

@@ -1,6 +1,7 @@
 """From `data:` of a configuration to samples of completions: records are tokenized once, split, ordered and blended."""
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,16 @@ from powertrain.train.data.file_lock import one_at_a_time
 from powertrain.train.data.indexed import folder_of
 from powertrain.train.data.packed import SampleSource
 from powertrain.train.data.samples import cached_arrays, split_bounds
-from powertrain.train.data.sources import PARTS, Data, cache_folder, identity_of, is_whole, open_tokenizer, prefix_of
+from powertrain.train.data.sources import (
+    PARTS,
+    Data,
+    cache_folder,
+    identity_of,
+    is_whole,
+    open_tokenizer,
+    prefix_of,
+    refuse_unused,
+)
 from powertrain.train.data.tokenizer import Tokenizer
 
 
@@ -134,6 +144,7 @@ class _Opener:
     def _files(self, source: DataSource) -> tuple[CompletionFiles, ...]:
         # tokens on disk carry no record, so what a record would say (rewards, rejected) must be named in the config
         prefix = prefix_of(source.path)
+        refuse_unused(source)
         if prefix is None:
             return self._tokenized(source)
         first = CompletionFiles(prefix, source.labels)
@@ -150,10 +161,16 @@ class _Opener:
         """A source's records, tokenized: from the cache, or into it."""
         library = datasets_library.reads(source.path)
         files = [] if library else find_files([source.path])
-        records = (lambda: datasets_library.rows(source, None)) if library else (lambda: raw_documents(files))
+        records = (
+            (lambda: datasets_library.rows(source, None))
+            if library
+            else (lambda: itertools.islice(raw_documents(files), source.documents))
+        )
         if self.tokenizer.eod is None:
             warn_without_end(next(records(), None))
         identity = datasets_library.identity(source) if library else digest(files)
+        if not library and source.documents is not None:
+            identity += f" {source.documents}"
         # the number is the version of our encoding: a change of it must not find old files
         about = f"completions {2 if self.form == 'pairs' else 1} {identity} {self.tokenizer.identity} {self.form}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()

@@ -5,6 +5,7 @@ Data   train, validation, test  the samples of each part, or None where the conf
 """
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -181,11 +182,20 @@ def _text(source: DataSource, key: str) -> _Text:
     if datasets_library.reads(source.path):
         return _Text(datasets_library.identity(source), lambda: datasets_library.rows(source, key), 0.0)
     files = quickstart_files().train if source.path == QUICKSTART else find_files([source.path])
-    return _text_of_files(files)
+    return _text_of_files(files, source.documents)
 
 
-def _text_of_files(files: list[Path]) -> _Text:
-    return _Text(digest(files), lambda: raw_documents(files), _megabytes(files))
+def _text_of_files(files: list[Path], first: int | None = None) -> _Text:
+    """first   only so many documents; None: all"""
+    identity = digest(files) if first is None else f"{digest(files)} {first}"
+    return _Text(identity, lambda: itertools.islice(raw_documents(files), first), _megabytes(files))
+
+
+def refuse_unused(source: DataSource) -> None:
+    """Raise ValueError for an option that would be ignored without a word."""
+    words = datasets_library.unused(source, is_tokens=prefix_of(source.path) is not None)
+    if words:
+        raise ValueError(f"data {source.path}: {words}")
 
 
 def _amount(corpora: Sequence[_Text]) -> str:
@@ -243,6 +253,7 @@ class _Opener:
 
     def _open(self, source: DataSource) -> IndexedData:
         prefix = prefix_of(source.path)
+        refuse_unused(source)
         if prefix is not None:
             return IndexedData(prefix)
         if source.labels is not None:
