@@ -114,7 +114,9 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
             stopped, is_reporter = error, True
         finally:
             trainer.close()
-    if stopped and is_reporter:
+    # of a bad loss the trainer's note is on the screen
+    is_said = isinstance(stopped, TrainingStopped) and not quiet
+    if stopped and is_reporter and not is_said:
         console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
     for one in known:
         for line in closing(one, report=run.config.logging.report):

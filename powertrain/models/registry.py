@@ -61,6 +61,10 @@ def configure(**fields: Any) -> ModelConfig:
         if preset not in known:
             raise ValueError(f"model.preset must be one of {', '.join(known)}, got {preset!r}")
         name, values = known[preset]
+        # its other fields mean nothing there, and would be refused by names that nobody wrote
+        if fields.get("architecture", name) != name:
+            got = fields["architecture"]
+            raise ValueError(f"model.architecture must be {name} with the preset {preset}, or left out, got {got!r}")
         # fields given by the caller win over the preset
         fields = {"architecture": name, **values, **fields}
     if "architecture" not in fields:

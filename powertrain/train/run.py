@@ -18,12 +18,12 @@ from powertrain.runtime.extras import require
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.checkpoint.load import kinds_at
-from powertrain.train.checkpoint.store import find, read_facts, write_json
+from powertrain.train.checkpoint.store import find, read_facts, verify, write_json
 from powertrain.train.config.reader import Run
-from powertrain.train.config.schema import RunConfig
+from powertrain.train.config.schema import RunConfig, size_to_train
 from powertrain.train.data.completion_sources import open_completions
 from powertrain.train.data.sources import Data, open_data, open_tokenizer, user_cache
-from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
+from powertrain.train.data.tokenizer import FILES, Tokenizer, load_tokenizer, padded_vocab_size, tokenizer_in
 from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
 from powertrain.train.mesh_shape import check_parallel
@@ -102,7 +102,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     fresh       a checkpoint in the run's folder is an error
     An error on one rank after the rendezvous is raised on all.
     """
-    tokenizer = open_tokenizer(run.config.data)
+    tokenizer = _tokenizer(run.config)
     config = with_vocabulary(run.config, tokenizer.vocab_size)
     # checks first: they need neither the other ranks nor a GPU
     check_parallel(config, launch_env.world_size)
@@ -144,11 +144,39 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     return trainer
 
 
+def _begins_at(config: RunConfig) -> Path | None:
+    """The checkpoint of ours that a run of this config begins with: its own newest, else that of checkpoint.load."""
+    checkpoint, load = find(config.checkpoint_folder()), config.checkpoint.load
+    if checkpoint is None and load is not None:
+        checkpoint = find(Path(load)) or find(Path(load) / "checkpoints")
+    return checkpoint
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer:
+    """The one that data.tokenizer names; for train:SIZE that of the checkpoint that the run begins with. Text that has
+    grown since would train another one, whose ids mean other words to the same weights."""
+    name, checkpoint = config.data.tokenizer, _begins_at(config)
+    size = size_to_train(name)
+    if size is None or checkpoint is None:
+        return open_tokenizer(config.data)
+    facts, kept = read_facts(checkpoint), tokenizer_in(checkpoint)
+    # an earlier version kept none
+    if kept is None:
+        return open_tokenizer(config.data)
+    # these files alone: the weights are compared when they are loaded
+    verify(checkpoint, facts | {"files": {name: size for name, size in facts["files"].items() if name in FILES}})
+    tokenizer = load_tokenizer(kept)
+    if tokenizer.vocab_size > size:
+        raise ValueError(
+            f"data.tokenizer must be train:SIZE with at least the {tokenizer.vocab_size} ids of the tokenizer in "
+            f"{checkpoint}, which the run goes on with, got {name}"
+        )
+    return tokenizer
+
+
 def _taken(config: RunConfig) -> tuple[int, int]:
     """Steps and samples of the checkpoint that a run of this config resumes; 0 for none."""
-    checkpoint, load = find(config.checkpoint_folder()), config.checkpoint.load
-    if checkpoint is None and load is not None and not config.checkpoint.finetune:
-        checkpoint = find(Path(load)) or find(Path(load) / "checkpoints")
+    checkpoint = find(config.checkpoint_folder()) if config.checkpoint.finetune else _begins_at(config)
     facts = {} if checkpoint is None else read_facts(checkpoint)
     steps, samples = facts.get("step"), facts.get("samples")
     # the restorer reports damaged facts

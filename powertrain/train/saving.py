@@ -9,6 +9,7 @@ from torch import Tensor
 from powertrain.train.agreement import decided_by_first
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.config.schema import RunConfig
+from powertrain.train.data.tokenizer import Tokenizer, kept_files
 from powertrain.train.ranks import Ranks
 from powertrain.train.restore import Progress
 
@@ -16,12 +17,15 @@ from powertrain.train.restore import Progress
 class Saver:
     """The checkpoints of one run; at most one is being written.
 
+    tokenizer   kept in each of them: without it the weights are of no use
     note      called with one line for each checkpoint that is complete, and for each that could not be written
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, note: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks, tokenizer: Tokenizer, note: Callable[[str], None]) -> None:
         self.config, self.note, self.world_size = config, note, ranks.world_size
         self.checkpoints = _checkpoints(config, ranks)
+        # now: the file or the checkpoint that it is from may be gone later
+        self._beside = kept_files(tokenizer) if config.checkpoint.save and ranks.is_first else {}
         self._saving: int | None = None  # step of the checkpoint being written
         self._not_written: checkpoint_store.NotWritten | None = None  # error of the last save, if it failed
 
@@ -41,7 +45,7 @@ class Saver:
         self._saving = progress.step
         asynchronous = self.config.checkpoint.asynchronous
         try:
-            self.checkpoints.save(tensors, facts, asynchronous=asynchronous)
+            self.checkpoints.save(tensors, facts, asynchronous=asynchronous, beside=self._beside)
         except checkpoint_store.NotWritten as error:
             self._note_not_written(error)
         self.poll(wait=not asynchronous)

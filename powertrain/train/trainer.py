@@ -86,7 +86,7 @@ class Trainer:
         reset_magnitudes(self.model, self.optimizer)
         self.objective = make_objective(self.model, config, ranks.device)
         self.reference_cache: ReferenceCache | None = None  # made by `fit`
-        self._saver = Saver(config, ranks, self._note)
+        self._saver = Saver(config, ranks, data.tokenizer, self._note)
         self.checkpoints = self._saver.checkpoints
         whole = self.model if self.pipeline is None else build(config.model)
         self.flops_per_token = flops_per_token(whole, config.train.seq_length)

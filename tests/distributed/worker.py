@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.packed import IGNORED, Sample
+from powertrain.train.data.tokenizer import ByteTokenizer
 from powertrain.train.ranks import Ranks, arrange, connect, disconnect, read_launch_env
 from powertrain.train.reporting import kernel_profile
 from powertrain.train.reporting.metrics import StepRecord
@@ -103,7 +104,7 @@ def run_config(case: dict[str, Any], dp_size: int) -> RunConfig:
 def fit(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Train a case; its losses, gradient norms, evaluations and, whole, everything a checkpoint holds."""
     sink = Losses()
-    data: Any = SimpleNamespace(train=Tokens(), validation=Tokens(), test=None, identity="")
+    data: Any = SimpleNamespace(train=Tokens(), validation=Tokens(), test=None, tokenizer=ByteTokenizer(), identity="")
     trainer = Trainer(run_config(case, ranks.dp_size), ranks, data, [sink])
     if "load" in case:
         assert trainer.resume(Path(case["load"]))
@@ -122,7 +123,7 @@ def fit(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 def stopped_by_nan(ranks: Ranks, parallel: dict[str, Any]) -> str:
     """What a run says whose second rank has a weight that is not finite."""
-    data: Any = SimpleNamespace(train=Tokens(), validation=None, test=None, identity="")
+    data: Any = SimpleNamespace(train=Tokens(), validation=None, test=None, tokenizer=ByteTokenizer(), identity="")
     trainer = Trainer(run_config({"model": "llama", "parallel": parallel}, ranks.dp_size), ranks, data)
     if ranks.rank == 1:
         weight = trainer.model.get_parameter("layers.1.mlp.down.weight")

@@ -19,6 +19,7 @@ from powertrain.models.deepseek import Config, Model, from_hf_config, to_hf_conf
 from powertrain.models.huggingface import from_hf, to_hf
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.packed import Sample
+from powertrain.train.data.tokenizer import ByteTokenizer
 from powertrain.train.ranks import Ranks
 from powertrain.train.trainer import Trainer
 
@@ -295,7 +296,7 @@ def test_training_resumes_with_the_biases(tmp_path: Path) -> None:
         return Trainer(
             config,
             Ranks(torch.device("cpu")),
-            SimpleNamespace(train=_Samples(), validation=None, test=None, identity=""),
+            SimpleNamespace(train=_Samples(), validation=None, test=None, tokenizer=ByteTokenizer(), identity=""),
         )
 
     whole = trainer("whole", 6)

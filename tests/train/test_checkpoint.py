@@ -128,7 +128,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="got no file"):
         load(folder, _zeros())
     (folder / "checkpoint.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"checkpoint.json must be a checkpoint's JSON"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.json must be JSON"):
         read_facts(folder)
     (folder / "checkpoint.json").write_text(json.dumps({"format": 99, "files": {}}))
     with pytest.raises(CheckpointError, match="format must be 1, got 99"):

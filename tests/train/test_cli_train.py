@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from powertrain.cli import app
+from powertrain.train.checkpoint.load import open_weights
+from powertrain.train.config.schema import DataConfig
 from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.reporting.metrics import read_metrics
 from powertrain.train.trainer import Trainer
@@ -99,6 +102,47 @@ def test_data_that_changed_since_the_checkpoint_is_said(tmp_path: Path) -> None:
     said = "data.train is not what the checkpoint was trained on"
     assert said not in first.output + same.output
     assert said in " ".join(changed.output.split())
+
+
+def test_a_bad_loss_is_said_once(tmp_path: Path) -> None:
+    code, output = _train(tmp_path, "optimizer.lr=1e20")
+    assert code == 1 and output.count("training stopped at step 2: loss") == 1, output
+
+
+def test_a_run_keeps_its_tokenizer(tmp_path: Path) -> None:
+    """train:SIZE on text that has changed would be another one; without the text, none."""
+    config = write_config(tmp_path)
+    words = ["train", str(config), "logging.report=false", "data.tokenizer=train:300"]
+    assert CliRunner().invoke(app, [*words, "train.steps=1"]).exit_code == 0
+    ids = open_weights(tmp_path / "run").open_tokenizer().encode("line 7 of the text")
+    assert len(ids) < len("line 7 of the text")
+    text = tmp_path / "text.jsonl"
+    text.write_text(text.read_text().replace("of the", "xy zzz"))
+    changed = CliRunner().invoke(app, [*words, "train.steps=2"])
+    assert changed.exit_code == 0, changed.output
+    other = CliRunner().invoke(app, [*words[:-1], "data.tokenizer=train:299", "train.steps=3"])
+    said = "data.tokenizer must be train:SIZE with at least the 300 ids of the tokenizer in"
+    assert other.exit_code == 2 and said in other.output
+
+    file = tmp_path / "run/checkpoints/step_00000002/tokenizer.json"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"of"', b'"fo"').replace(b"endoftext", b"endoftxet"))
+    flipped = CliRunner().invoke(app, [*words, "train.steps=3"])
+    assert flipped.exit_code == 2 and "tokenizer.json: must have the CRC-32" in flipped.output, flipped.output
+    file.write_bytes(whole)
+
+    text.unlink()
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    assert open_weights(moved).open_tokenizer().encode("line 7 of the text") == ids
+    answer = CliRunner().invoke(app, ["generate", str(moved), "--prompt", "line", "--max-new-tokens", "2"])
+    assert answer.exit_code == 0 and answer.output.startswith("line"), answer.output
+    # of an earlier version, which kept none
+    without = replace(open_weights(moved), tokenizer=DataConfig(train=str(text), tokenizer="train:300"))
+    with pytest.raises(FileNotFoundError, match=r"holds no tokenizer, and its run's data.tokenizer train:300 .*text"):
+        without.open_tokenizer()
+    (moved / "checkpoints/step_00000002/tokenizer.json").unlink()
+    damaged = CliRunner().invoke(app, ["verify", str(moved)])
+    assert damaged.exit_code == 1 and "tokenizer.json: must have" in damaged.output
 
 
 def test_another_models_checkpoint_is_not_resumed(tmp_path: Path) -> None:

@@ -149,6 +149,10 @@ def test_a_wrong_entry_of_a_list_is_one_line(entry: str) -> None:
     "override, words",
     [
         ("model.preset=foo", "model.preset must be one of"),
+        (
+            "model={preset: pythia-70m, architecture: llama}",
+            "model.architecture must be gpt_neox with the preset pythia-70m, or left out, got 'llama'",
+        ),
         ("model.architecture=3", "model.architecture must be a name, got 3"),
         ("model.hidden_size=65", "model.hidden_size must be a multiple of num_heads (4)"),
         # the key that the message begins with stands in the file

@@ -441,6 +441,17 @@ def test_schedules_are_gpt_neoxs(version: str, tmp_path: Path) -> None:
     assert config.schedule.clamp == version
 
 
+@pytest.mark.parametrize("keys", [{}, {"warmup": 0.01}])
+def test_a_warm_up_of_less_than_a_step_is_said(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """lr / warm-up, the formula's first rate, is then above lr: a short try of a long run's config has it."""
+    run = _read(tmp_path, train_iters=4, **keys)
+    row = _row(run, "warmup")
+    assert row.disposition == "changes numerics" and "below 1 the first step has 25 times lr" in row.explanation
+    assert learning_rate(0, 1.0, run.config.schedule, 4) == pytest.approx(25.0)
+    for fine in ({"lr_clamp": "safe"}, {"lr_clamp": "neox-2023"}, {"train_iters": 100}):
+        assert _row(_read(tmp_path, **{"train_iters": 4, **keys, **fine}), "warmup").disposition == "mapped"
+
+
 def test_first_and_last_rate_of_the_default_schedule(tmp_path: Path) -> None:
     """Linear with a warm-up of a tenth: the first step has the rate of the second, the last one almost none."""
     schedule = _config(tmp_path, warmup=0.1).schedule

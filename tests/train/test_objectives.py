@@ -97,6 +97,29 @@ def _weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in trainer.optimizer.tensors().items()}
 
 
+def test_a_section_with_an_error_is_named_before_the_files(tmp_path: Path) -> None:
+    """Not records for want of `text`: the objective of a section that is wrong is not known."""
+    file = tmp_path / "tiny.yml"
+    (tmp_path / "records.jsonl").write_text(json.dumps(RECORDS["distill"](0)))
+    file.write_text(CONFIG.format(folder=tmp_path, objective="distill"))
+    with pytest.raises(ConfigError, match=r"train\.distill\.teacher must name a checkpoint .* got none"):
+        read_config([file], files="all")
+
+
+def test_records_that_changed_since_the_checkpoint_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = "data.train is not what the checkpoint was trained on"
+    for steps, answer in ((1, "It is"), (2, "It is"), (3, "It was")):
+        records = RECORDS | {
+            "sft": lambda n, answer=answer: {"prompt": f"What is {n}?", "completion": f"{answer} {n}."}
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.train.test_objectives.RECORDS", records)
+            trainer, _ = _open(tmp_path, "sft", f"train.steps={steps}", "evaluation.at_end=false")
+        trainer.fit()
+        trainer.close()
+        assert (said in capfd.readouterr().err) == (answer == "It was")
+
+
 @pytest.mark.parametrize("objective", RECORDS)
 def test_it_learns_and_resumes_bit_for_bit(objective: str, tmp_path: Path) -> None:
     trainer, recorder = _open(tmp_path, objective)

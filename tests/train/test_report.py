@@ -129,6 +129,17 @@ def test_a_report_that_cannot_be_made_leaves_the_last_one(tmp_path: Path, monkey
     assert path.read_text() == before
 
 
+def test_a_checkpoint_that_is_being_removed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own thread removes an old one between a look at the folder and one into the checkpoint."""
+    replace(ABOUT, folder=str(tmp_path), checkpoints=str(tmp_path / "checkpoints")).write()
+    (tmp_path / "metrics.jsonl").write_text("")
+    there, gone = (tmp_path / "checkpoints" / name for name in ("step_00000004", "step_00000002"))
+    there.mkdir(parents=True)
+    monkeypatch.setattr(report, "checkpoints_in", lambda folder: [gone, there])
+    page = report.write_report(tmp_path).read_text()
+    assert str(there) in page and str(gone) not in page
+
+
 def test_a_line_that_is_not_ours_is_named(tmp_path: Path) -> None:
     replace(ABOUT, folder=str(tmp_path)).write()
     (tmp_path / "metrics.jsonl").write_text('{"kind": "note", "step": 0, "text": "x"}\n{"kind": "step", "loss": 1}\n')

@@ -22,7 +22,14 @@ from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.load import Kind, Weights, build_from, open_weights
 from powertrain.train.data.sentencepiece_model import SentencePieceTokenizer
-from powertrain.train.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, copy_files, padded_vocab_size
+from powertrain.train.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    copy_files,
+    padded_vocab_size,
+    write_files,
+)
 
 # of the largest logit: float32 in another order of computation stays two digits below, a wrong layout far above
 _TOLERANCE = 1e-4
@@ -274,10 +281,8 @@ def _cast(source: Weights, dtype: torch.dtype | None) -> huggingface.Named:
 
 
 def _write_tokenizer(folder: Path, source: Weights, tokenizer: Tokenizer | None) -> None:
-    if isinstance(tokenizer, FileTokenizer):
-        tokenizer.save_with_files(folder)
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        shutil.copyfile(tokenizer.path, folder / _SENTENCEPIECE)
+    if tokenizer is not None:
+        write_files(tokenizer, folder)
     elif source.kind == "hf":
         # one that is not read here, such as Python code
         copy_files(source.path, folder)

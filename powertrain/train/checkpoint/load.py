@@ -24,6 +24,7 @@ from powertrain.train.checkpoint.neox_config import as_gpt_neox
 from powertrain.train.checkpoint.neox_training import NeoXTraining
 from powertrain.train.config.objectives import LoRAConfig
 from powertrain.train.config.schema import DataConfig, RunConfig
+from powertrain.train.data.tokenizer import load_tokenizer, tokenizer_in
 from powertrain.train.optim import DTYPES
 
 if TYPE_CHECKING:
@@ -84,11 +85,19 @@ class Weights:
     def open_tokenizer(self) -> "Tokenizer":
         """The one it was trained with. Raises FileNotFoundError if the folder has none."""
         from powertrain.train.data.sources import open_tokenizer
-        from powertrain.train.data.tokenizer import load_tokenizer
 
         if self.tokenizer is None:
             raise FileNotFoundError(f"{self.path} must hold a tokenizer.json, got none")
-        return load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else open_tokenizer(self.tokenizer)
+        if isinstance(self.tokenizer, str):
+            return load_tokenizer(self.tokenizer)
+        try:
+            return open_tokenizer(self.tokenizer)
+        except FileNotFoundError as error:
+            # a name relative to another folder, or text that has gone
+            raise FileNotFoundError(
+                f"{self.path} holds no tokenizer, and its run's data.tokenizer {self.tokenizer.tokenizer} cannot be "
+                f"had from here: {error}"
+            ) from None
 
     def with_vocabulary(self, rows: int) -> "Weights":
         """The same with so many rows of embedding and head: new ones are 0, the last ones are left out."""
@@ -151,7 +160,7 @@ def _ours(path: Path) -> Weights:
     facts = checkpoint_store.read_facts(checkpoint)
     if facts.get("weights_only"):
         config = model_of(facts, checkpoint)
-        tokenizer = _tokenizer_in(checkpoint) or facts.get("tokenizer")
+        tokenizer = tokenizer_in(checkpoint) or facts.get("tokenizer")
         if not isinstance(tokenizer, (str, type(None))):
             raise checkpoint_store.CheckpointError(
                 f"{checkpoint}/checkpoint.json: tokenizer must be a name, got {tokenizer!r}"
@@ -167,7 +176,8 @@ def _ours(path: Path) -> Weights:
     settings, model, value = run.train.lora, run.model, run.train.objective == "reward"
     plain = Weights(
         checkpoint, "powertrain", model, DTYPES[run.train.precision], lambda: _stored(checkpoint, model, value),
-        run.data, is_run=True, has_value=value,
+        # an earlier version kept none
+        tokenizer_in(checkpoint) or run.data, is_run=True, has_value=value,
     )  # fmt: skip
     if settings is None:
         return plain
@@ -274,18 +284,9 @@ def _hf(path: Path) -> Weights:
     is_fp8, reward = isinstance(opened, FP8Tensors), huggingface.is_reward(read_json(path / "config.json"))
     return Weights(
         path, "hf", config, embedding.dtype, lambda: huggingface.from_hf(config, opened, reward=reward),
-        _tokenizer_in(path), is_fp8=is_fp8, has_value=reward,
+        tokenizer_in(path), is_fp8=is_fp8, has_value=reward,
         has_head=config.tie_embeddings or not reward,
     )  # fmt: skip
-
-
-def _tokenizer_in(folder: Path) -> str | None:
-    """The name of a folder's tokenizer, for `load_tokenizer`; None: it has none that is read here."""
-    if (folder / "tokenizer.json").is_file() or all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
-        return str(folder)
-    # beside tokenizer_config.json it is one of transformers, which changes the text first
-    file = folder / "tokenizer.model"
-    return str(file) if file.is_file() and not (folder / "tokenizer_config.json").is_file() else None
 
 
 def _peft(path: Path) -> Weights:
@@ -321,7 +322,7 @@ def _neox(path: Path, configs: Sequence[Path]) -> Weights:
     if source is None:
         raise FileNotFoundError(f"{path} must be a GPT-NeoX checkpoint (global_step…), got none")
     opened = neox_checkpoint.NeoXCheckpoint(source, configs)
-    beside = next(filter(None, map(_tokenizer_in, (source, source.parent))), None)
+    beside = next(filter(None, map(tokenizer_in, (source, source.parent))), None)
     return Weights(
         source, "neox", opened.config, opened.dtype, opened.tensors,
         opened.tokenizer if beside is None else beside,

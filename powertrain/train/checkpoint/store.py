@@ -1,6 +1,7 @@
 """Checkpoints: sharded safetensors and one JSON file, written during training, visible complete or not at all.
 
     FOLDER/step_00000100/shard-00001-model-00001-of-00001.safetensors     a file per rank, or several
+    FOLDER/step_00000100/tokenizer.json      and other files of the tokenizer, if it has any
     FOLDER/step_00000100/checkpoint.json     step, samples seen, config, sizes and CRC-32 of the files, its own CRC-32
 
 torch.distributed.checkpoint writes and reads the tensors, so a checkpoint loads on any number of ranks. No
@@ -36,10 +37,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 from powertrain.runtime import tracing
-from powertrain.runtime.atomic_file import AtomicFile
+from powertrain.runtime.atomic_file import AtomicFile, write_whole
 from powertrain.runtime.reading import read_json
 from powertrain.train.agreement import decided_by_first, done_by_all, from_all
 from powertrain.train.checksums import Damaged, compare, crc_of, crc_of_json, sync
+from powertrain.train.data.tokenizer import FILES
 
 # torch warns from a thread of its own, so the warning cannot be silenced around the call
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -49,7 +51,10 @@ FORMAT = 1
 _FILE_BYTES = 2 << 30
 _NAME = re.compile(r"step_(\d+)(\.replaced)?")
 _LEFT = re.compile(r"step_(\d+)\.(partial|replaced|removing)")
-_OURS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|\.?checkpoint\.json(\.\w+\.(partial|tmp))?")
+_OURS = re.compile(
+    r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|\.?checkpoint\.json(\.\w+\.(partial|tmp))?|"
+    + "|".join(map(re.escape, FILES))
+)
 
 
 class CheckpointError(ValueError):
@@ -85,9 +90,17 @@ class Checkpoints:
         if writes:
             decided_by_first(self._begin, group)
 
-    def save(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, asynchronous: bool = True) -> None:
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        *,
+        asynchronous: bool = True,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Begin to write `tensors` (every rank its part) and `facts` (JSON; "step" names the checkpoint).
 
+        beside   contents of the tokenizer's files, by name; the first rank writes them
         Tensors are copied before this returns, so training may go on. An earlier save is waited for.
         Raises NotWritten: for the earlier one, or for this if not `asynchronous`, or if it cannot begin.
         """
@@ -106,7 +119,7 @@ class Checkpoints:
             dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None
         )
         # the copy is made by now, so the training may change the weights while the files are written
-        self._pending = self._publisher.submit(self._publish, written, partial, final, dict(facts))
+        self._pending = self._publisher.submit(self._publish, written, partial, final, dict(facts), beside or {})
         if not asynchronous:
             self.wait()
 
@@ -154,7 +167,9 @@ class Checkpoints:
         # a folder left by a save that failed must not lend its files to this one
         partial.mkdir()
 
-    def _publish(self, written: Any, partial: Path, final: Path, facts: dict[str, Any]) -> None:
+    def _publish(
+        self, written: Any, partial: Path, final: Path, facts: dict[str, Any], beside: Mapping[str, bytes]
+    ) -> None:
         """Once all files are written: their checksums and the facts beside them, then the final name."""
 
         def mine() -> dict[str, tuple[int, str]]:
@@ -168,14 +183,24 @@ class Checkpoints:
 
         try:
             files = {name: known for part in from_all(mine, self.group) for name, known in sorted(part.items())}
-            decided_by_first(lambda: self._name(partial, final, files, facts), self.group)
+            decided_by_first(lambda: self._name(partial, final, files, facts, beside), self.group)
         except Exception as error:
             if self._rank == 0:
                 _remove(partial)
             raise error if isinstance(error, NotWritten) else _not_written(final, error) from None
 
-    def _name(self, partial: Path, final: Path, written: dict[str, tuple[int, str]], facts: dict[str, Any]) -> None:
-        """On the first rank: the facts, the final name, and fewer old ones."""
+    def _name(
+        self,
+        partial: Path,
+        final: Path,
+        written: dict[str, tuple[int, str]],
+        facts: dict[str, Any],
+        beside: Mapping[str, bytes],
+    ) -> None:
+        """On the first rank: the tokenizer, the facts, the final name, and fewer old ones."""
+        for name, kept in beside.items():
+            write_whole(partial / name, kept)
+            written[name] = (len(kept), crc_of(partial / name))
         files = {name: size for name, (size, _) in written.items()}
         content = {"format": FORMAT, "files": files, "checksums": {name: crc for name, (_, crc) in written.items()}}
         content |= facts
@@ -315,7 +340,8 @@ def _facts(checkpoint: Path) -> dict[str, Any]:
     try:
         facts = read_json(file)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} must be a checkpoint's JSON: {error}") from None
+        # which names the file
+        raise CheckpointError(str(error)) from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         got = repr(facts.get("format") if isinstance(facts, dict) else facts)[:80]
         raise CheckpointError(f"{file}: format must be {FORMAT}, got {got}")

@@ -76,7 +76,8 @@ def _section(kind: type[Section], value: Any) -> Any:
 def _found(values: Mapping[str, Any], sections: Mapping[str, Any], only_data: bool) -> Iterator[Iterator[Wrong]]:
     data, train, checkpoint, evaluation, logging = sections.values()
     if data is not None:
-        is_text = train is None or train.objective == "pretrain"
+        # of a section with an error, which is named first, the objective is not known
+        is_text = train is not None and train.objective == "pretrain"
         for part in ("train", "validation", "test"):
             is_list = isinstance(values["data"].get(part), list | tuple)
             for number, source in enumerate(getattr(data, part)):
@@ -116,7 +117,8 @@ def _checked(key: KeyPath, must: str, path: str | None, read: Callable[[str], No
 
 
 def _of_source(key: KeyPath, source: DataSource, text_key: str | None) -> Iterator[Wrong]:
-    yield from _checked(key, _TEXT, source.path, lambda path: _read_text(path, text_key))
+    wrong = [*_checked(key, _TEXT, source.path, lambda path: _read_text(path, text_key))]
+    yield from wrong or _checked(key, "", source.path, lambda _: _refuse_unused(source))
     for name in ("labels", "rejected", "rejected_labels", "rewards", "log_probs"):
         yield from _checked((*key, name), _PREFIX, getattr(source, name), _read_indexed)
 
@@ -147,6 +149,12 @@ def _read_text(path: str, text_key: str | None) -> None:
             corpus.document_of(raw, text_key)
     elif b"\0" in start and Path(path).is_file():
         raise ValueError(f"{first} must be UTF-8 text, got a file with bytes of 0")
+
+
+def _refuse_unused(source: DataSource) -> None:
+    from powertrain.train.data.sources import refuse_unused
+
+    refuse_unused(source)
 
 
 def _read_indexed(prefix: str) -> None:

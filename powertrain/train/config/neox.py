@@ -398,9 +398,12 @@ def _schedule(keys: NeoXKeys) -> dict[str, Any]:
     clamp = keys.choice("lr_clamp", "neox", {name: name for name in ("neox", "neox-2023", "neox-2022", "safe")})
     span = decay or steps
     warmup = keys.number("warmup", 0.01, least=0) * span
-    keys.add_row(
-        "warmup", "mapped", f"schedule.warmup_steps: {warmup:g}, the fraction of {span} steps, not rounded", 0.01
-    )
+    words = f"schedule.warmup_steps: {warmup:g}, the fraction of {span} steps, not rounded"
+    if clamp == "neox" and 0 < warmup < 1:
+        words += f"; below 1 the first step has {1 / warmup:g} times lr, as there; not with warmup: 0 or lr_clamp: safe"
+        keys.add_row("warmup", "changes numerics", words, 0.01)
+    else:
+        keys.add_row("warmup", "mapped", words, 0.01)
     if kind == "cosine" and clamp in ("neox", "neox-2023") and span < steps:
         words = f"past step {span} the cosine goes on and the rate rises again, as in GPT-NeoX; lr_clamp: safe stops it"
         keys.add_row("lr_decay_style", "changes numerics", words)

@@ -52,8 +52,9 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 def samples_wanted(weights: Sequence[float], num_samples: int) -> list[int]:
     """Samples each data set is prepared for: its share of `num_samples` and half a percent, rounded up, as there."""
-    # GPT-NeoX's own reserve: the order of a source depends on how many samples it is asked for, so it must be the same
-    return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights)]
+    # GPT-NeoX's own reserve: the order of a source depends on how many samples it is asked for, so it must be the same.
+    # One at least: a source of weight 0 has the second sample where it comes before one that has the first
+    return [max(1, math.ceil(num_samples * weight * 1.005)) for weight in normalized(weights)]
 
 
 def weights_by_documents(counts: Sequence[int], alpha: float) -> list[float]:

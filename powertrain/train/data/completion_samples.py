@@ -60,7 +60,8 @@ class CompletionSamples:
         fits = examples[~short & ~long]
         kept = np.array([e for e in fits if self._counts(int(e))], np.int64)
         causes = _causes(int(long.sum()), int(short.sum()), len(fits) - len(kept), self.seq_length)
-        name, count = self.sides[0].files.tokens, len(examples)
+        files, count = self.sides[0].files, len(examples)
+        name = files.source or files.tokens
         if not len(kept):
             raise NoExample(f"{name}: must hold an example that can be used, got none of {count}: {causes}")
         if causes:

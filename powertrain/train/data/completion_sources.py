@@ -1,6 +1,7 @@
 """From `data:` of a configuration to samples of completions: records are tokenized once, split, ordered and blended."""
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,19 @@ from powertrain.train.data.completions import (
 )
 from powertrain.train.data.corpus import digest, find_files, raw_documents
 from powertrain.train.data.file_lock import one_at_a_time
-from powertrain.train.data.indexed import exists, folder_of
+from powertrain.train.data.indexed import folder_of
 from powertrain.train.data.packed import SampleSource
 from powertrain.train.data.samples import cached_arrays, split_bounds
-from powertrain.train.data.sources import PARTS, Data, cache_folder, open_tokenizer, prefix_of
+from powertrain.train.data.sources import (
+    PARTS,
+    Data,
+    cache_folder,
+    identity_of,
+    is_whole,
+    open_tokenizer,
+    prefix_of,
+    refuse_unused,
+)
 from powertrain.train.data.tokenizer import Tokenizer
 
 
@@ -51,7 +61,7 @@ def open_completions(
     opener = _Opener(config, form, folder, tokenizer, seq_length, seed)
     parts = [opener.part(name, wanted) for name, wanted in zip(PARTS, num_samples, strict=True)]
     assert parts[0] is not None
-    return Data(parts[0], parts[1], parts[2], tokenizer, tokenizer.vocab_size)
+    return Data(parts[0], parts[1], parts[2], tokenizer, tokenizer.vocab_size, opener.identity)
 
 
 # sides of a source, its examples in a part of the run, its weight
@@ -64,6 +74,7 @@ class _Opener:
     ) -> None:
         self.config, self.form, self.folder, self.tokenizer = config, form, folder, tokenizer
         self.seq_length, self.seed = seq_length, seed
+        self.identity = ""  # of the examples to train on, once they are open
 
     def part(self, name: str, wanted: int) -> SampleSource | None:
         """The samples of train, validation or test; None for a held-out part with no example or none wanted."""
@@ -80,6 +91,8 @@ class _Opener:
             examples = np.arange(*((0, len(sides[0])) if has_own else bounds[number : number + 2]), dtype=np.int64)
             if len(examples):
                 opened.append((sides, examples, source.weight))
+        if name == "train":
+            self.identity = _identity(opened)
         if opened:
             return self._blend(name, opened, wanted)
         if name == "train":
@@ -131,6 +144,7 @@ class _Opener:
     def _files(self, source: DataSource) -> tuple[CompletionFiles, ...]:
         # tokens on disk carry no record, so what a record would say (rewards, rejected) must be named in the config
         prefix = prefix_of(source.path)
+        refuse_unused(source)
         if prefix is None:
             return self._tokenized(source)
         first = CompletionFiles(prefix, source.labels)
@@ -147,20 +161,36 @@ class _Opener:
         """A source's records, tokenized: from the cache, or into it."""
         library = datasets_library.reads(source.path)
         files = [] if library else find_files([source.path])
-        records = (lambda: datasets_library.rows(source, None)) if library else (lambda: raw_documents(files))
+        records = (
+            (lambda: datasets_library.rows(source, None))
+            if library
+            else (lambda: itertools.islice(raw_documents(files), source.documents))
+        )
         if self.tokenizer.eod is None:
             warn_without_end(next(records(), None))
         identity = datasets_library.identity(source) if library else digest(files)
+        if not library and source.documents is not None:
+            identity += f" {source.documents}"
         # the number is the version of our encoding: a change of it must not find old files
         about = f"completions {2 if self.form == 'pairs' else 1} {identity} {self.tokenizer.identity} {self.form}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
-        sides = files_of(prefix, self.form)
+        sides = tuple(replace(side, source=source.path) for side in files_of(prefix, self.form))
         folder_of(prefix)
         # all ranks of a host come here at once, and one of them does the work
         with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
             # the first side's tokens are published last
-            if not exists(sides[0].tokens):
+            if not all(is_whole(name) for side in sides for name in side.prefixes()):
                 encoding = CompletionEncoding(self.tokenizer, self.form)
                 count, _ = write_completions(records(), prefix, encoding, overwrite=True)
                 tracing.progress(f"tokenized {count} examples of {source.path}")
         return sides
+
+
+def _identity(opened: Sequence[_Opened]) -> str:
+    """Of examples to train on, `identity_of` all their data sets."""
+    return identity_of(
+        (data, f"{examples[0]} {len(examples)} {weight}")
+        for sides, examples, weight in opened
+        for side in sides
+        for data in side.all()
+    )

@@ -295,12 +295,19 @@ def _bad(where: str, key: str, must: str, got: Any) -> Any:
 
 @dataclass(frozen=True)
 class CompletionFiles:
-    """Prefixes of one side's data sets; rewards and log_probs None: there are none."""
+    """Prefixes of one side's data sets; rewards and log_probs None: there are none.
+
+    source   what messages name, where `tokens` is in the cache; "": tokens
+    """
 
     tokens: str
     labels: str | None
     rewards: str | None = None
     log_probs: str | None = None
+    source: str = ""
+
+    def prefixes(self) -> list[str]:
+        return [name for name in (self.tokens, self.labels, self.rewards, self.log_probs) if name is not None]
 
 
 def files_of(prefix: str | Path, form: Format) -> tuple[CompletionFiles, ...]:
@@ -383,6 +390,10 @@ class CompletionData:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def all(self) -> list[IndexedData]:
+        """Its data sets."""
+        return [each for each in (self.tokens, self.labels, self.rewards, self.log_probs) if each is not None]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a data worker opens the files itself: their memory maps are not sent

@@ -32,6 +32,33 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _SAVED)
 
 
+def unused(source: DataSource, *, is_tokens: bool) -> str:
+    """Words about an option that a source of its kind does not have; "": all that are given count.
+
+    is_tokens   it is a .bin/.idx prefix
+    """
+    path, hub = Path(source.path), "data sets of the Hub (hf:ORG/NAME)"
+    if source.path.startswith(HUB):
+        return ""
+    known = {
+        "revision": hub,
+        "subset": f"{hub} and folders with parquet files",
+        "split": f"{hub} and folders of splits",
+    }
+    if is_tokens:
+        known["documents"] = "text and rows"
+    elif path.is_dir() and reads(source.path):
+        # one that `save_to_disk` wrote has splits if it is a DatasetDict
+        has_splits = not _is_saved(path) or (path / "dataset_dict.json").is_file()
+        for name in [*(["split"] if has_splits else []), *([] if _is_saved(path) else ["subset"])]:
+            del known[name]
+    for name, having in known.items():
+        given = getattr(source, name)
+        if given != DataSource.model_fields[name].default:
+            return f"{name} must be left out, which only {having} have, got {given}"
+    return ""
+
+
 def identity(source: DataSource) -> str:
     """What decides the documents, for names of cached files: the files' contents, or names and revision on the Hub."""
     # contents of a Hub data set would have to be downloaded to be hashed

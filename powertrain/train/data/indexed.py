@@ -247,7 +247,9 @@ class IndexedWriter:
     def _refuse(self) -> None:
         for path in (index_path(self.prefix), values_path(self.prefix)):
             if path.exists():
-                raise FileExistsError(f"{path}: exists already; choose another output, or overwrite it")
+                raise FileExistsError(
+                    f"{path}: exists already; choose another output, or overwrite it (--overwrite, overwrite=True)"
+                )
 
     def add(self, document: npt.ArrayLike) -> None:
         """Append a document [n] of integers or floats that the dtype can hold."""

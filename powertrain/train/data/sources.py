@@ -5,8 +5,9 @@ Data   train, validation, test  the samples of each part, or None where the conf
 """
 
 import hashlib
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,9 @@ class _Part:
     weight: float
     labels: IndexedData | None
 
+    def has_tokens(self) -> bool:
+        return bool(self.data.sizes[self.documents.start : self.documents.stop].any())
+
 
 def open_data(
     config: DataConfig,
@@ -99,23 +103,27 @@ def open_data(
         raise ValueError("data.eod_mask_loss must be false for a tokenizer with no end-of-document token, got true")
     opener = _Opener(config, folder, tokenizer, seq_length, seed)
     parts = opener.parts()
-    if not parts[0]:
+    if not any(part.has_tokens() for part in parts[0]):
         names = ", ".join(source.path for source in config.train)
-        raise ValueError(f"data.train must hold documents to train on, got none in {names} (split {config.split!r})")
+        raise ValueError(
+            f"data.train must hold documents with tokens to train on, got none in {names} (split {config.split!r})"
+        )
     samples = [opener.samples(name, part, wanted) for name, part, wanted in zip(PARTS, parts, num_samples, strict=True)]
     train, validation, test = samples
     assert train is not None
-    return Data(train, validation, test, tokenizer, tokenizer.vocab_size, _identity(parts[0]))
+    trained = identity_of((part.data, f"{part.documents} {part.weight}") for part in parts[0])
+    return Data(train, validation, test, tokenizer, tokenizer.vocab_size, trained)
 
 
-def _identity(parts: list[_Part]) -> str:
-    """Of the documents: their lengths, weights and, where a checksum stands beside them, their tokens."""
+def identity_of(parts: Iterable[tuple[IndexedData | DocumentSlice, str]]) -> str:
+    """Of data sets, each with what else matters of it: the documents' lengths and, where a checksum stands beside them,
+    their tokens."""
     total = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        sums = sums_path(part.data.prefix)
+    for data, about in parts:
+        sums = sums_path(data.prefix)
         crc = sorted(crc for _, crc in read_sums(sums).values()) if sums.is_file() else []
-        total.update(f"{part.documents} {part.weight} {crc} ".encode())
-        total.update(np.ascontiguousarray(part.data.sizes).tobytes())
+        total.update(f"{about} {crc} ".encode())
+        total.update(np.ascontiguousarray(data.sizes).tobytes())
     return total.hexdigest()
 
 
@@ -174,11 +182,20 @@ def _text(source: DataSource, key: str) -> _Text:
     if datasets_library.reads(source.path):
         return _Text(datasets_library.identity(source), lambda: datasets_library.rows(source, key), 0.0)
     files = quickstart_files().train if source.path == QUICKSTART else find_files([source.path])
-    return _text_of_files(files)
+    return _text_of_files(files, source.documents)
 
 
-def _text_of_files(files: list[Path]) -> _Text:
-    return _Text(digest(files), lambda: raw_documents(files), _megabytes(files))
+def _text_of_files(files: list[Path], first: int | None = None) -> _Text:
+    """first   only so many documents; None: all"""
+    identity = digest(files) if first is None else f"{digest(files)} {first}"
+    return _Text(identity, lambda: itertools.islice(raw_documents(files), first), _megabytes(files))
+
+
+def refuse_unused(source: DataSource) -> None:
+    """Raise ValueError for an option that would be ignored without a word."""
+    words = datasets_library.unused(source, is_tokens=prefix_of(source.path) is not None)
+    if words:
+        raise ValueError(f"data {source.path}: {words}")
 
 
 def _amount(corpora: Sequence[_Text]) -> str:
@@ -236,6 +253,7 @@ class _Opener:
 
     def _open(self, source: DataSource) -> IndexedData:
         prefix = prefix_of(source.path)
+        refuse_unused(source)
         if prefix is not None:
             return IndexedData(prefix)
         if source.labels is not None:
@@ -250,9 +268,9 @@ class _Opener:
         about = f"{text.identity} {self.tokenizer.identity} {config.text_key} {config.append_eod} {dtype.__name__}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
         folder_of(prefix)
-        if not _is_whole(prefix):
+        if not is_whole(prefix):
             with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
-                if not _is_whole(prefix):
+                if not is_whole(prefix):
                     with IndexedWriter(prefix, dtype, overwrite=True) as writer:
                         encode(text.documents(), writer, encoding, progress=_progress_line(text.megabytes))
         return IndexedData(prefix)
@@ -261,7 +279,7 @@ class _Opener:
         """At least `wanted` samples of a part of the run."""
         if name != "train" and wanted == 0:
             return None
-        parts = [part for part in parts if part.data.sizes[part.documents.start : part.documents.stop].any()]
+        parts = [part for part in parts if part.has_tokens()]
         if not parts:
             # the test part of a split is often empty: a thousandth by default
             if name != "test" or self.config.test:
@@ -318,7 +336,7 @@ class _Opener:
         return SampleOrder(*cached_arrays(self.folder, about.encode() + np.ascontiguousarray(sizes).tobytes(), build))
 
 
-def _is_whole(prefix: Path) -> bool:
+def is_whole(prefix: str | Path) -> bool:
     """Whether tokenized text is in the cache; a damaged entry is removed and made again."""
     if not exists(prefix):
         return False

@@ -15,11 +15,13 @@ with GPT-2's files no text stands for a special token.
 import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from powertrain.runtime import tracing
 from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.extras import require
 from powertrain.runtime.reading import MOST_JSON_BYTES, one_line, reading
@@ -27,6 +29,11 @@ from powertrain.train.data.sentencepiece_model import SentencePieceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>")
+_TEMPLATE, _TOKENIZER_CONFIG, _SENTENCEPIECE = "chat_template.jinja", "tokenizer_config.json", "tokenizer.model"
+# what transformers reads beside a tokenizer.json
+_BESIDE = (_TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", _TEMPLATE)
+# names of the files that a tokenizer is kept in
+FILES = ("tokenizer.json", *_BESIDE, _SENTENCEPIECE)
 
 
 class Tokenizer(Protocol):
@@ -174,13 +181,54 @@ class FileTokenizer:
 
 def copy_files(source: Path, folder: Path) -> None:
     """The files that transformers reads beside a tokenizer.json: special tokens and chat templates."""
-    for name in (_TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", _TEMPLATE):
+    for name in _BESIDE:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     # templates that are chosen by name
     for file in sorted((source / _NAMED_TEMPLATES).glob("*.jinja")):
         (folder / _NAMED_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, folder / _NAMED_TEMPLATES / file.name)
+
+
+def write_files(tokenizer: Tokenizer, folder: Path) -> None:
+    """The files that `tokenizer_in` finds in a folder; none of a tokenizer that counts bytes."""
+    if isinstance(tokenizer, FileTokenizer):
+        tokenizer.save_with_files(folder)
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        shutil.copyfile(tokenizer.path, folder / _SENTENCEPIECE)
+
+
+def tokenizer_in(folder: Path) -> str | None:
+    """The name of a folder's tokenizer, for `load_tokenizer`; None: it has none that is read here."""
+    if (folder / "tokenizer.json").is_file() or all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+        return str(folder)
+    # beside tokenizer_config.json it is one of transformers, which changes the text first
+    file = folder / _SENTENCEPIECE
+    return str(file) if file.is_file() and not (folder / _TOKENIZER_CONFIG).is_file() else None
+
+
+def kept_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The contents of `write_files`, by name, for a checkpoint that is read where its run's text and folders are not.
+
+    Empty where a folder with them would be another tokenizer: a Hub id's files do not always say what ends a document;
+    and of one with several chat templates, which are in a folder of their own.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="powertrain-") as name:
+            folder = Path(name)
+            write_files(tokenizer, folder)
+            again = tokenizer_in(folder)
+            has_several = (folder / _NAMED_TEMPLATES).exists()
+            if again is None or has_several or _facts(load_tokenizer(again)) != _facts(tokenizer):
+                return {}
+            return {file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}
+    except (OSError, ValueError) as error:
+        tracing.warn(f"data.tokenizer is not kept in the checkpoints: {one_line(error)}")
+        return {}
+
+
+def _facts(tokenizer: Tokenizer) -> tuple[int, int | None, bool]:
+    return tokenizer.vocab_size, tokenizer.eod, getattr(tokenizer, "_chat", None) is not None
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -267,7 +315,6 @@ def _transformers(source: str) -> Any:
         raise (FileNotFoundError if is_missing else ValueError)(words) from None
 
 
-_TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
 _NAMED_TEMPLATES = "additional_chat_templates"
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -85,10 +86,13 @@ def _checkpoints(folder: Path, about: About) -> list[Checkpoint]:
     # a folder that was copied to another machine still has its checkpoints beside the report
     folders = (*([Path(about.checkpoints)] if about.checkpoints else []), folder / "checkpoints", folder)
     checkpoints = next((paths for each in folders if (paths := checkpoints_in(each))), [])
-    return [
-        Checkpoint(step_of(path), str(path), sum(f.stat().st_size for f in path.iterdir()) / 2**30)
-        for path in checkpoints
-    ]
+    found = []
+    for path in checkpoints:
+        # one that is being removed, by the run's own thread or by a run that goes on, is no longer there
+        with suppress(FileNotFoundError):
+            size = sum(file.stat().st_size for file in path.iterdir())
+            found.append(Checkpoint(step_of(path), str(path), size / 2**30))
+    return found
 
 
 def render(about: About, metrics: Metrics, checkpoints: list[Checkpoint] | None = None) -> str:

@@ -43,8 +43,10 @@ def test_bad_weights(weights: list[float]) -> None:
 def test_samples_wanted_suffice() -> None:
     assert samples_wanted([3, 1], 100) == [76, 26]
     random = np.random.default_rng(0)
-    for _ in range(30):
-        weights, count = random.random(random.integers(1, 6)).tolist(), int(random.integers(1, 300))
+    # of [0, 1] the source of weight 0 has the second sample, in GPT-NeoX too
+    drawn = [[0.0, 1.0], [0.0, 0.0, 2.0], *(random.random(random.integers(1, 6)).tolist() for _ in range(30))]
+    for weights in drawn:
+        count = int(random.integers(2, 300))
         used = np.bincount(blend_indices(weights, count)[0], minlength=len(weights))
         assert (used <= samples_wanted(weights, count)).all()
 

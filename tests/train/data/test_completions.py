@@ -437,6 +437,35 @@ def test_sources(kind: str, tmp_path: Path) -> None:
     assert held_out and not any(text and text in trained for text in held_out if len(text) > 8)
 
 
+@pytest.mark.parametrize("name", ["_document.bin", "_label_document.bin", "_reward_document.idx"])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_damaged_tokens_in_the_cache_are_made_again(tmp_path: Path, name: str, is_cut: bool) -> None:
+    """A changed bit would be trained on; a file that is cut short, or gone, would end every start."""
+    file = tmp_path / "r.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "q", "completion": f"a{n}", "label": True}) + "\n" for n in range(9)))
+    config = DataConfig(train=str(file), cache_folder=str(tmp_path / "cache"))
+    read: dict[str, Any] = dict(seq_length=16, num_samples=(1, 0, 0), seed=0)
+    right = open_completions(config, "labels", **read)
+    (damaged,) = (tmp_path / "cache/tokens").glob("?" * 32 + name)
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-3] if is_cut else bytes([*whole[:-1], whole[-1] ^ 1]))
+    again = open_completions(config, "labels", **read)
+    assert damaged.read_bytes() == whole and again.identity == right.identity
+    assert any("text in the cache is tokenized again" in event.text for event in tracing.trace())
+    damaged.unlink()
+    assert open_completions(config, "labels", **read).identity == right.identity
+    file.write_text(file.read_text().replace("a7", "b7"))
+    assert open_completions(config, "labels", **read).identity != right.identity
+
+
+def test_messages_name_the_records_not_the_cache(tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "p" * 20, "completion": "x"}))
+    config = DataConfig(train=str(file), split="1,0,0", cache_folder=str(tmp_path / "cache"))
+    with pytest.raises(NoExample, match=rf"^{file}: must hold an example that can be used, got none of 1"):
+        open_completions(config, "messages", seq_length=8, num_samples=(1, 0, 0), seed=0)
+
+
 def test_tokens_beside_each_other_and_blends(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     write_completions(map(_raw, _pairs(9, 1)), tmp_path / "a/x", CompletionEncoding(TOKENIZER, "pairs"))

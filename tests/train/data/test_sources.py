@@ -151,7 +151,12 @@ def test_a_part_without_documents_is_said(tmp_path: Path, capsys: pytest.Capture
         ({"train": {"path": "t.txt", "labels": "d"}}, r"data labels d: need tokens in \.bin/\.idx beside them, got t"),
         ({"train": [{"path": "d", "weight": 0}], "validation": "d"}, r"data\.train: weights must not all be 0"),
         ({"train": "d", "tokenizer": "nowhere"}, "tokenizer: no such file nowhere"),
-        ({"train": "empty"}, r"data\.train must hold documents to train on"),
+        ({"train": {"path": "d", "documents": 3}}, "data d: documents must be left out, which only text and rows have"),
+        ({"train": {"path": "t.txt", "subset": "x"}}, r"data t\.txt: subset must be left out, which only .*, got x"),
+        ({"train": {"path": "t.txt", "split": "test"}}, r"data t\.txt: split must be left out, which only .* got test"),
+        ({"train": {"path": "quickstart", "revision": "a"}}, "data quickstart: revision must be left out, which only"),
+        ({"train": "empty"}, r"data\.train must hold documents with tokens to train on, got none in empty"),
+        ({"train": ["empty", "hollow"]}, r"data\.train must hold documents with tokens .* none in empty, hollow"),
     ],
 )
 def test_wrong_configurations(
@@ -160,10 +165,19 @@ def test_wrong_configurations(
     monkeypatch.chdir(tmp_path)
     data_set(Path("d"), [9] * 30)
     data_set(Path("empty"), [])
+    data_set(Path("hollow"), [0] * 30)
     Path("t.txt").write_text("text")
     Path("half.bin").touch()
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         opened(tmp_path, **config)
+
+
+def test_the_first_documents_of_text(tmp_path: Path) -> None:
+    lines = tmp_path / "t.jsonl"
+    lines.write_text("".join(f'"line {n}"\n' for n in range(9)))
+    every, first = (opened(tmp_path, train={"path": str(lines), **more}) for more in ({}, {"documents": 4}))
+    shown = ["".join(chr(i) for row in tokens(data.train, len(data.train)) for i in row) for data in (every, first)]
+    assert "line 6" in shown[0] and "line 3" in shown[1] and "line 4" not in shown[1]
 
 
 def test_a_full_disk_below_the_cache_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

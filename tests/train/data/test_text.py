@@ -20,9 +20,11 @@ from powertrain.train.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     FileTokenizer,
+    kept_files,
     load_tokenizer,
     padded_vocab_size,
     save_tokenizer,
+    tokenizer_in,
     train_tokenizer,
 )
 
@@ -116,6 +118,24 @@ def test_trained(tmp_path: Path) -> None:
         assert load_tokenizer(save_tokenizer(tokens, tmp_path)).vocab_size == tokens.vocab_size
     with pytest.raises(ValueError, match="vocab_size must be at least 257"):
         train_tokenizer(TEXTS, 256)
+
+
+def test_what_a_checkpoint_keeps(tmp_path: Path) -> None:
+    """Files of which another folder makes the same tokenizer; where it would end documents elsewhere, none."""
+    trained = train_tokenizer(TEXTS * 5, 300)
+    trained.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    named = load_tokenizer(str(tmp_path))
+    files = kept_files(named)
+    assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
+    other = tmp_path / "other"
+    other.mkdir()
+    for name, content in files.items():
+        (other / name).write_bytes(content)
+    kept = load_tokenizer(str(tokenizer_in(other)))
+    assert kept.encode_batch(TEXTS) == named.encode_batch(TEXTS) and kept.identity == named.identity
+    assert set(kept_files(trained)) == {"tokenizer.json"} and kept_files(ByteTokenizer()) == {}
+    assert kept_files(FileTokenizer(trained.backend.to_str(), "here", eod="a")) == {}
 
 
 def test_gpt2_files(tmp_path: Path) -> None:
