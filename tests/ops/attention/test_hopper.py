@@ -213,6 +213,7 @@ def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
     assert cuts(2, 128, rows=144) == 32
 
 
+@compiled
 def test_three_consumers_where_two_have_a_nearly_empty_tile() -> None:
     def consumers(batch: int, queries: int, keys: int, heads: int, causal: bool = False) -> int:
         q, k = (torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
