@@ -11,7 +11,6 @@ from torch import Tensor
 from powertrain import losses
 from powertrain.models.causal_lm import CausalLM
 from powertrain.nn.lora import lora_layers
-from powertrain.runtime import tracing
 from powertrain.runtime.target import Target
 from powertrain.train import mesh_shape, ranks
 from powertrain.train.checkpoint.convert import convert
@@ -109,7 +108,6 @@ def test_a_section_with_an_error_is_named_before_the_files(tmp_path: Path) -> No
 
 def test_records_that_changed_since_the_checkpoint_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = "data.train is not what the checkpoint was trained on"
-    tracing.clear()  # a text is said once in a process
     for steps, answer in ((1, "It is"), (2, "It is"), (3, "It was")):
         records = RECORDS | {
             "sft": lambda n, answer=answer: {"prompt": f"What is {n}?", "completion": f"{answer} {n}."}
