@@ -487,6 +487,10 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
 
     _window_size: int
 
+    def __post_init__(self) -> None:
+        # a band of -1 keys before the query's own would be one without an end
+        _at_least(type(self), "_window_size", self._window_size, 1)
+
     @property
     def band(self) -> Band:
         return Band(self._window_size - 1, 0, True)
