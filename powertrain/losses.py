@@ -27,12 +27,13 @@ def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     """Sums [count]: element i is the sum of the values [...] whose sequence [...] is i. Values of -1 are left out.
 
     Deterministic, also on a GPU: no atomics. Memory: temporarily count times that of values. Raises ValueError if the
-    shapes differ.
+    shapes differ, and on a CPU for a sequence that is not below count (on a GPU its values are left out).
     """
     checks.require(count >= 0, "sum_by_sequence", "count", "be at least 0", count)
     checks.shape("sum_by_sequence", "sequence", sequence, values.shape, "shape of values")
     checks.integers("sum_by_sequence", "sequence", sequence)
     checks.same_device("sum_by_sequence", "values", values, sequence=sequence)
+    _check_sequence("sum_by_sequence", sequence, count)
     member = sequence.flatten() == torch.arange(count, device=sequence.device)[:, None]  # [count, N]
     return torch.where(member, values.flatten(), 0.0).sum(1)
 
@@ -42,6 +43,12 @@ def mean_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     """Means [count] of the values of each sequence, as in `sum_by_sequence`; 0 for a sequence without tokens."""
     tokens = sum_by_sequence(torch.ones_like(values), sequence, count)
     return sum_by_sequence(values, sequence, count) / tokens.clamp(min=1.0)
+
+
+def _check_sequence(op: str, sequence: Tensor, count: int) -> None:
+    """No token is of a sequence behind the last one; all below 0 are of none."""
+    if sequence.device.type == "cpu":
+        checks.indices(op, "sequence", sequence.clamp(min=-1), count, first=-1)
 
 
 def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -268,6 +275,7 @@ def policy_loss(
     checks.require(advantages.dim() == 1, op, "advantages", "be [C], of completions", list(advantages.shape))
     checks.same_device(op, "log_probs", log_probs, advantages=advantages, sequence=sequence)
     count = advantages.shape[0]
+    _check_sequence(op, sequence, count)
     checks.require(len(clip) == 2, op, "clip", "be (low, high)", clip)
     checks.require(all(bound >= 0 for bound in clip), op, "clip", "be at least 0", clip)
     _check_divisor(op, divisor)
@@ -276,6 +284,8 @@ def policy_loss(
     checks.one_of(op, "kl", kl, tuple(_ESTIMATES))
     checks.require(kl_weight == 0 or ref_log_probs is not None, op, "ref_log_probs", "be given with kl_weight", None)
     kept, of = sequence >= 0, sequence.clamp(min=0)
+    if count == 0:  # 0 with a gradient of 0: there is no advantage that a token could take
+        return torch.where(kept, log_probs, 0.0).sum()
     # what padding holds, NaN too, has no gradient either
     log_ratio = torch.where(kept, log_probs - old_log_probs.detach(), 0.0)
     if ratio == "sequence":

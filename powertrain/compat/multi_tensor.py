@@ -50,7 +50,8 @@ def multi_tensor_l2norm(
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
     # an empty list is legal there: parameter groups may be empty
     if not tensors:
-        return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
+        none = torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
+        return none, none[:0]
     # float32 sums of 16-bit squares
     wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
     each = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide))

@@ -21,7 +21,7 @@ from powertrain.models.config import ModelConfig
 from powertrain.models.huggingface import SCORE, hf_equivalent, save, shapes
 from powertrain.models.registry import architecture
 from powertrain.models.reward import VALUE
-from powertrain.nn.lora import LoRALinear, lora_layers
+from powertrain.nn.lora import LoRALinear, exchange, lora_layers
 from powertrain.runtime.reading import read_json, reading
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -89,14 +89,14 @@ def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
             got = "no nn.Linear" if type(linear) is not nn.Linear else str(list(linear.weight.shape))
             raise ValueError(f"{folder}: {name} must be an nn.Linear {shape} in the model, got {got}")
     model.requires_grad_(False)
+    layers: dict[nn.Module, nn.Module] = {}
     for name, adapter in adapters.items():
-        layer = LoRALinear(
+        layers[modules[name]] = layer = LoRALinear(
             modules[name], len(adapter.A), adapter.scale, dropout=float(values.get("lora_dropout") or 0.0),
             dora=adapter.magnitude is not None,
         )  # fmt: skip
         fill_layer(layer, adapter)
-        # set_submodule and not setattr: names have dots
-        model.set_submodule(name, layer)
+    exchange(model, layers)
     if value is not None:
         with torch.no_grad():
             model.get_parameter(VALUE).copy_(value)

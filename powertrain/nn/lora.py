@@ -5,9 +5,9 @@ Sources: Hu et al., arXiv:2106.09685 (LoRA); Kalajdzievski, arXiv:2312.03732 (rs
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +109,9 @@ def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float, magnitude: Tensor
     acc = torch.float64 if weight.dtype is torch.float64 else torch.float32
     whole = torch.addmm(weight.to(acc), B.to(acc), A.to(acc), alpha=scale)
     if magnitude is not None:
-        whole *= (magnitude.to(acc) / whole.norm(dim=1))[:, None]
+        # at least what `adapted_norm` gives for a row of zeros, which stays one
+        norm = whole.norm(dim=1).clamp(min=math.sqrt(torch.finfo(acc).tiny))
+        whole *= (magnitude.to(acc) / norm)[:, None]
     return whole.to(weight.dtype)
 
 
@@ -128,7 +130,8 @@ def lora(
 
     rank, alpha   the adapter's product is multiplied by alpha / rank
     targets       ends of module names ("q_proj", "attention.qkv"), as PEFT takes them; "all-linear": every nn.Linear
-                  but the model's head (a layer outside the blocks, `head`, `lm_head`, `embed_out`, `score`)
+                  but the model's head: `head`, `lm_head`, `embed_out`, `score` or `classifier`, the layer that
+                  `model.get_output_embeddings()` gives, and all that share their weight with an embedding
     dropout       of the adapter's input, while training
     rslora        alpha / sqrt(rank) instead
     dora          a trained magnitude for every output
@@ -149,12 +152,27 @@ def lora(
     # before adapters are put in, whose parameters are to be trained
     model.requires_grad_(False)
     scale = alpha / (math.sqrt(rank) if rslora else rank)
-    for name, linear in chosen.items():
-        model.set_submodule(name, LoRALinear(linear, rank, scale, dropout=dropout, dora=dora))
+    exchange(model, {m: LoRALinear(m, rank, scale, dropout=dropout, dora=dora) for m in chosen.values()})
     return model
 
 
+def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
+    """Put layers in the place of others, under all names that these have in the model: `named_modules` gives one."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in layers:
+                setattr(parent, name, layers[child])
+
+
 _HEADS = ("head", "lm_head", "embed_out", "score", "classifier")
+
+
+def _heads(model: Any) -> set[nn.Module]:
+    """The output layers of a model: by name, by transformers' method, or by a weight that is an embedding's."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    given = getattr(model, "get_output_embeddings", lambda: None)()
+    linears = [(name.rpartition(".")[2], m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return {m for name, m in linears if name in _HEADS or m is given or id(m.weight) in embeddings}
 
 
 def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Linear]:
@@ -162,7 +180,9 @@ def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Lin
     adapted = [name for name, module in modules.items() if isinstance(module, LoRALinear)]
     checks.require(not adapted, "lora", "model", "have no adapters yet", adapted[:3])
     if isinstance(targets, str):
-        found = {n: m for n, m in modules.items() if type(m) is nn.Linear and n.rpartition(".")[2] not in _HEADS}
+        heads = _heads(model)
+        # a model that is such a layer itself has no name under which another could stand
+        found = {n: m for n, m in modules.items() if n and type(m) is nn.Linear and m not in heads}
         checks.require(bool(found), "lora", "model", "have an nn.Linear to adapt", type(model).__name__)
         return found
     chosen: dict[str, nn.Linear] = {}
@@ -185,13 +205,16 @@ def lora_layers(model: nn.Module) -> dict[str, Adapted]:
 
 def merge_lora(model: nn.Module) -> nn.Module:
     """Every adapted layer of `model` becomes a plain nn.Linear with the merged weight, in place; the model."""
+    merged_layers: dict[nn.Module, nn.Module] = {}
+    checks.require(not isinstance(model, Adapted), "merge_lora", "model", "have layers inside", type(model).__name__)
     for name, layer in lora_layers(model).items():
         if not isinstance(layer, LoRALinear):
             checks.fail("merge_lora", "model", "not be sharded over tensor ranks", f"{name}, {type(layer).__name__}")
         # on meta: its parameters are replaced in the next line
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         plain.weight, plain.bias = nn.Parameter(layer.merged_weight(), layer.weight.requires_grad), layer.bias
-        model.set_submodule(name, plain.train(layer.training))
+        merged_layers[layer] = plain.train(layer.training)
+    exchange(model, merged_layers)
     return model
 
 

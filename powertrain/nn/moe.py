@@ -14,6 +14,7 @@ from powertrain.nn.attention import Context
 from powertrain.nn.mlp import GatedMLP
 from powertrain.nn.tensor_parallel.linear import local, shard_parameter
 from powertrain.nn.token_choice import TokenChoiceRouter
+from powertrain.nn.weights import drawn
 from powertrain.ops.activations import Activation, activation, gated_activation
 from powertrain.ops.moe import (
     Score,
@@ -58,7 +59,7 @@ class Router(nn.Module):
         super().__init__()
         checks.sizes("Router", hidden_size=hidden_size, num_experts=num_experts)
         check_choice("Router", num_experts, top_k, score, scaling_factor, num_groups, top_groups)
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.weight = drawn(num_experts, hidden_size)
         self.register_buffer("correction_bias", torch.zeros(num_experts, dtype=torch.float32))
         self.options: dict[str, Any] = {
             "top_k": top_k, "score": score, "normalize": normalize, "scaling_factor": scaling_factor,
@@ -96,8 +97,8 @@ class Experts(GroupedProducts):
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         checks.sizes("Experts", hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.gate_up = drawn(num_experts, 2 * intermediate_size, hidden_size)
+        self.down = drawn(num_experts, hidden_size, intermediate_size)
         self.expert_weights_per_token = top_k * 3 * intermediate_size * hidden_size
 
     def shard(self, mesh: DeviceMesh, *, transport: str = "auto") -> None:
@@ -136,8 +137,8 @@ class PlainExperts(GroupedProducts):
     ) -> None:
         super().__init__()
         self.kind = kind
-        self.up = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.up = drawn(num_experts, intermediate_size, hidden_size)
+        self.down = drawn(num_experts, hidden_size, intermediate_size)
         self.expert_weights_per_token = top_k * 2 * intermediate_size * hidden_size
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ class MoE(nn.Module):
         sizes = hidden_size, intermediate_size, router.weight.shape[0], router.options["top_k"]
         self.router: Any = router
         self.experts: Any = Experts(*sizes) if kind == "swiglu" else PlainExperts(*sizes, kind=kind)
-        self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
         self.shared = GatedMLP(hidden_size, shared_size) if shared_size else None
         # not in checkpoints: it is zero after each optimizer step, and only then is one written
         self.register_buffer("load", torch.zeros(sizes[2], dtype=torch.int64), persistent=False)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from powertrain.nn.weights import drawn
 from powertrain.ops.moe import moe_route
 from powertrain.runtime.dispatch import without_autocast
 
@@ -52,7 +53,7 @@ class TokenChoiceRouter(nn.Module):
         self, hidden_size: int, num_experts: int, top_k: int, *, routing: Routing = "topk", jitter: float = 0.0
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.weight = drawn(num_experts, hidden_size)
         self.routing, self.jitter = routing, jitter
         score = "sigmoid" if routing == "sinkhorn" and top_k == 1 else "softmax"
         self.options: dict[str, Any] = {"top_k": top_k, "score": score, "normalize": False}

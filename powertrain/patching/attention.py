@@ -330,9 +330,9 @@ def _agrees(mask: Tensor, ids: Tensor, window: tuple[int, int]) -> bool:
     if mask.shape[-2:] != (length, length) or mask.dtype is not torch.bool:
         return False
     row, q, k, near = (
-        torch.randint(n, (4096,), generator=generator) for n in (rows, length, length, 2 * window[0] + 9)
+        torch.randint(n, (4096,), generator=generator, device="cpu") for n in (rows, length, length, 2 * window[0] + 9)
     )
-    k = torch.where(torch.arange(4096) % 2 == 0, k, (q + 4 - near).clamp(0, length - 1))
+    k = torch.where(torch.arange(4096, device="cpu") % 2 == 0, k, (q + 4 - near).clamp(0, length - 1))
     left = length if window[0] < 0 else window[0]
     seen = (q - k >= 0) & (q - k <= left)
     row, q, k, seen = (x.to(ids.device) for x in (row, q, k, seen))
@@ -368,7 +368,7 @@ def _known(function: Any, local_size: int | None, causal: Any) -> tuple[int, int
     if local_size is None or local_size < 2:
         return None
     # key by key at the window's edges: chunks of that size differ from a window in the second
-    w, zero = local_size, torch.tensor(0)
+    w, zero = local_size, torch.tensor(0, device="cpu")
     try:
         seen = [bool(function(zero, zero, zero + q, zero + k)) for q, k in ((w, 0), (w, 1), (w, w), (w, w + 1))]
     except Exception:  # it asks for more than indices

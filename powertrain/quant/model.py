@@ -94,10 +94,13 @@ def quantize_model(
     report = Report()
     facts = _Facts(model)
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | GroupedProducts) or _is_quantized(module):
+        if not isinstance(module, nn.Linear | GroupedProducts):
             continue
-        why = _kept(name, module, keep, facts, matched) or _why_not(module, recipe, target)
-        if why:
+        # first: an entry of keep may name a layer that is in FP8 already
+        why = _kept(name, module, keep, facts, matched)
+        if _is_quantized(module):
+            why = "it is in FP8 already (dequantize_model makes it plain)"
+        if why := why or _why_not(module, recipe, target):
             report.left.append(Part(name, why=why))
             continue
         if isinstance(module, GroupedProducts | TakesRecipe):

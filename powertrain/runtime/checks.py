@@ -77,15 +77,15 @@ def integers(op: str, argument: str, tensor: Tensor | None) -> None:
         fail(op, argument, "be int32 or int64", name(tensor.dtype))
 
 
-def indices(op: str, argument: str, tensor: Tensor | None, end: float) -> None:
-    """Values on the CPU, where the host can read them, are in [0, end). Those on a GPU, or of a trace, are not read."""
+def indices(op: str, argument: str, tensor: Tensor | None, end: float, first: int = 0) -> None:
+    """Values on the CPU, where the host can read them, are in [first, end). Those on a GPU, or of a trace, are not."""
     if tensor is None or tensor.device.type != "cpu" or type(tensor) is not Tensor or not tensor.numel():
         return
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     for worst in tensor.aminmax():
-        if not 0 <= worst < end:
-            fail(op, argument, f"be in [0, {end})", int(worst))
+        if not first <= worst < end:
+            fail(op, argument, f"be in [{first}, {end})", int(worst))
 
 
 def sizes(op: str, **counts: int) -> None:

@@ -150,7 +150,7 @@ def once_differentiable(name: str, instead: str = PLAIN) -> Callable[[Backward],
                 raise
             sources = [t for t in (*once.saved_tensors, *grads) if t is not None and t.requires_grad]
             # a gradient that depends on nothing that was saved (see `refuse_graph`) is no constant either
-            sources = sources or [torch.empty(0, requires_grad=True)]
+            sources = sources or [torch.empty(0, device="cpu", requires_grad=True)]
             one = not isinstance(out, tuple)
             out = _NoDoubleBackward.apply(name, instead, (out,) if one else out, *sources)
             return out[0] if one else out

@@ -389,7 +389,9 @@ def _view_expression(part: _Part, is_written: bool) -> str:
 
 def _memory(x: Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
     first = x.storage_offset() * x.element_size() + offset
-    return torch.empty(0, dtype=dtype).set_(x.untyped_storage(), first // dtype.itemsize, shape, stride)
+    return torch.empty(0, dtype=dtype, device=x.device).set_(
+        x.untyped_storage(), first // dtype.itemsize, shape, stride
+    )
 
 
 def _as_strided(x: Tensor, shape: Any, stride: Any, step: int) -> Tensor:

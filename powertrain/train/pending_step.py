@@ -23,5 +23,5 @@ class PendingStep:
 def to_host(numbers: Tensor) -> Tensor:
     if not numbers.is_cuda:
         return numbers
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     return host.copy_(numbers, non_blocking=True)

@@ -87,7 +87,8 @@ class Pipeline:
             self._schedule = self._make_schedule(micro_batches[0])
         for stage in self._stages:
             stage.begin(micro_batches, counted, scaled)
-        index = torch.arange(len(micro_batches))  # on the host: torch cuts it into one for each micro-batch
+        # on the host: torch cuts it into one for each micro-batch
+        index = torch.arange(len(micro_batches), device="cpu")
         losses = {"target": index} if self.has_last else {}
         try:
             self._schedule.step(*[index] * (self.rank == 0), **losses, return_outputs=False)
@@ -116,7 +117,7 @@ class Pipeline:
     def _loss(self) -> Tensor:
         """That of the last stage, on every rank."""
         shares = self._stages[-1].shares
-        loss = torch.stack(shares).sum() if shares else torch.zeros((), device=self.device)
+        loss = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float32, device=self.device)
         # other stages add 0
         dist.all_reduce(loss, group=self.group)
         return loss

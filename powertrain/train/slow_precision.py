@@ -25,7 +25,7 @@ def warn_if_slow(precision: str, device: torch.device) -> None:
 
 def _seconds(dtype: torch.dtype) -> float:
     """The shortest of a few products; the first also loads code."""
-    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
+    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device="cpu")
     shortest = float("inf")
     for _ in range(4):
         start = time.perf_counter()

@@ -215,8 +215,8 @@ class Trainer:
                     micro_batches, counted, lambda share: self.optimizer.scaled(share * ranks.dp_size)
                 )
             return self._means(loss * ranks.dp_size, loss.new_empty(0))
-        total = torch.zeros((), device=ranks.device)
-        metrics = torch.zeros(len(self.objective.metrics), device=ranks.device)
+        total = torch.zeros((), dtype=torch.float32, device=ranks.device)
+        metrics = torch.zeros(len(self.objective.metrics), dtype=torch.float32, device=ranks.device)
         with shared_weights(self.model) if len(micro_batches) > 1 else contextlib.nullcontext():
             for index, batch in enumerate(micro_batches):
                 # earlier micro-batches accumulate locally: one reduction per step
@@ -278,7 +278,7 @@ class Trainer:
         ranks = self.ranks
         self._set_training(False)
         # losses, number of units that count, metrics
-        sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)
+        sums = torch.zeros(2 + len(self.objective.metrics), dtype=torch.float32, device=ranks.device)
         limit = self._evaluated_at_once(source)
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         unfinished = False

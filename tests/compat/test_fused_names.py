@@ -53,6 +53,9 @@ def test_megatron_dropout_loss_and_norm() -> None:
         kept = difference.abs() > 1e-9
         assert 0.2 < kept.double().mean() < 0.8
         torch.testing.assert_close(difference[kept], (2 * (x + 10 + b)).detach()[kept])
+    same(lambda x, b, r: inference((x, b), r, 0.5), lambda x, b, r: x + b + r, [x, b.expand(5, 1, 8).detach(), r])
+    low, wide = x.detach().bfloat16(), r.detach().float()
+    assert torch.equal(inference((low, None), wide, 0.5), low + wide.bfloat16())
     target = torch.randint(8, (5, 3))
     plain = lambda x: F.cross_entropy(x.flatten(0, 1), target.flatten(), reduction="none").view(5, 3)  # noqa: E731
     same(lambda x: fused_vocab_parallel_cross_entropy(x, target), plain, [x])

@@ -476,6 +476,10 @@ def test_errors() -> None:
     [
         (lambda: ab.LocalAttentionFromBottomRightMask(-1, 0), "window_left must be at least 0, got -1"),
         (lambda: ab.LowerTriangularFromBottomRightLocalAttentionMask(0), "_window_size must be at least 1, got 0"),
+        (
+            lambda: ab.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local([1], 4, [2], 0),
+            "_window_size must be at least 1, got 0",
+        ),
         (lambda: ab.BlockDiagonalMask.from_seqlens([1, 2], [3]), "kv_seqlen must have as many blocks as queries, 2"),
         (
             lambda: ab.BlockDiagonalMask.from_seqlens([3], [2]).make_causal_from_bottomright(),

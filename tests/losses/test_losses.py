@@ -195,6 +195,12 @@ def test_tokens_left_out_have_no_part() -> None:
     total.sum().backward()
     assert values.grad.tolist() == [1.0, 0.0, 1.0, 1.0]
     assert mean_by_sequence(values, sequence, 3).tolist() == [2.5, 0.0, 3.0]
+    for call in (sum_by_sequence, mean_by_sequence):
+        with pytest.raises(ValueError, match=r"sequence must be in \[-1, 2\), got 2"):
+            call(values, sequence, 2)
+    with pytest.raises(ValueError, match=r"policy_loss: sequence must be in \[-1, 2\), got 2"):
+        losses.policy_loss(values, values, torch.ones(2), sequence)
+    assert losses.policy_loss(values, values, torch.ones(0), sequence.clamp(max=-1)) == 0
 
 
 def test_errors_name_the_argument() -> None:

@@ -62,6 +62,39 @@ def test_merged_is_adapted(kind: str, dtype: torch.dtype) -> None:
     assert not torch.allclose(expected, _base(model)(x), atol=1e-2)
 
 
+class _Tied(nn.Module):
+    """An output layer under a name of its own, and one layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out, shared = nn.Embedding(7, 4), nn.Linear(4, 7), nn.Linear(4, 4)
+        self.out.weight = self.words.weight
+        self.layers = nn.Sequential(shared, nn.Tanh(), shared)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.layers(self.words(tokens)))
+
+
+def test_output_layers_stay_and_a_layer_used_twice_has_one_adapter() -> None:
+    model, tokens = _Tied(), torch.arange(7)
+    adapted = _trained(powertrain.lora(model, rank=2))
+    first, _, last = adapted.layers
+    assert list(lora_layers(adapted)) == ["layers.0"] and first is last
+    expected = adapted(tokens)
+    torch.testing.assert_close(merge_lora(adapted)(tokens), expected)
+    assert adapted.layers[0] is adapted.layers[2] and adapted.out.weight is adapted.words.weight
+    given = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    given.get_output_embeddings = lambda: given[1]  # type: ignore[assignment]
+    assert list(lora_layers(powertrain.lora(given))) == ["0"]
+
+
+def test_rows_of_zeros_are_merged() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4)
+    nn.init.zeros_(model[0].weight)
+    expected = powertrain.lora(model, rank=2, dora=True)(x)
+    torch.testing.assert_close(merge_lora(model)(x), expected)
+
+
 def _base(model: nn.Module) -> Any:
     def call(x: Tensor) -> Tensor:
         with without_lora(model):
@@ -173,6 +206,10 @@ def test_errors_name_the_argument() -> None:
         powertrain.lora(_Block(), targets="up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model must have no adapters yet"):
         powertrain.lora(powertrain.lora(_Block()))
+    with pytest.raises(ValueError, match=r"model must have an nn\.Linear to adapt, got Linear"):
+        powertrain.lora(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="merge_lora: model must have layers inside, got LoRALinear"):
+        merge_lora(LoRALinear(nn.Linear(3, 3), 2, 1.0))
 
 
 def test_repr_says_rank_and_scale() -> None:

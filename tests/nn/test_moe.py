@@ -12,6 +12,7 @@ from powertrain.models.flops import flops_per_token
 from powertrain.nn.attention import Context, Rotary
 from powertrain.nn.mla import LatentAttention
 from powertrain.nn.moe import MoE, Router
+from powertrain.nn.token_choice import TokenChoiceRouter
 from powertrain.ops.moe import moe_route_ref
 
 H, F, E, K = 32, 24, 8, 3
@@ -34,6 +35,16 @@ def _dense(layer: MoE, x: Tensor) -> Tensor:
     every = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, layer.experts.down)
     y = (gates[..., None] * every).sum(1).view_as(x)
     return y if layer.shared is None else y + layer.shared(x)
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+def test_new_layers_are_drawn_as_linear_layers_are(kind: Any) -> None:
+    for router in (Router(H, E, K), TokenChoiceRouter(H, E, K)):
+        layer = MoE(router, H, F, kind=kind, bias=True)
+        assert layer.bias is not None and not layer.bias.any()
+        for p in (p for p in layer.parameters() if p.dim() > 1):
+            bound = p.shape[-1] ** -0.5
+            assert 0.9 * bound < p.abs().max() <= bound
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,12 @@ def _test(module: ModuleType, device: torch.device) -> str | None:
     return found
 
 
+@pytest.mark.parametrize("module", [dequantize, transpose])
+def test_under_another_default_device(module: ModuleType, device: torch.device) -> None:
+    with torch.device("meta"):
+        assert _test(module, device) is None
+
+
 CASES = [
     (quantize, "launch", lambda out: out.data, "data by tensor in e4m3 differs"),
     (quantize, "launch", lambda out: out.data_t, "data_t by tensor in e4m3 differs"),

@@ -88,7 +88,9 @@ def test_which_layers() -> None:
         "out": "keep has 'lm_head'",
     }
     assert "blocks.0.0: row" in str(report) and "out: stays, keep has 'lm_head'" in str(report)
-    assert not quantize_model(model, Block()).quantized  # they are already
+    again = quantize_model(model, Block(), keep=["blocks.0.0", "moe.gate", "out"])
+    assert not again.quantized
+    assert "blocks.0.0: stays, it is in FP8 already (dequantize_model makes it plain)" in str(again)
 
 
 @pytest.mark.parametrize(

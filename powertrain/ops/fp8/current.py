@@ -218,9 +218,9 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     for format in DTYPES:
         # of special values the scale is 1, as NaN is among them: 127 exponents less is no scale
         for x, lasts in ((special, (-127, 0)), (special[20:120], (9, -9))):
-            right = int(quantize_current_ref(x, torch.zeros(4, dtype=torch.int32), format).state[_SCALE])
+            right = int(quantize_current_ref(x, torch.zeros(4, dtype=torch.int32, device="cpu"), format).state[_SCALE])
             for last in (right + (exponents << 23) for exponents in lasts):
-                state = torch.tensor([last, 0, 7, 3], dtype=torch.int32)
+                state = torch.tensor([last, 0, 7, 3], dtype=torch.int32, device="cpu")
                 out = _outputs(x.to(device), state.to(device), format, True, True, True)
                 _launch(x.to(device), state.to(device), format, out)
                 for part, found, exact in zip(

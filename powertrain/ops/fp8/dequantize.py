@@ -96,10 +96,12 @@ def _kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     """Every byte with scales of each kind, in more than one tile each way, the last ones partial."""
-    data = (torch.arange(150 * 272, dtype=torch.int32) * 37 % 256).to(torch.uint8).view(150, 272).view(dtype)
+    data = (
+        (torch.arange(150 * 272, dtype=torch.int32, device="cpu") * 37 % 256).to(torch.uint8).view(150, 272).view(dtype)
+    )
     for shape in ((1,), (150,), (150, 3), (2, 3)):
         count = torch.Size(shape).numel()
-        scale_inv = torch.exp2((torch.arange(count) % 17 - 8).float()).view(shape)
+        scale_inv = torch.exp2((torch.arange(count, device="cpu") % 17 - 8).float()).view(shape)
         for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
             found = _outputs(data.to(device), scale_inv, 270, out_dtype, True)
             _launch(data.to(device), scale_inv.to(device), found)

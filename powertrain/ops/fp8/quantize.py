@@ -127,7 +127,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def special_values() -> Tensor:
     """[144, 272] bfloat16: rows of ties, denormals, zeros, infinities and NaN between rows of ordinary values."""
-    at = torch.arange(144 * 272, dtype=torch.int32)
+    at = torch.arange(144 * 272, dtype=torch.int32, device="cpu")
     x = ((at * 7919 % 10007).float() / 5003 - 1).view(144, 272)
     # ties of e4m3, once scaled by a power of two
     x[5] = (at[:272] % 64 - 32) / 16 + 1 / 32

@@ -82,7 +82,7 @@ def _kernel_serves(device: torch.device) -> bool:
 
 def _self_test(device: torch.device) -> str | None:
     """Every byte, in more than one tile each way, the last ones partial."""
-    bytes_ = (torch.arange(150 * 208, dtype=torch.int32) * 37 % 251).to(torch.uint8).view(150, 208)
+    bytes_ = (torch.arange(150 * 208, dtype=torch.int32, device="cpu") * 37 % 251).to(torch.uint8).view(150, 208)
     data = bytes_.view(torch.float8_e4m3fn)
     out = _outputs(data.to(device), 200, True)
     _launch(data.to(device), out)

@@ -146,11 +146,11 @@ class Sharding:
         key = (name, rank, torch.device(device))
         if key not in self._kept:
             spans = [
-                torch.arange(piece.start + start, piece.stop + start)
+                torch.arange(piece.start + start, piece.stop + start, device="cpu")
                 for pair, start in zip(self.pieces(rank), shift, strict=False)
                 for piece in pair
             ]
-            self._kept[key] = torch.cat(spans or [torch.arange(0)]).to(device)
+            self._kept[key] = torch.cat(spans or [torch.arange(0, device="cpu")]).to(device)
         kept = self._kept[key]
         assert isinstance(kept, Tensor)
         return kept

@@ -214,7 +214,7 @@ class SymmetricTransport(CollectiveTransport):
             best = max(best, nbytes / (start.elapsed_time(end) / 1e3))
         # 64 values of the 32 MiB: a mapping that is wrong is wrong everywhere
         received = target.view(torch.int32)[:: nbytes // 64].cpu()
-        expected = torch.arange(nbytes // 4)[:: nbytes // 64] + peer
+        expected = torch.arange(nbytes // 4, device="cpu")[:: nbytes // 64] + peer
         self._wait_for_all()
         if not torch.equal(received.long(), expected):
             raise TransportBroken(f"rank {self.rank} read other values from rank {peer}'s memory than were written")

@@ -58,12 +58,12 @@ class Watch:
         self.deadline = group._get_backend(device).options._timeout.total_seconds()
         self.peers = peers
         # pinned memory: the stream writes the number of its call (0: none), the thread reads it without a kernel
-        self.running = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.running = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._address = self.running.data_ptr()
         self._names: OrderedDict[int, Call] = OrderedDict()
         self._inside: list[tuple[Call, int]] = []
         self._stream = torch.cuda.Stream(device)
-        self._seen = torch.zeros(flags.shape, dtype=torch.int32, pin_memory=True)
+        self._seen = torch.zeros(flags.shape, dtype=torch.int32, device="cpu", pin_memory=True)
         step = flags.numel() // number
         first = flags.data_ptr()
         self._free_all = MemoryOps(write=[(first + 4 * step * i, 1) for i in range(number)])

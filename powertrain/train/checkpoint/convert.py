@@ -294,7 +294,7 @@ def _compare(source: Weights, result: Weights, dtype: torch.dtype | None) -> Com
     rows = min(source.config.vocab_size, result.config.vocab_size)
     length = min(24, source.config.max_position_embeddings)
     # two rows: a model that mixed up batch and sequence would pass with one
-    tokens = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(0), device="cpu")
     first, second = _outputs(source, tokens, dtype), _outputs(result, tokens, None)
     pairs = {"logits": (first.logits, second.logits), "rewards": (first.rewards, second.rewards)}
     found = []

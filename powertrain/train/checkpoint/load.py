@@ -209,9 +209,12 @@ def _stored_adapters(
         if f"{layer}.weight" not in expected:
             continue
         N, K = expected[f"{layer}.weight"].shape
-        batch = {f"model.{layer}.lora_A": torch.empty(rank, K), f"model.{layer}.lora_B": torch.empty(N, rank)}
+        batch = {
+            f"model.{layer}.lora_A": torch.empty(rank, K, device="cpu"),
+            f"model.{layer}.lora_B": torch.empty(N, rank, device="cpu"),
+        }
         if settings.dora:
-            batch[f"model.{layer}.lora_magnitude"] = torch.empty(N)
+            batch[f"model.{layer}.lora_magnitude"] = torch.empty(N, device="cpu")
         checkpoint_store.fill(checkpoint, batch)
         A, B, *magnitude = batch.values()
         found[layer] = Adapter(A, B, scale, *magnitude)
@@ -256,7 +259,9 @@ def _stored(
     stored = checkpoint_store.dtypes(checkpoint)
     batch: dict[str, Tensor] = {}
     for name, shape in _shapes(config, has_value, has_head).items():
-        batch[f"model.{name}"] = torch.empty(shape.shape, dtype=stored.get(f"model.{name}", torch.float32))
+        batch[f"model.{name}"] = torch.empty(
+            shape.shape, dtype=stored.get(f"model.{name}", torch.float32), device="cpu"
+        )
         # a model larger than memory is converted a batch at a time
         if sum(t.nbytes for t in batch.values()) > _BYTES_AT_ONCE:
             yield from _filled(checkpoint, batch)

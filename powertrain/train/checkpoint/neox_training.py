@@ -133,7 +133,7 @@ class NeoXTraining:
             for ours, tensor in self.opened.over(of_kind, adds_biases=kind == "master").tensors():
                 yield f"{name}.{ours}", tensor
                 if kind == "master":
-                    yield f"step.{ours}", torch.tensor([steps])
+                    yield f"step.{ours}", torch.tensor([steps], device="cpu")
 
     @cached_property
     def _zero(self) -> list[list[dict[str, Any]]]:

@@ -146,7 +146,9 @@ class MHA(nn.Module):
             "causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout
         }  # fmt: skip
         if use_flash_attn:
-            slopes = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
+            slopes = None
+            if use_alibi:
+                slopes = torch.tensor(get_alibi_slopes(num_heads), dtype=torch.float32, device=device)
             more: dict[str, Any] = {"alibi_slopes": slopes, "window_size": window_size}
             self.inner_attn: nn.Module = FlashSelfAttention(**common, **more)
             self.inner_cross_attn: nn.Module = FlashCrossAttention(**common, **more)

@@ -101,7 +101,7 @@ def _of_product(found: dict[str, Any], gemm: int) -> dict[str, Tensor]:
         steps = torch.cat([tensors[1][:, columns], tensors[3][:, backward : backward + 1]], 1).float()  # type: ignore[index]
     except (TypeError, IndexError, RuntimeError) as error:
         raise Unreadable(f"its scales have unexpected shapes: {error}") from error
-    history = torch.zeros(3, steps.shape[0])
+    history = steps.new_zeros(3, steps.shape[0])
     # theirs: row 0 is the running step, the newest last; ours: the newest first
     history[:, :-1] = steps[1:].flip(0).T
     return dict(zip(BUFFERS, (steps[0], history, scale), strict=True))

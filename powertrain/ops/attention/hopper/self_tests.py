@@ -91,8 +91,8 @@ def _arguments(args: OpArguments, queries: int, keys: int, heads: int, device: t
     """Those of the call for one sequence: what is None stays None."""
     starts = torch.tensor([0, queries], dtype=torch.int32, device=device)
     # where queries and keys of the call share one tensor, so do these
-    key_starts = starts if args.key_starts is args.query_starts else torch.tensor([0, keys]).to(starts)
-    used, key_used = starts[1:], key_starts[1:] if args.key_starts is not None else torch.tensor([keys]).to(starts)
+    key_starts = starts if args.key_starts is args.query_starts else starts.new_tensor([0, keys])
+    used, key_used = starts[1:], key_starts[1:] if args.key_starts is not None else starts.new_tensor([keys])
     if args.key_used is args.query_used:
         key_used = used
     return args._replace(

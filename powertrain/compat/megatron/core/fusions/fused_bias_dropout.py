@@ -20,7 +20,11 @@ WithBias = tuple[Tensor, Tensor | None]
 
 def _bias_dropout_add(training: bool, x_with_bias: WithBias, residual: Tensor, prob: float) -> Tensor:
     x, bias = x_with_bias
-    return bias_dropout_add(x, bias, residual, prob, training=training)
+    if bias is not None and bias.dim() != 1:
+        # theirs broadcasts, and older callers expand the bias; the kernel has one for each channel
+        x, bias = x + bias, None
+    # the result has x's dtype there, which pipeline stages exchange
+    return bias_dropout_add(x, bias, residual.to(x.dtype), prob, training=training)
 
 
 def bias_dropout_add_unfused(training: bool) -> Callable[[WithBias, Tensor, float], Tensor]:
@@ -29,7 +33,7 @@ def bias_dropout_add_unfused(training: bool) -> Callable[[WithBias, Tensor, floa
 
 
 def bias_dropout_add_fused_train(x_with_bias: WithBias, residual: Tensor, prob: float) -> Tensor:
-    """residual + dropout(x + bias); the bias is [n] or None."""
+    """residual + dropout(x + bias); the bias broadcasts to x, or is None; in x's dtype."""
     return _bias_dropout_add(True, x_with_bias, residual, prob)
 
 

@@ -364,7 +364,7 @@ def _default_slopes(q: Tensor) -> Tensor:
     slopes = [2.0 ** (-8.0 * n / power) for n in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * n / power) for n in range(1, 2 * (heads - power), 2)]
     # non_blocking: the slopes are a few numbers and must not wait for the stream
-    return torch.tensor(slopes, dtype=torch.float32).to(q.device, non_blocking=True)
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu").to(q.device, non_blocking=True)
 
 
 def _packed(

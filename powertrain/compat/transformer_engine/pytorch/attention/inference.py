@@ -142,11 +142,11 @@ class InferenceParams:
         self.sequences_pre_step = OrderedDict(zip(step_dict, before, strict=True))
         self.longest, self.is_even = max(new), min(new) == max(new)
         # in place: a captured graph reads them
-        self.pre_step_seqlens[: len(before)].copy_(torch.tensor(before, dtype=torch.int32))
+        self.pre_step_seqlens[: len(before)].copy_(torch.tensor(before, dtype=torch.int32, device="cpu"))
         for cumulative, lengths in ((self.cu_seqlens_q, new), (self.cu_seqlens_kv, self.sequences.values())):
             # on the host, so that each tensor is one copy to the device
-            counts = torch.zeros(self.max_batch_size + 1, dtype=torch.int32)
-            counts[1 : len(new) + 1] = torch.tensor(list(lengths))
+            counts = torch.zeros(self.max_batch_size + 1, dtype=torch.int32, device="cpu")
+            counts[1 : len(new) + 1] = torch.tensor(list(lengths), device="cpu")
             cumulative.copy_(counts.cumsum(0))
 
     def get_seqlens_pre_step(self) -> Tensor:

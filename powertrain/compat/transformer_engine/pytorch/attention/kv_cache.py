@@ -329,10 +329,10 @@ class PagedKVCacheManager(_Rows):
     def get_page_table(self, sequences: Sequence[int]) -> Tensor:
         """page_table, after its first rows were set to the pages of these sequences."""
         # filled on the host: one copy to the device instead of one a sequence
-        table = torch.zeros(self.page_table.shape, dtype=torch.int32)
+        table = torch.zeros(self.page_table.shape, dtype=torch.int32, device="cpu")
         for row, name in enumerate(sequences):
             pages = self.get_page_list(name)
-            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         # in place: a captured graph reads it
         self.page_table.copy_(table)
         return self.page_table

@@ -155,7 +155,8 @@ class ProductModule(nn.Module):
             for name in BUFFERS:
                 if (value := state_dict.get(f"{prefix}{gemm}.{name}")) is not None:
                     # registered before loading: load_state_dict fills what exists
-                    self.get_submodule(gemm).register_buffer(name, torch.zeros(value.shape, device=device))
+                    buffer = torch.zeros(value.shape, dtype=torch.float32, device=device)
+                    self.get_submodule(gemm).register_buffer(name, buffer)
 
 
 class Norm(ProductModule):

@@ -101,7 +101,7 @@ class GroupedLinear(ProductModule):
                 unsupported("GroupedLinear", argument, list(value.shape), "None: a new tensor")
         x = self._input(inp, self.get_parameter("weight0"))
         # a list, or a tensor of any device
-        splits = torch.as_tensor(m_splits)
+        splits = m_splits if isinstance(m_splits, Tensor) else torch.tensor(m_splits, device="cpu")
         checks.shape("GroupedLinear", "m_splits", splits, (self.num_gemms,), "num_gemms")
         rows = x.reshape(-1, self.in_features)
         # a tensor on the GPU is not checked: reading it would wait
@@ -191,7 +191,7 @@ def _places(m_splits: list[int], padded: list[int], device: torch.device) -> Ten
         places += range(start, start + m)
         start += wide
     # built on the host from a list of sizes, which is there already
-    return torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(places, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 __getattr__ = unknown(__name__)

@@ -174,7 +174,7 @@ class _SeqLenInfo:
         # the same list and tensor objects: a captured CUDA graph has their addresses
         self.seqstart_py[:] = _starts(lengths)
         self.min_seqlen = min(lengths, default=-1)
-        self.seqstart.copy_(torch.tensor(self.seqstart_py, dtype=torch.int32))
+        self.seqstart.copy_(torch.tensor(self.seqstart_py, dtype=torch.int32, device="cpu"))
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
         """[1, rows, ...] as one [n, length, ...] for each group of n blocks of equal length."""
@@ -210,7 +210,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
         """Other lengths in the same memory, for a captured graph: as many, and none above max_seqlen."""
         _fits("seqlens", list(seqlens), len(self.seqlen_py), self.max_seqlen)
         self.seqlen_py[:] = list(seqlens)
-        self.seqlen.copy_(torch.tensor(self.seqlen_py, dtype=torch.int32))
+        self.seqlen.copy_(torch.tensor(self.seqlen_py, dtype=torch.int32, device="cpu"))
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
         raise NotImplementedError("padded keys cannot be split; nearest: BlockDiagonalMask")
@@ -486,6 +486,10 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
     """The same, causal from the bottom right of the used keys, `_window_size` keys at most."""
 
     _window_size: int
+
+    def __post_init__(self) -> None:
+        # a band of -1 keys before the query's own would be one without an end
+        _at_least(type(self), "_window_size", self._window_size, 1)
 
     @property
     def band(self) -> Band:
