@@ -1,5 +1,6 @@
 """DeepSeek: logits of transformers' DeepseekV3ForCausalLM, weights both ways, decoding from latents, balancing."""
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,6 +336,9 @@ def _sharded_rank(rank: int, world: int, folder: str) -> None:
     if rank == 0:
         biases = torch.stack([moe.router.correction_bias for moe in model.moe_layers])
         torch.save({"loss": loss, "biases": biases}, f"{folder}/{world}.pt")
+    # what holds the group goes first: gloo's threads must not outlive the interpreter, which then aborts
+    del model, optimizer, loss, module, mesh
+    gc.collect()
     dist.destroy_process_group()
 
 
