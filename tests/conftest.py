@@ -35,9 +35,6 @@ _STARTED = pytest.StashKey[float]()
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     item.stash[_STARTED] = _cpu_seconds()
-    # a text is said once in a process, and a test must not depend on what those before it said
-    if tracing := sys.modules.get("powertrain.runtime.tracing"):
-        tracing.clear()
     yield
 
 

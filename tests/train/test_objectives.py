@@ -11,6 +11,7 @@ from torch import Tensor
 from powertrain import losses
 from powertrain.models.causal_lm import CausalLM
 from powertrain.nn.lora import lora_layers
+from powertrain.runtime import tracing
 from powertrain.runtime.target import Target
 from powertrain.train import mesh_shape, ranks
 from powertrain.train.checkpoint.convert import convert
@@ -106,18 +107,20 @@ def test_a_section_with_an_error_is_named_before_the_files(tmp_path: Path) -> No
         read_config([file], files="all")
 
 
-def test_records_that_changed_since_the_checkpoint_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = "data.train is not what the checkpoint was trained on"
+def test_records_that_changed_since_the_checkpoint_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    # a text is printed once in a process, where another test may have been first
+    monkeypatch.setattr(tracing, "warn", warnings.append)
     for steps, answer in ((1, "It is"), (2, "It is"), (3, "It was")):
         records = RECORDS | {
             "sft": lambda n, answer=answer: {"prompt": f"What is {n}?", "completion": f"{answer} {n}."}
         }
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tests.train.test_objectives.RECORDS", records)
-            trainer, _ = _open(tmp_path, "sft", f"train.steps={steps}", "evaluation.at_end=false")
+        monkeypatch.setattr("tests.train.test_objectives.RECORDS", records)
+        trainer, _ = _open(tmp_path, "sft", f"train.steps={steps}", "evaluation.at_end=false")
         trainer.fit()
         trainer.close()
-        assert (said in capfd.readouterr().err) == (answer == "It was")
+        said = any("data.train is not what the checkpoint was trained on" in text for text in warnings)
+        assert said == (answer == "It was"), warnings
 
 
 @pytest.mark.parametrize("objective", RECORDS)
