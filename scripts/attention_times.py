@@ -7,8 +7,8 @@ the benchmark attention_choice measured.
 adds the problems of a file, one row each; they replace the rows of a source of that name, and of other sources those of
 the same problems. `--first 55` leaves out the first 55 problems of the file, because another card timed them. `--forget
 hopper:136-512` drops a backend's backward times of the other sources at these head dims, because its kernels there have
-changed. `--folds 6` writes nothing: it leaves a sixth of the problems out of the table in turn, and counts which of
-their choices are too slow.
+changed. `--folds 6` writes nothing: it deals the problems into six parts, chooses for each part by a table without it,
+and counts the choices that are too slow.
 """
 
 import argparse

@@ -23,7 +23,7 @@ FACTORIES = {
     "tensor",
     "zeros",
 }
-# of their results no values are read with other tensors', or the default device is what they are about
+# files whose tensors meet no tensor of another device, and one that asks what the default device is
 ANYWHERE = {"ops/adamw_kernels.py", "ops/grad_norm.py", "ops/rope_table.py", "train/anomaly.py"}
 
 

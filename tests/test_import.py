@@ -124,7 +124,7 @@ def test_no_collection_of_the_whole_heap_while_attention_is_imported(
 
 _INTERRUPTED = """
 import os, signal, sys, threading
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 from powertrain.runtime.lazy_exports import resolve
 sys.path.insert(0, sys.argv[1])
 import package

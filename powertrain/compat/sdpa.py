@@ -3,7 +3,7 @@
     from powertrain.compat.sdpa import scaled_dot_product_attention
 
 Differs from PyTorch's: a query that sees no key gives 0 (as PyTorch does since 2.5), head dims go to 512 with a value
-dim of their own in every backend, and float32 products follow PyTorch's settings of products.
+dim of their own in every backend, and float32 products follow PyTorch's TF32 settings.
 """
 
 from torch import Size, Tensor, broadcast_shapes

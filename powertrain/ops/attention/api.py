@@ -157,7 +157,7 @@ def attention(
         float64): [B, H, Sq], for "bmghk" [B, G, H, Sq]. A query that sees no key gives 0 and an LSE of -inf (the sink's
         score with a sink), and its gradients are 0. Under autocast query, key and value are cast to autocast's dtype.
     Numerics: scores, softmax and sums in float32; probabilities are rounded to value's dtype before their product.
-        float32 products are full precision unless PyTorch's settings of products allow TF32.
+        float32 products are full precision unless PyTorch is set to allow TF32.
     Memory beyond inputs and results, our kernel: LSE, 4 * B * H * Sq bytes, is saved beside inputs and out; backward
         takes 8 * B * H * ceil(Sq / 128) * 128 bytes, the Hopper one besides 4 for each of dq's elements, head dims
         rounded up to 64, 128 or 256. Where the GPU has TMA attn_bias is copied, once in the forward and once in the

@@ -218,7 +218,7 @@ def decode_attention(
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S] or [H, T],
         in nats. A query that sees no key gives 0 and -inf (the sink's score with a sink).
     Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products are
-        full precision unless PyTorch's settings allow TF32. Rows beyond a sequence's length are never read.
+        full precision unless PyTorch is set to allow TF32. Rows beyond a sequence's length are never read.
         Deterministic; where a sequence's keys are cut, and so rounding, follows from shapes and the lengths of the
         whole batch, with num_splits from shapes alone.
     Memory: out, and where keys are split parts * S * H * (E + 1) * 4 bytes: B * num_splits parts, or B and as many more

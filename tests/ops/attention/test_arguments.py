@@ -130,7 +130,7 @@ def test_errors_of_packed_sequences(case: tuple[dict[str, Any], str, str, str]) 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_lengths_are_checked_where_the_host_reads_them(backend: str) -> None:
     for name, lengths in itertools.product(("seqused_q", "seqused_k"), ([S + 1, 2], [-1, 2])):
-        with pytest.raises(ValueError, match=rf"attention: {name} must be from 0 to {S}, got \[{lengths[0]}, 2\]"):
+        with pytest.raises(ValueError, match=rf"attention: {name} must be from 0 to {S}, got {lengths[0]}$"):
             attention(**_dense(**{name: torch.tensor(lengths)}), backend=backend)
     good = torch.tensor([0, 3, S])
     for wrong in ([0, 3, S + 1], [-1, 3, S], [0, 5, 3]):

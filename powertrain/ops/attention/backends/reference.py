@@ -148,8 +148,9 @@ def _used(name: str, lengths: Tensor | None, x: Tensor) -> list[int]:
     """How many rows of each entry of x [b, s, h, d] count."""
     batch, stored = x.shape[:2]
     used = [stored] * batch if lengths is None else lengths.tolist()
-    if not all(0 <= n <= stored for n in used):
-        checks.fail("attention", name, f"be from 0 to {stored}", used)
+    for n in used:
+        if not 0 <= n <= stored:
+            checks.fail("attention", name, f"be from 0 to {stored}", n)
     return used
 
 
@@ -158,9 +159,10 @@ def _spans(side: str, x: Tensor, starts: Tensor, used: Tensor | None) -> list[tu
     lengths = starts.diff().tolist() if used is None else used.tolist()
     spans = [(first, first + n) for first, n in zip(starts.tolist(), lengths, strict=False)]
     # slices of Python take any numbers; a kernel would read other memory
-    if not all(0 <= first <= end <= x.shape[0] for first, end in spans):
-        must = f"place every sequence in the {x.shape[0]} rows (with padded starts and seqused_{side}, if given)"
-        checks.fail("varlen_attention", f"cu_seqlens_{side}", must, f"from row to row {spans}")
+    for first, end in spans:
+        if not 0 <= first <= end <= x.shape[0]:
+            must = f"place every sequence in the {x.shape[0]} rows (with padded starts and seqused_{side}, if given)"
+            checks.fail("varlen_attention", f"cu_seqlens_{side}", must, f"one from row {first} to row {end}")
     return spans
 
 
