@@ -1,5 +1,5 @@
 """attention of few tokens, dense and packed: forward with backward in one go, beside FlashAttention-3 and PyTorch's
-kernels.
+kernels; and the forward of few queries beside many keys.
 
 Timed separately, each when the GPU was idle before, forward and backward do not show how long the kernels of one call
 make one another wait.
@@ -23,6 +23,10 @@ def _dense(batch: int, length: int, *heads: int, causal: bool = True) -> Problem
     return Problem((length,) * batch, None, *heads, causal, None, False)
 
 
+def _few(batch: int, length: int, keys: int, *heads: int, causal: bool = True) -> Problem:
+    return Problem((length,) * batch, keys, *heads, causal, None, False)
+
+
 def _packed(*lengths: int, heads: tuple[int, int, int], causal: bool = True) -> Problem:
     return Problem(lengths, None, *heads, causal, None, True)
 
@@ -42,6 +46,10 @@ PROBLEMS = (
     _packed(*_lengths(4, 300), heads=(32, 8, 128)), _packed(*_lengths(8, 90), heads=(32, 8, 128)),
     _packed(*_lengths(8, 90), heads=(12, 12, 64), causal=False), _packed(*_lengths(64, 290), heads=(32, 8, 128)),
     _packed(*_lengths(64, 290), heads=(16, 16, 96)),
+    # forward alone
+    _few(2, 6, 16384, 12, 1, 112), _few(2, 8, 16384, 28, 4, 128), _few(1, 120, 32768, 8, 8, 128),
+    _few(2, 148, 16384, 16, 16, 64), _few(4, 160, 4096, 16, 16, 64, causal=False), _few(1, 180, 32768, 32, 8, 64),
+    _few(1, 1100, 8192, 12, 12, 64), _few(1, 2000, 8192, 12, 12, 64),
 )  # fmt: skip
 
 
@@ -59,9 +67,10 @@ def run() -> Iterator[str]:
     for problem in PROBLEMS:
         variants, chosen, said = variants_of(problem)
         yield from said
-        ms = times(variants["training"], WAYS["training"])
+        way, name_of_way = ("training", "both") if problem.keys is None else ("forward", "forward")
+        ms = times(variants[way], WAYS[way])
         others = {NAMES.get(name, name): value for name, value in ms.items() if name not in OURS}
-        rows.append(beside(f"{problem.label} both", ms[chosen["training"]], others))
+        rows.append(beside(f"{problem.label} {name_of_way}", ms[chosen[way]], others))
         yield rows[-1][1]
         torch.cuda.empty_cache()
     yield behind(rows)
