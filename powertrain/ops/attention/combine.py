@@ -32,66 +32,70 @@ def _combine_kernel(
     stride_os,
     stride_oh,
     HEAD_DIM_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """One row (batch, query, head) and some channels: the splits' results, weighted by exp(lse - max). With `parts`, a
-    sequence's are those of its tile's parts; one part alone is the result already."""
+    """BLOCK_H heads of one query, some channels: the splits' results, weighted by exp(lse - max), BLOCK_S splits at a
+    time. With `parts`, a sequence's are those of its tile's parts; one part alone is the result already."""
     wait_for_kernel_before(STARTS_EARLY)
-    # int64: partial results of all splits may exceed 2^31 elements
-    row = tl.program_id(0).to(tl.int64)
-    head = row % heads
-    query = row // heads % num_queries
-    batch = row // heads // num_queries
-    # slots of results: of the first split, of the second, and from each to the next
-    slot, second, step = batch, batch + batches, batches
+    batch = tl.program_id(0) // num_queries
+    query = tl.program_id(0) % num_queries
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_row = head < heads
+    count = num_splits
     if parts_ptr is not None:
         tile = (query * ratio + head % ratio) // block_m
         entry = parts_ptr + (batch * tl.cdiv(num_queries * ratio, block_m) + tile) * 2
-        num_splits = tl.load(entry + 1)  # scalar
+        second = tl.load(entry, mask=is_row, other=0)  # [BLOCK_H]
+        count = tl.load(entry + 1, mask=is_row, other=0)  # [BLOCK_H]
         # the attention kernel has stored a single part as the result itself
-        if num_splits == 1:
-            return
-        slot, second, step = extra + batch, tl.load(entry).to(tl.int64), 1  # scalar
+        is_row = is_row & (count > 1)
+        num_splits = tl.max(tl.where(is_row, count, 0))
     of_row, of_lse = query * heads + head, head * num_queries + query
-    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    lanes, many = tl.arange(0, BLOCK_S), tl.arange(0, 128)
-    top = float("-inf")
-    sink = float("-inf")
+    dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM_V
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)  # scalar
         # the sink is one more score of the whole row: it is counted here, once, not in every split
-        top = sink
-    for start in range(0, num_splits, 128):
-        splits = (start + many).to(tl.int64)
-        slots = tl.where(splits == 0, slot, second + (splits - 1) * step) * (num_queries * heads)
-        # [128]
-        lse = tl.load(partial_lse_ptr + slots + of_lse, mask=splits < num_splits, other=float("-inf"))
-        # the maximum first: weights of the second loop cannot overflow then
-        top = tl.maximum(top, tl.max(lse, axis=0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.exp(sink - safe)
-    acc = tl.zeros([BLOCK_D], tl.float32)
+        top = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)  # [BLOCK_H]
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    # a product of two int32 in int64: partial results of all splits may exceed 2^31 elements
+    slot_rows = (num_queries * heads).to(tl.int64)
     for start in range(0, num_splits, BLOCK_S):
-        splits = (start + lanes).to(tl.int64)
-        slots = tl.where(splits == 0, slot, second + (splits - 1) * step) * (num_queries * heads)
-        # [BLOCK_S]
-        lse = tl.load(partial_lse_ptr + slots + of_lse, mask=splits < num_splits, other=float("-inf"))
-        weight = tl.exp(lse - safe)
-        total += tl.sum(weight, axis=0)
-        offsets = (slots + of_row)[:, None] * HEAD_DIM_V + dims[None, :]
-        mask = (splits < num_splits)[:, None] & (dims < HEAD_DIM_V)[None, :]
-        partial = tl.load(partial_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_S, BLOCK_D]
-        # the load does not wait for the LSE; what a part without keys left there may be NaN
-        acc += tl.sum(tl.where(lse[:, None] > float("-inf"), weight[:, None] * partial, 0.0), axis=0)
+        splits = (start + tl.arange(0, BLOCK_S))[:, None]
+        # where the first split's results are, the second's, and those of others behind it
+        if parts_ptr is None:
+            slots = batch + splits * batches
+        else:
+            slots = tl.where(splits == 0, extra + batch, second[None, :] + splits - 1)
+        slots = slots.to(tl.int64) * slot_rows
+        is_split = is_row[None, :] & (splits < count)
+        # [BLOCK_S, BLOCK_H]
+        lse = tl.load(partial_lse_ptr + (slots + of_lse[None, :]), mask=is_split, other=float("-inf"))
+        offsets = (slots * HEAD_DIM_V)[:, :, None] + (of_row[:, None] * HEAD_DIM_V + dims[None, :])[None, :, :]
+        # the load does not wait for the LSE
+        partial = tl.load(partial_ptr + offsets, mask=is_split[:, :, None] & is_dim[None, None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(lse, axis=0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        scale = tl.exp(top - safe)
+        weight = tl.exp(lse - safe[None, :])
+        total = total * scale + tl.sum(weight, axis=0)
+        # what a part without keys left in its result may be NaN
+        partial = tl.where((lse > float("-inf"))[:, :, None], partial, 0.0)
+        acc = acc * scale[:, None] + tl.sum(weight[:, :, None] * partial, axis=0)
+        top = higher
     # a row that no split saw has total 0 and gives 0
-    acc = acc / tl.where(total > 0.0, total, 1.0)
-    out_row = batch * stride_ob + query * stride_os + head * stride_oh
-    tl.store(out_ptr + out_row + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)  # [BLOCK_D]
+    acc = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
+    out_ptr += batch.to(tl.int64) * stride_ob + query.to(tl.int64) * stride_os
+    to = out_ptr + head.to(tl.int64)[:, None] * stride_oh + dims[None, :]
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
     if lse_ptr is not None:
-        result = tl.where(total > 0.0, safe + tl.log(total), float("-inf"))
-        tl.store(lse_ptr + batch * heads * num_queries + of_lse, result)  # scalar
+        result = tl.where(total > 0.0, top + tl.log(total), float("-inf"))
+        tl.store(lse_ptr + batch * slot_rows + of_lse, result, mask=is_row)  # [BLOCK_H]
 
 
 class PartTable(NamedTuple):
@@ -121,18 +125,30 @@ def combine(
     # of packed sequences partial results have a batch of one, and lse [H, S] has no batch
     b = partial.shape[1] if table is None else lse.shape[0]
     block_d = min(128, next_power_of_2(head_dim_v))
-    # many splits at a time, for the loads of one batch wait for those of the last; with many rows, few, so that more
-    # rows are on an SM. us, one H200: 31 short sequences and one of 64 splits 5.7 (8: 12.5); 8 queries of 32 sequences,
-    # 8192 rows, 8: 12.5 (32: 22.3); on two warps 7.8 and 24.9; 4096 rows, 32: 12.5, as long as twice as many with 8.
-    # Few rows leave room on the SMs, so two warps share one. In the L2, 32 and 64 at a time, two warps: 144 rows of 64
-    # splits 4.6, 3.8, of 128 7.1, 5.5; 512 rows 5.9, 5.6 and 9.3, 8.4. With a table most sequences have fewer
-    rows = b * sq * h
-    at_a_time, num_warps = 8 if rows > 2048 else 32, 2 if rows <= 512 else 1
-    if rows <= 512 and table is None:
-        at_a_time = 64
+    tile = _tile_of(b * sq * h, None if table else partial.shape[0])
+    block_h = min(tile.heads, next_power_of_2(h))
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)
-    _combine_kernel[(rows, cdiv(head_dim_v, block_d))](
-        partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra, *strides,
-        HEAD_DIM_V=head_dim_v, BLOCK_S=min(at_a_time, next_power_of_2(partial.shape[0])), BLOCK_D=block_d,
-        STARTS_EARLY=starts_early(Target.of(out.device)), num_warps=num_warps,
+    _combine_kernel[(b * sq, cdiv(h, block_h), cdiv(head_dim_v, block_d))](
+        partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra,
+        *strides, HEAD_DIM_V=head_dim_v, BLOCK_H=block_h, BLOCK_S=tile.splits, BLOCK_D=block_d,
+        STARTS_EARLY=starts_early(Target.of(out.device)), num_warps=tile.warps,
     )  # fmt: skip
+
+
+class _Tile(NamedTuple):
+    heads: int  # of a query, powers of 2
+    splits: int  # at a time
+    warps: int
+
+
+def _tile_of(rows: int, splits: int | None) -> _Tile:
+    """Of so many rows (batch, query, head) and splits of each, None where rows have different numbers of them."""
+    if splits is None:
+        return _Tile(1, 32, 4) if rows <= 256 else _Tile(1, 16, 1) if rows <= 2048 else _Tile(2, 8, 1)
+    if rows > 4096 and splits <= 8:
+        return _Tile(4, 2 if splits == 2 else 4, 1)
+    if splits <= 8:
+        return _Tile(2 if rows > 1024 and splits <= 4 else 1, 4, 1)
+    if rows > 256:
+        return _Tile(1, 16, 1)
+    return _Tile(1, 16, 2) if splits <= 16 else _Tile(1, 32, 4) if splits <= 32 else _Tile(1, 64, 4)

@@ -15,6 +15,7 @@ from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.backends import versions
 from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.ops.attention.hopper import plans, tile_counter
+from powertrain.ops.attention.hopper.splits import Work, num_splits_for
 from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.compile.triton_compat import lower
 from powertrain.runtime.errors import CompileError
@@ -180,7 +181,8 @@ def test_what_is_packed_and_cut() -> None:
     assert _packed_and_cut(_few_queries(1, 128, 512)) == (1, False)  # not few
     assert _packed_and_cut(_few_queries(4, 2048, 2048)) == (1, False)
     assert _packed_and_cut(_few_queries(1, 64, 32768, is_causal=False, window_size=(200, 0))) == (4, False)
-    assert _packed_and_cut(_few_queries(8, 16, 4096, (56, 8))) == (7, True)
+    assert _packed_and_cut(_few_queries(2, 16, 4096, (56, 8))) == (7, True)
+    assert _packed_and_cut(_few_queries(8, 16, 4096, (56, 8))) == (7, False)  # the memory is busy without
     assert _packed_and_cut(_few_queries(8, 16, 4096, (37, 1))) == (8, True)  # three are missing: results leave in parts
     assert _packed_and_cut(_few_queries(8, 16, 60, (56, 8))) == (7, False)
     assert _packed_and_cut(_few_queries(8, 64, 64)) == (4, False)  # training: half as many tiles
@@ -203,14 +205,16 @@ def test_heads_share_a_tile_where_that_makes_fewer() -> None:
 
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
-    def cuts(tiles: int, blocks: int, rows: int = 2048) -> int:
-        return plans.num_splits_for(tiles, blocks, plans.ResultSizes(rows, rows * 128 * 4), 132)
+    def cuts(tiles: int, blocks: int, rows: int = 2048, keys_bytes: int = 10**7) -> int:
+        return num_splits_for(Work(tiles, blocks, 1.55, keys_bytes, rows * 128 * 4, 132, 4.8e12))
 
     assert [cuts(tiles, 256) for tiles in (8, 16, 64, 128, 132, 192, 264)] == [16, 8, 2, 1, 1, 2, 1]
-    assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 1, 8]
+    assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 4, 8]
     assert cuts(64, 256, rows=10**7) == 1  # what is written beside costs more
+    # the memory is busy before all SMs are
+    assert cuts(8, 256, keys_bytes=134 * 10**6) == 12
     # SMs would be left for 64 parts, each of which costs the second kernel a step
-    assert cuts(2, 128, rows=144) == 32
+    assert cuts(2, 128, rows=144) == 43
 
 
 @compiled

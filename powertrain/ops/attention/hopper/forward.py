@@ -66,7 +66,7 @@ from powertrain.ops.attention.hopper.tile_counter import counter_of
 from powertrain.ops.attention.operands import Operand, Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
 from powertrain.ops.attention.triton.sequences import SMALL
-from powertrain.ops.early_start import let_next_kernel_start, starts_early
+from powertrain.ops.early_start import starts_early
 from powertrain.runtime.gluon_compat import (
     gl,
     hopper,
@@ -90,9 +90,6 @@ def _hopper_attention_fwd_kernel(
     STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr, TAKES_TURNS: gl.constexpr,
     HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr, PAGE_SIZE: gl.constexpr, STARTS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    if SPLIT_KV or list_ptr is not None:
-        # the combination of parts follows; programs of other kernels would all wait on the SMs that are free first
-        let_next_kernel_start(STARTS_EARLY)
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None

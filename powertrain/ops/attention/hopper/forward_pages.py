@@ -17,9 +17,9 @@ from torch import Tensor
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import TileList
 from powertrain.ops.attention.hopper.forward import launch_forward
-from powertrain.ops.attention.hopper.plans import Plan, ResultSizes, heads_per_tile_for, num_splits_for, plan_for
+from powertrain.ops.attention.hopper.plans import Plan, heads_per_tile_for, plan_for, work_of
+from powertrain.ops.attention.hopper.splits import num_splits_for
 from powertrain.ops.attention.operands import Heads, OpArguments, Operand, Operands
-from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks, gluon_compat
 from powertrain.runtime.target import Target
 
@@ -137,10 +137,8 @@ def _operands_of(call: PagedCall, target: Target) -> Operands:
 
 
 def _in_equal_parts(operands: Operands, plan: Plan) -> Plan:
-    tiles = cdiv(operands.queries, plan.queries) * plan.groups_of(operands.heads)
-    rows = operands.queries * operands.heads.kv * operands.heads.q_per_kv
-    results, blocks = ResultSizes(rows, rows * operands.d_v * 4), cdiv(operands.keys, plan.block_n)
-    return plan._replace(num_splits=num_splits_for(tiles, blocks, results, operands.target.num_sms))
+    work = work_of(operands, plan, operands.queries, operands.keys)
+    return plan._replace(num_splits=num_splits_for(work))
 
 
 def plan_of_pages(operands: Operands, max_queries: int) -> Plan:

@@ -1,8 +1,9 @@
-"""Tiles of the Hopper forward, heads that share one, splits of the keys, order of tiles; with the measurements."""
+"""Tiles of the Hopper forward, heads that share one, order of tiles; with the measurements. splits.py cuts the keys."""
 
 import functools
 from typing import NamedTuple
 
+from powertrain.ops.attention.hopper.splits import Work, num_splits_for, time_of
 from powertrain.ops.attention.hopper.tile_order import best_group
 from powertrain.ops.attention.operands import Heads, Operands
 from powertrain.ops.shapes import cdiv, next_power_of_2
@@ -163,38 +164,6 @@ def _busy_group_for(
     return best_group(heads, tuple(reversed(times)), num_sms, head_bytes, _GROUP_BYTES, _GROUP_PENALTY)[0]
 
 
-class ResultSizes(NamedTuple):
-    """A call's results in float32, which a second kernel combines where keys are split."""
-
-    rows: int
-    bytes: int
-
-
-@functools.lru_cache(maxsize=1024)
-def num_splits_for(tiles: int, blocks: int, results: ResultSizes, sms: int, block_time: float = 1.0) -> int:
-    """Into how many parts the keys of so many tiles, `blocks` each, are cut to fill the SMs. Cut where that saves a
-    tenth.
-
-    ms, bf16, one H200, B1 H32/8 D128, 32768 keys, packed, whole, in as many parts as this says, twice and half of that:
-    16 queries .337, 16 .051, .056 .061; 64 .345, 8 .067, .072 .104; 128 .338, 4 .115, .121 .191; B8, 16 queries .348, 2
-    .258, .262. us, B2 S6 12/1 D112 beside 16384 keys, 8 to 64 parts: 8 33.5, 16 24.2, 24 21.2, 32 19.0, 48 20.2, 64
-    22.1."""
-
-    def time(cuts: int) -> float:
-        return _time_with_splits(cuts, tiles, blocks, results, sms, block_time)
-
-    most = min(blocks // 2, 4 * sms // max(1, tiles))
-    cuts = min(range(1, max(1, most) + 1), key=time)
-    return cuts if 10 * time(cuts) <= 9 * time(1) else 1
-
-
-def _time_with_splits(cuts: int, tiles: int, blocks: int, results: ResultSizes, sms: int, block_time: float) -> float:
-    """Reckoned in the time of a block with two consumers, 1.3 us: a tile costs two beside its own; a second kernel
-    four, a ninth for each part and one for 1500 rows, and results written and read again cost their bytes."""
-    beside = 4 + cuts / 9 + results.rows / 1500 + 2 * cuts * results.bytes / 5e6 if cuts > 1 else 0
-    return cdiv(tiles * cuts, sms) * (cdiv(blocks, cuts) * block_time + 2) + beside
-
-
 def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
     """The same where tiles take the same time, or times that are not known. TFLOP/s, bf16, one H200, H16 D128: causal
     S2048 (1 MiB of keys and values a head) 2 604, 4 613, 8 621, 16 620; S8192 732, 733, 728, 716; full S8192 1 725, 2
@@ -219,24 +188,18 @@ def plan_of(operands: Operands) -> Plan:
     plan = _sharing_heads(operands, plan, sequences, queries, is_few)
     if not is_few or plan.splits_columns:
         return plan
-    return _splitting_keys(operands, plan, queries, keys)[0]
+    return _splitting_keys(operands, plan, queries, keys)
 
 
 def _fastest_of_few(operands: Operands, plan: Plan, queries: int, keys: int) -> Plan:
-    """Head dim 64, few queries beside many keys, with two consumers or with three, whose block takes 1.45 times as
-    long: three where the estimate is 0.85 of that of two.
+    """Head dim 64, few queries beside many keys, with two consumers or with three, by the estimated time.
 
-    us, bf16, one H200, two, three: chosen B2 S148 beside 16384 keys H16/16 92, 70, S2000 beside 8192 H12/12 causal 141,
-    109, B8 S150 beside 2048 41.2, 41.4; not chosen S180 beside 32768 H32/8 131, 117, S190 beside 8192 H12/12 28.9,
-    31.0, B4 S160 beside 4096 H16/16 42.8, 54.9, S1100 beside 8192 H12/12 causal 77, 93."""
+    us, one H200, two, three: B2 S148 beside 16384 keys H16/16 D40 92, 70; B4 S160 beside 4096 H16/16 42.8, 54.9."""
     found = []
-    for three, block_time in ((False, 1.0), (True, 1.45)):
+    for three in (False, True):
         each = _sharing_heads(operands, _of_head_dim_64(plan.p_qk, plan.p_v, three), 1, queries, is_few=True)
-        found.append(_splitting_keys(operands, each, queries, keys, block_time))
-    (of_two, time_of_two), (of_three, time_of_three) = found
-    # three consumers with heads that share a tile were not timed
-    is_faster = of_three.heads_per_tile == 1 and time_of_three <= 0.85 * time_of_two
-    return of_three if is_faster else of_two
+        found.append(_splitting_keys(operands, each, queries, keys))
+    return min(found, key=lambda plan: time_of(work_of(operands, plan, queries, keys), plan.num_splits))
 
 
 def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int, is_few: bool) -> Plan:
@@ -256,18 +219,30 @@ def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int,
     return plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
 
 
-def _splitting_keys(
-    operands: Operands, plan: Plan, queries: int, keys: int, block_time: float = 1.0
-) -> tuple[Plan, float]:
-    """With the keys of each tile in as many parts as is fastest, and the estimated time."""
+def _splitting_keys(operands: Operands, plan: Plan, queries: int, keys: int) -> Plan:
+    """With the keys of each tile in as many splits as is fastest."""
+    return plan._replace(num_splits=num_splits_for(work_of(operands, plan, queries, keys)))
+
+
+def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
+    """What the tiles of sequences with so many queries and keys do, on average."""
     args, heads = operands.args, operands.heads
-    tiles = operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries)
     # the position of the first query
     first = keys - queries if args.bottom_right else 0
     begin = max(0, first - args.left) if args.left >= 0 else 0
     end = min(keys, first + queries + args.right) if args.right >= 0 else keys
-    blocks = cdiv(max(1, end - begin), plan.block_n)
-    rows = operands.batch * queries * heads.kv * heads.q_per_kv
-    call = tiles, blocks, ResultSizes(rows, rows * operands.d_v * 4), operands.target.num_sms, block_time
-    splits = num_splits_for(*call)
-    return plan._replace(num_splits=splits), _time_with_splits(splits, *call)
+    seen = max(1, end - begin)
+    row_bytes = (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
+    return Work(
+        operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries), cdiv(seen, plan.block_n),
+        _block_us(plan), operands.batch * seen * heads.kv * row_bytes,
+        operands.batch * queries * heads.kv * heads.q_per_kv * operands.d_v * 4,
+        operands.target.num_sms, operands.target.bandwidth,
+    )  # fmt: skip
+
+
+def _block_us(plan: Plan) -> float:
+    """What a block of keys takes on an H200 whose SMs are all busy, of 128 keys, head dim 64 1.07 us, 96 1.32, 128 1.55;
+    of 64 keys, 192 1.21, 256 1.50; with three consumers 1.45 for 1.07."""
+    us = plan.block_n / 128 * (0.6 + 0.0037 * (sum(plan.p_qk) + sum(plan.p_v)))
+    return us * (1.2 if plan.block_n == 64 else 1.35 if plan.consumers == 3 else 1)
