@@ -192,14 +192,18 @@ def plan_of(operands: Operands) -> Plan:
 
 
 def _fastest_of_few(operands: Operands, plan: Plan, queries: int, keys: int) -> Plan:
-    """Head dim 64, few queries beside many keys, with two consumers or with three, by the estimated time.
+    """Head dim 64, few queries beside many keys, with two consumers or with three: three where the estimate is 0.9 of
+    that of two.
 
-    us, one H200, two, three: B2 S148 beside 16384 keys H16/16 D40 92, 70; B4 S160 beside 4096 H16/16 42.8, 54.9."""
+    us, one H200, two, three: chosen B2 S148 beside 16384 keys H16/16 85, 67, B1 S180 beside 32768 H32/8 127, 112; not
+    chosen B4 S160 beside 4096 H16/16 42.8, 45.0, B1 S256 beside 32768 H32/8 154, 188."""
     found = []
     for three in (False, True):
         each = _sharing_heads(operands, _of_head_dim_64(plan.p_qk, plan.p_v, three), 1, queries, is_few=True)
-        found.append(_splitting_keys(operands, each, queries, keys))
-    return min(found, key=lambda plan: time_of(work_of(operands, plan, queries, keys), plan.num_splits))
+        each = _splitting_keys(operands, each, queries, keys)
+        found.append((each, time_of(work_of(operands, each, queries, keys), each.num_splits)))
+    (of_two, time_of_two), (of_three, time_of_three) = found
+    return of_three if time_of_three <= 0.9 * time_of_two else of_two
 
 
 def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int, is_few: bool) -> Plan:
@@ -242,7 +246,7 @@ def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
 
 
 def _block_us(plan: Plan) -> float:
-    """What a block of keys takes on an H200 whose SMs are all busy, of 128 keys, head dim 64 1.07 us, 96 1.32, 128 1.55;
-    of 64 keys, 192 1.21, 256 1.50; with three consumers 1.45 for 1.07."""
+    """What a block of keys takes on an H200 whose SMs are all busy. Of 128 keys: head dim 64 1.07 us, with three
+    consumers 1.45, 96 1.31, 128 1.55; of 64 keys: 192 1.21, 256 1.50."""
     us = plan.block_n / 128 * (0.6 + 0.0037 * (sum(plan.p_qk) + sum(plan.p_v)))
     return us * (1.2 if plan.block_n == 64 else 1.35 if plan.consumers == 3 else 1)
