@@ -109,6 +109,32 @@ class PartTable(NamedTuple):
     extra: int  # slot of the first sequence's first part; those of the others follow
 
 
+class _Tile(NamedTuple):
+    heads: int  # of a query, a power of 2
+    splits: int  # at a time
+    warps: int
+
+
+def _tile_of(rows: int, splits: int | None) -> _Tile:
+    """Of so many rows (batch, query, head) and splits of each, None where rows have different numbers of them.
+
+    Few rows: all splits at once, on several warps, for the next ones wait for these. Many: several heads in a program,
+    for 0.8 programs a ns start, and on one warp, which needs no shared memory between its lanes. us, head dim 128, one
+    H200, in the L2, (heads, splits, warps): 8 rows of 16 splits (1, 16, 2) 1.6, (1, 16, 1) 1.8; of 64 (1, 64, 4) 2.7,
+    (1, 16, 2) 3.6; 512 of 16 (1, 16, 1) 2.6, (1, 16, 2) 3.1; 2048 of 8 (1, 4, 1) 3.1, (2, 8, 1) 3.9; 8192 of 2
+    (4, 2, 1) 4.4, (2, 2, 1) 5.6, of 4 (4, 4, 1) 5.6, a program a row 10.5
+    (benchmarks/results/2026-11-29_h200_few_queries.md)."""
+    if splits is None:
+        return _Tile(1, 32, 4) if rows <= 256 else _Tile(1, 16, 1) if rows <= 2048 else _Tile(2, 8, 1)
+    if rows > 4096 and splits <= 8:
+        return _Tile(4, 2 if splits == 2 else 4, 1)
+    if splits <= 8:
+        return _Tile(2 if rows > 1024 and splits <= 4 else 1, 4, 1)
+    if rows > 256:
+        return _Tile(1, 16, 1)
+    return _Tile(1, 16, 2) if splits <= 16 else _Tile(1, 32, 4) if splits <= 32 else _Tile(1, 64, 4)
+
+
 def combine(
     partial: Tensor,
     partial_lse: Tensor,
@@ -133,22 +159,3 @@ def combine(
         *strides, HEAD_DIM_V=head_dim_v, BLOCK_H=block_h, BLOCK_S=tile.splits, BLOCK_D=block_d,
         STARTS_EARLY=starts_early(Target.of(out.device)), num_warps=tile.warps,
     )  # fmt: skip
-
-
-class _Tile(NamedTuple):
-    heads: int  # of a query, powers of 2
-    splits: int  # at a time
-    warps: int
-
-
-def _tile_of(rows: int, splits: int | None) -> _Tile:
-    """Of so many rows (batch, query, head) and splits of each, None where rows have different numbers of them."""
-    if splits is None:
-        return _Tile(1, 32, 4) if rows <= 256 else _Tile(1, 16, 1) if rows <= 2048 else _Tile(2, 8, 1)
-    if rows > 4096 and splits <= 8:
-        return _Tile(4, 2 if splits == 2 else 4, 1)
-    if splits <= 8:
-        return _Tile(2 if rows > 1024 and splits <= 4 else 1, 4, 1)
-    if rows > 256:
-        return _Tile(1, 16, 1)
-    return _Tile(1, 16, 2) if splits <= 16 else _Tile(1, 32, 4) if splits <= 32 else _Tile(1, 64, 4)

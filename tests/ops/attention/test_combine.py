@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powertrain.ops.attention import combine as module
 from powertrain.ops.attention.combine import combine
 from tests.torch_setup import HAS_GPU, INTERPRET
 
@@ -20,15 +21,21 @@ def _within(shape: tuple[int, ...], device: torch.device, fill: Tensor | None = 
     return inner, memory
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_batches_and_packed_rows(seed: int, device: torch.device) -> None:
+TILES = ((1, 4, 1), (2, 4, 1), (2, 8, 1), (4, 2, 1), (4, 4, 1), (1, 16, 1), (1, 64, 4))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_and_packed_rows(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tile of so few rows, and with those of more."""
+    if seed >= 6:
+        monkeypatch.setattr(module, "_tile_of", lambda rows, splits: module._Tile(*TILES[seed % len(TILES)]))
     draw = torch.Generator().manual_seed(seed)
 
     def pick(*values: int) -> int:
         return values[int(torch.randint(len(values), (), generator=draw))]
 
     packed, splits, queries = seed % 2 == 0, pick(1, 2, 5, 130), pick(1, 3, 7)
-    batch, heads, dims = 1 if packed else pick(1, 2, 3), pick(1, 2, 8), pick(8, 24, 130)
+    batch, heads, dims = 1 if packed else pick(1, 2, 3), pick(1, 2, 3, 6, 8), pick(8, 24, 130)
     values = torch.randn(splits, batch, queries, heads, dims, generator=draw)
     lses = torch.randn(splits, batch, heads, queries, generator=draw) * 3
     lses[torch.rand(lses.shape, generator=draw) < 0.3] = -torch.inf
