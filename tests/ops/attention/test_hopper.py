@@ -214,7 +214,8 @@ def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
     # the memory is busy before all SMs are
     assert cuts(8, 256, keys_bytes=134 * 10**6) == 12
     # SMs would be left for 64 parts, each of which costs the second kernel a step
-    assert cuts(2, 128, rows=144) == 43
+    assert cuts(2, 128, rows=144) == 44
+    assert cuts(8, 9, rows=200) == 4  # three blocks a split, and a split without keys
 
 
 @compiled
