@@ -8,6 +8,7 @@ import pytest
 from powertrain.train.config.reader import read_config
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.config.yaml_source import ConfigError
+from powertrain.train.schedule import learning_rate
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -160,6 +161,7 @@ def test_a_wrong_entry_of_a_list_is_one_line(entry: str) -> None:
         ("model.vocab_size=1000000000000", "model.vocab_size must be at most"),
         ("model=foo", "model.preset must be one of"),
         ("train.loss_scale.minimum=1e9", "train.loss_scale.minimum must be at most"),
+        ("schedule.min_lr=1", "schedule.min_lr must be at most optimizer.lr (0.001), got 1"),
         ("data.packing=unpacked", None),
     ],
 )
@@ -167,6 +169,18 @@ def test_a_check_of_a_section_is_placed_at_the_key_that_was_changed(override: st
     overrides = (override, "data.order=sequential") if words is None else (override,)
     words = words or "data.order must be neox where data.packing is unpacked"
     assert _message(OURS, overrides=overrides).startswith(f"command line: {words}")
+
+
+def test_a_floor_above_the_rate_is_refused_but_in_gpt_neoxs_formulas(tmp_path: Path) -> None:
+    """`optimizer.lr=1e-6` on top of a config with a floor would train at the floor, without a word."""
+    floor = _file(tmp_path, "schedule: {min_lr: 1e-5}")
+    message = _message(OURS, floor, overrides=("optimizer.lr=1e-6",))
+    assert message == "command line: schedule.min_lr must be at most optimizer.lr (1e-06), got 1e-05"
+    read_config([OURS, floor], ["optimizer.lr=1e-5"])
+    # theirs has the larger of the two, as there
+    theirs = ["optimizer.lr=1e-6", "schedule.clamp=neox", "schedule.kind=linear"]
+    config = read_config([OURS, floor], theirs).config
+    assert learning_rate(50, 1e-6, config.schedule, 100) == 1e-5
 
 
 def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:

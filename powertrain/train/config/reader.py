@@ -110,7 +110,7 @@ def run_of(config: RunConfig | Mapping[str, Any], overrides: Sequence[str] = ())
     if isinstance(config, RunConfig):
         if overrides:
             raise ConfigError(f"overrides must be empty for a RunConfig (model_copy makes another), got {overrides!r}")
-        if words := _unused_trace(config):
+        if words := _contradiction(config):
             raise ConfigError(words)
         # a RunConfig was validated when it was made
         return Run(config, (), "powertrain", "a RunConfig", {})
@@ -204,7 +204,7 @@ def _validated(values: dict[str, Any], source: Source, files: Files) -> RunConfi
         config = _retyped(values, source)
     except ValidationError as error:
         lines += _lines(error, source, (), values)
-    if not lines and (words := _unused_trace(config)):
+    if not lines and (words := _contradiction(config)):
         lines.append(f"{_place(words, ('train',), source)}: {words}")
     if lines:
         raise ConfigError("\n".join(lines))
@@ -227,12 +227,16 @@ def _named(path: KeyPath, source: Source) -> str:
     return f"{origin} ({key})" if origin else key
 
 
-def _unused_trace(config: RunConfig) -> str:
-    """Words for a trace that the run is too short for. Not in the schema: configs in checkpoints are read by it."""
+def _contradiction(config: RunConfig) -> str:
+    """Words for settings that exclude one another. Not in the schema: configs in checkpoints are read by it."""
     profile, steps = config.train.profile, config.train.steps
-    if not profile.steps or profile.start <= steps:
-        return ""
-    return f"train.profile.start must be at most train.steps ({steps}), got {profile.start}"
+    if profile.steps and profile.start > steps:
+        return f"train.profile.start must be at most train.steps ({steps}), got {profile.start}"
+    # GPT-NeoX's formulas take the larger of the two, as there
+    lr, schedule = config.optimizer.lr, config.schedule
+    if schedule.clamp == "safe" and schedule.min_lr > lr:
+        return f"schedule.min_lr must be at most optimizer.lr ({lr:g}), got {schedule.min_lr:g}"
+    return ""
 
 
 # keeps the other sections' errors coming when the model's own is already known; the longest that the schema allows, so

@@ -289,7 +289,7 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Warm-up, then a decay to min_lr.
+    """Warm-up, then a decay from optimizer.lr to min_lr, which is not above it.
 
     decay_steps   None: train.steps. wsd: the last `wsd_decay_steps` of them decay, the rest is flat
     clamp         safe: past decay_steps the rate stays at min_lr. Or GPT-NeoX's formulas: neox of today, neox-2023 of
