@@ -62,6 +62,8 @@ def generate(
         raise typer.BadParameter("prompts must come from one of --prompt, --input and --interactive, got several")
     if interactive and output is not None:
         raise typer.BadParameter(f"--output must be left out with --interactive, which answers on screen, got {output}")
+    if input and output and output.exists() and output.samefile(input):
+        raise typer.BadParameter(f"--output must not be --input, whose prompts it would replace, got {output}")
     if not prompt_end or not all(stop or ["any"]):
         raise typer.BadParameter("--prompt-end and --stop must not be empty, got an empty text")
     from powertrain.models.generate import Sampler

@@ -67,6 +67,13 @@ def test_prompts_end_where_one_says(run: Path, tmp_path: Path) -> None:
     file.write_text("two\nlines\n--\n\nthree")
     assert _said(run, "--input", str(file), "--output", str(output), "--prompt-end", r"\n--\n").exit_code == 0
     assert [json.loads(line)["context"] for line in output.read_text().splitlines()] == ["two\nlines", "three"]
+    # through a link too
+    output.unlink()
+    output.symlink_to(file)
+    for same in (file, output):
+        said = _said(run, "--input", str(file), "--output", str(same))
+        assert said.exit_code == 2 and "--output must not be --input" in " ".join(said.output.split())
+    assert file.read_text() == "two\nlines\n--\n\nthree"
     file.write_text("\n\n")
     assert "must hold prompts, got none" in _said(run, "--input", str(file)).output
 
