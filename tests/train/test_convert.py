@@ -292,6 +292,11 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     source = open_weights(_small(tmp_path / "hf"))
     with pytest.raises(ValueError, match="model_parallel_size must divide"):
         convert(source, tmp_path / "out", "neox", model_parallel_size=3)
+    # no other kind has such a layout
+    with pytest.raises(ValueError, match=r"model_parallel_size must be 1 unless .*, got 2 for Hugging Face"):
+        convert(source, tmp_path / "out", "hf", model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"pipe_parallel_size must be 1 unless .*, got 0 for Powertrain"):
+        convert(source, tmp_path / "out", "powertrain", pipe_parallel_size=0)
     with pytest.raises(FileExistsError, match="hf must not exist yet"):
         convert(source, tmp_path / "hf", "neox")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -20,7 +20,7 @@ from powertrain.models.reward import VALUE, token_rewards
 from powertrain.runtime.atomic_file import unfinished
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
-from powertrain.train.checkpoint.load import Kind, Weights, build_from, open_weights
+from powertrain.train.checkpoint.load import NAMES, Kind, Weights, build_from, open_weights
 from powertrain.train.data.sentencepiece_model import SentencePieceTokenizer
 from powertrain.train.data.tokenizer import (
     ByteTokenizer,
@@ -107,6 +107,9 @@ def convert(
     """
     if destination.exists():
         raise FileExistsError(f"{destination} must not exist yet")
+    for name, size in (("pipe_parallel_size", pipe_parallel_size), ("model_parallel_size", model_parallel_size)):
+        if to != "neox" and size != 1:
+            raise ValueError(f"{name} must be 1 unless the result is a GPT-NeoX checkpoint, got {size} for {NAMES[to]}")
     tokenizer, notes = _tokenizer(source)
     if source.has_value and to == "neox":
         source.need_head("a GPT-NeoX checkpoint")
