@@ -81,6 +81,8 @@ def _refuse_tables(path: Path) -> None:
             f"{path}: must be text, jsonl or parquet, got {ending[1:]}; with one JSON object a line name it .jsonl, "
             "else convert it (`datasets` writes jsonl by to_json); to train on the file as it is, name it .txt"
         )
+    if name.endswith((".bin", ".idx")):
+        raise ValueError(f"{path}: must be text, jsonl or parquet, got {path.suffix}, which holds tokens already")
     if name.endswith(_PACKED) and not is_lines(path):
         raise ValueError(f"{path}: must be unpacked first, got {path.suffix}; jsonl alone is read as .gz and .zst too")
 

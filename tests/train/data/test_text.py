@@ -81,6 +81,10 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty: must hold a file that is not hidden"):
         find_files([tmp_path / "empty"])
+    # `preprocess data/corpus.bin` would make tokens of tokens
+    (tmp_path / "corpus.bin").write_bytes(b"\x05\x00")
+    with pytest.raises(ValueError, match=r"corpus\.bin: must be text, .*, got \.bin, which holds tokens already"):
+        find_files([tmp_path / "corpus.bin"])
     (tmp_path / "b.txt").write_bytes(b"ab\xfe")
     with pytest.raises(BadDocument, match=r"b\.txt: must be UTF-8 text, got byte 0xfe at 2"):
         list(texts([tmp_path / "b.txt"]))
