@@ -282,8 +282,13 @@ class _Opener:
         parts = [part for part in parts if part.has_tokens()]
         if not parts:
             # the test part of a split is often empty: a thousandth by default
-            if name != "test" or self.config.test:
-                tracing.warn(f"data: no document is left for {name} (split {self.config.split!r}); there will be none")
+            given: Sequence[DataSource] = getattr(self.config, name)
+            if given:
+                names = ", ".join(source.path for source in given)
+                tracing.warn(f"data.{name}: no document with tokens in {names}; there will be no {name}")
+            elif name != "test":
+                why = "data.test alone is given" if self.config.test else f"split {self.config.split!r}"
+                tracing.warn(f"data: no document is left for {name} ({why}); there will be none")
             return None
         if len(parts) == 1 and not (self.config.validation or self.config.test):
             return self._packed(parts[0], wanted)

@@ -140,6 +140,25 @@ def test_a_part_without_documents_is_said(tmp_path: Path, capsys: pytest.Capture
         opened(tmp_path, train=str(tmp_path / "d"), split="0, 1, 1")
 
 
+def test_an_empty_validation_or_test_is_named_and_no_split_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, empty = data_set(tmp_path / "d", [50, 50]), tmp_path / "empty.txt"
+    empty.touch()
+    named = f"no document with tokens in {empty}; there will be no"
+    alone = "no document is left for validation (data.test alone is given)"
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({"validation": str(empty)}, [f"data.validation: {named} validation"]),
+        ({"test": str(empty)}, [f"data.test: {named} test", alone]),
+    ]
+    for given, words in cases:
+        tracing.clear()
+        data = opened(tmp_path, train=train, **given)
+        said = capsys.readouterr().err
+        assert data.validation is None and data.test is None
+        assert all(each in said for each in words) and "split" not in said, said
+
+
 @pytest.mark.parametrize(
     "config, words",
     [
