@@ -33,6 +33,14 @@ def test_help_teaches_and_groups() -> None:
         assert _run(command, "--help")[0] == 0
 
 
+def test_help_ends_lines_where_the_screen_does() -> None:
+    """typer prints the line ends of a docstring, which stand in the middle of a screen of another width."""
+    said = _run("train", "--help")[1]
+    assert "SIGTERM and Ctrl-C end it after the current step, with a checkpoint." in said
+    # examples keep theirs
+    assert "powertrain train quickstart" in [line.strip() for line in said.splitlines()]
+
+
 def test_lines_of_files_are_no_emoji(tmp_path: Path) -> None:
     """rich's own console makes one of `:100:`."""
     config = tmp_path / "run.yml"

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import cleandoc
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -181,6 +182,12 @@ def main(
     """
 
 
+def _help(docstring: str | None) -> str:
+    """A docstring without the line ends in its paragraphs, which typer would print, but in those behind \\b."""
+    paragraphs = cleandoc(docstring or "").split("\n\n")
+    return "\n\n".join(each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs)
+
+
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
-        app.command(rich_help_panel=_panel)(_function)
+        app.command(rich_help_panel=_panel, help=_help(_function.__doc__))(_function)
