@@ -56,6 +56,15 @@ def test_kernels_lists_verifies_and_clears(own_store: Path) -> None:
     assert "0 kernels whole" in _run("kernels").replace("\n", " ")
 
 
+def test_names_are_whole_in_a_pipe_and_on_a_narrow_screen(own_store: Path) -> None:
+    _run("prebuild", "rms_norm", "--arch", "sm_90", "--out", str(own_store / "p.ptp"))
+    piped = CliRunner().invoke(app, ["kernels"], env={"COLUMNS": None}).output
+    assert "_norm_fwd_kernel" in piped and "…" not in piped
+    narrow = CliRunner().invoke(app, ["kernels"], env={"COLUMNS": "60"}).output
+    first = "".join(line.split("│")[1].strip() for line in narrow.splitlines() if line.startswith("│"))
+    assert "_norm_fwd_kernel" in first
+
+
 @pytest.mark.parametrize(
     "args, words",
     [

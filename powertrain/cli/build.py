@@ -192,7 +192,10 @@ def _print_history(console: Console, records: "Sequence[Record]") -> None:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started))
         sizes = duration(record.seconds), _gib(record.peak), str(record.code)
         table.add_row(when, record.recipe, escape(record.command), record.archs, str(record.jobs), *sizes)
-    console.print(table if records else "no builds yet")
+    if records:
+        console.print_table(table)
+    else:
+        console.print("no builds yet")
 
 
 def _bytes(text: str | None) -> int | None:

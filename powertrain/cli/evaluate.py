@@ -56,7 +56,7 @@ def evaluate(
                 kind, comma, filtered = name.partition(",")
                 spread = metrics.get(f"{kind}_stderr{comma}{filtered}")
                 table.add_row(task, name, f"{value:.4f}", "" if spread is None else f"{spread:.4f}")
-    console.print(table)
+    console.print_table(table)
     # after the table: what took hours is on the screen even where the file cannot be written
     if output is not None:
         try:

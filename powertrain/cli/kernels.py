@@ -51,7 +51,7 @@ def kernels(
     keys = list(store.keys())
     entries = [entry for key in keys if (entry := store.get(key)) is not None]
     if action is Action.list:
-        console.print(_table(where, entries))
+        console.print_table(_table(where, entries))
     damaged = len(keys) - len(entries)
     console.print(f"{where}: {len(entries)} kernels whole, {damaged} damaged")
     if damaged:
@@ -59,7 +59,11 @@ def kernels(
 
 
 def _table(where: str, entries: "list[Entry]") -> Table:
-    table = Table("kernel", "arch", "Triton", title=where, title_justify="left")
+    table = Table(title=where, title_justify="left")
+    # on a narrow screen in several lines: a name that is cut is no name
+    table.add_column("kernel", overflow="fold")
+    for column in ("arch", "Triton"):
+        table.add_column(column)
     for column in ("registers", "stack", "shared", "KiB", "compiled in"):
         table.add_column(column, justify="right")
     for entry in sorted(entries, key=lambda e: (e.manifest["kernel"], e.manifest["arch"])):

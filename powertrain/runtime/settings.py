@@ -159,3 +159,8 @@ def forget_no_columns() -> None:
     """Unset COLUMNS=0, which rich takes for the width of the screen: it would print nothing at all."""
     if os.environ.get("COLUMNS") == "0":
         del os.environ["COLUMNS"]
+
+
+def width_is_asked_for() -> bool:
+    """Whether COLUMNS sets the width of what is printed, into a pipe too."""
+    return "COLUMNS" in os.environ
