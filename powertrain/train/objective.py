@@ -64,7 +64,7 @@ def has_frozen_copy(config: RunConfig) -> bool:
 
 
 class NextToken:
-    """Mean cross entropy of the labels that count."""
+    """Mean cross entropy of the labels that count; while training with the z-loss."""
 
     metrics: tuple[str, ...] = ()
 
@@ -78,7 +78,9 @@ class NextToken:
         """stream: of a pipeline's last stage, the residual stream before it."""
         # the model divides by this batch's tokens; the share is by those of the global batch
         labels, weight = normalize_labels(batch.labels, counted)
-        loss = self.model(batch.tokens, labels, z_loss=self.z_loss, stream=stream, **batch.documents)
+        # an evaluation reports the language model's loss, as beside the load balancing loss
+        z_loss = self.z_loss if self.model.training else 0.0
+        loss = self.model(batch.tokens, labels, z_loss=z_loss, stream=stream, **batch.documents)
         return loss * weight, loss.new_empty(0)
 
 

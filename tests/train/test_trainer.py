@@ -210,6 +210,17 @@ def test_step_0_is_saved_where_it_is_asked_for(tmp_path: Path) -> None:
     assert checkpoints_in(tmp_path / "run/checkpoints") == saved
 
 
+def test_evaluations_are_without_the_z_loss(tmp_path: Path) -> None:
+    """As without the load balancing loss: they compare runs with other weights of it."""
+    losses = {}
+    for weight in (0, 0.1):
+        trainer = open_trainer(tmp_path, f"train.z_loss={weight}", "checkpoint.save=false", sinks=lambda _: [])
+        (batch,) = trainer._batches(trainer.data.train, 0, 4)
+        trained = trainer._share(batch.to(trainer.ranks.device), torch.ones(()))[0]
+        losses[weight] = float(trained), trainer.evaluate("validation")
+    assert losses[0.1][0] > losses[0][0] and losses[0.1][1] == losses[0][1]
+
+
 def test_evaluations_move_along_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """advance: each takes the next batches, around the set; a resumed run goes on where it was."""
     seen: list[tuple[int, int]] = []

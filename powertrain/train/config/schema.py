@@ -183,6 +183,8 @@ class TrainConfig(Section):
     preference, kto, reward, policy, distill   settings of the objectives dpo, kto, reward, policy and distill
     micro_batch_size     sequences in one forward, per data-parallel rank
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
+    z_loss               so many times the square of the logits' log-sum-exp is added to each token's loss, in training;
+                         losses of evaluations are without it
     deterministic        the same bits every run, on a GPU too
     batch_invariant      forward passes whose bits do not depend on the batch (powertrain.batch_invariant); slower
     spike_factor         a loss so many times the median of the last 100 steps stops the run; 0: never
