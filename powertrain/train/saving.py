@@ -73,11 +73,13 @@ class Saver:
 
     def _note_not_written(self, error: checkpoint_store.NotWritten) -> None:
         # kept, not raised: a full disk may have room again when the next checkpoint is due
-        step, self._saving, self._not_written = self._saving, None, error
+        step, self._saving = self._saving, None
         newest = checkpoint_store.find(self.checkpoints.folder)
+        words = f"{error}; {f'the newest checkpoint is {newest}' if newest else 'there is no checkpoint yet'}"
+        self._not_written = checkpoint_store.NotWritten(words)
         # the last one's error ends the run and is its message
         if step != self.config.train.steps:
-            self.note(f"{error}; {f'the newest checkpoint is {newest}' if newest else 'there is no checkpoint yet'}")
+            self.note(words)
 
 
 def save_step(step: int, every: int, scale: str) -> bool:

@@ -382,9 +382,13 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(
 
 
 def test_the_last_checkpoint_must_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = open_trainer(tmp_path, "checkpoint.every=0", sinks=lambda t: [])
+    """The error names the checkpoint that `generate` and the next start would take instead."""
+    trainer = open_trainer(tmp_path, "checkpoint.every=0", "train.steps=4", sinks=lambda t: [])
+    trainer.fit()
+    trainer.close()
     monkeypatch.setattr(checkpoint_store, "write_json", lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    with pytest.raises(NotWritten, match=r"step_00000012 was not written: .*full"):
+    trainer = open_trainer(tmp_path, "checkpoint.every=0", sinks=lambda t: [])
+    with pytest.raises(NotWritten, match=r"step_00000012 was not written: .*full; the newest .* is .*step_00000004$"):
         trainer.fit()
     trainer.close()
 
