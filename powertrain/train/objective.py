@@ -18,7 +18,7 @@ from powertrain.models import build
 from powertrain.models.sequence_sharding import normalize_labels
 from powertrain.nn.lora import without_lora
 from powertrain.ops.linear_log_probs import LogProbs, Teacher, linear_log_probs
-from powertrain.train.checkpoint.load import build_from, fitted, kinds_at, open_weights
+from powertrain.train.checkpoint.load import Weights, build_from, fitted, kinds_at, open_weights
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.completions import Format
 from powertrain.train.data.loader import Batch, CompletionBatch
@@ -155,7 +155,7 @@ def reference(model: nn.Module, config: RunConfig, device: torch.device) -> Refe
             )
     dtype = DTYPES[config.train.precision]
     if path is not None:
-        weights = fitted(open_weights(Path(path)).need_head("train.reference"), config.model)
+        weights = fitted(_weights("train.reference", path), config.model)
         return Reference(_frozen(build_from(weights, device, dtype)), is_base=False)
     copy = build(config.model)
     copy.to_empty(device=device)
@@ -167,7 +167,7 @@ def reference(model: nn.Module, config: RunConfig, device: torch.device) -> Refe
 def _teacher(config: RunConfig, device: torch.device) -> nn.Module:
     path = config.train.distill.teacher
     assert path is not None
-    weights = open_weights(Path(path)).need_head("train.distill.teacher")
+    weights = _weights("train.distill.teacher", path)
     # more words than the student's would have no counterpart; fewer are filled up below
     if weights.config.vocab_size > config.model.vocab_size:
         raise ValueError(
@@ -175,6 +175,13 @@ def _teacher(config: RunConfig, device: torch.device) -> nn.Module:
             f"got {weights.config.vocab_size}"
         )
     return _frozen(build_from(weights.with_vocabulary(config.model.vocab_size), device, DTYPES[config.train.precision]))
+
+
+def _weights(key: str, path: str) -> Weights:
+    try:
+        return open_weights(Path(path)).need_head(key)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{key}: {error}") from None
 
 
 def _frozen(model: nn.Module) -> nn.Module:

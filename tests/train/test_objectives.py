@@ -1,6 +1,7 @@
 """Objectives after pretraining: each one learns in a tiny run, resumes bit for bit, and says what is wrong."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from powertrain import losses
+from powertrain.models import build
 from powertrain.models.causal_lm import CausalLM
 from powertrain.nn.lora import lora_layers
 from powertrain.runtime import tracing
@@ -19,7 +21,7 @@ from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.yaml_source import ConfigError
 from powertrain.train.lint import lint, rehearse
-from powertrain.train.objective import token_log_probs
+from powertrain.train.objective import make_objective, token_log_probs
 from powertrain.train.reporting.metrics import JsonLines, StepRecord, read_metrics
 from powertrain.train.run import start, with_vocabulary
 from powertrain.train.trainer import Trainer, TrainingStopped
@@ -337,6 +339,16 @@ def test_kernels_of_a_step_are_known_before_it(objective: str, tmp_path: Path) -
     names = {spec.kernel.name for spec in rehearse(config, Target.parse("sm_90"))}
     wanted = {"sft": "_row_stats_kernel", "reward": "_norm_fwd_kernel", "distill": "_divergence_kernel"}
     assert wanted.get(objective, "_log_prob_grads_kernel") in names
+
+
+@pytest.mark.parametrize(
+    "objective, key", [("dpo", "train.reference"), ("kto", "train.reference"), ("distill", "train.distill.teacher")]
+)
+def test_a_second_model_that_is_not_there_is_named_by_its_key(objective: str, key: str, tmp_path: Path) -> None:
+    run = read_run(tmp_path, objective, f"{key}={tmp_path}/nothing")
+    model = build(with_vocabulary(run.config, 256).model)
+    with pytest.raises(FileNotFoundError, match=rf"^{re.escape(key)}: .*nothing must be a checkpoint"):
+        make_objective(model, run.config, torch.device("cpu"))
 
 
 def test_what_is_not_there_yet_says_so(tmp_path: Path) -> None:
