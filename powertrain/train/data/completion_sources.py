@@ -36,6 +36,7 @@ from powertrain.train.data.sources import (
     open_tokenizer,
     prefix_of,
     refuse_unused,
+    warn_of_none,
 )
 from powertrain.train.data.tokenizer import Tokenizer
 
@@ -97,9 +98,7 @@ class _Opener:
             return self._blend(name, opened, wanted)
         if name == "train":
             raise ValueError(f"data.train must hold examples to train on, got none; data.split is {config.split!r}")
-        # the test part of a split is often empty: a thousandth by default
-        if name != "test" or config.test:
-            tracing.warn(f"data: no example is left for {name} (split {config.split!r}); there will be none")
+        warn_of_none(config, name, "example")
         return None
 
     def _blend(self, name: str, opened: list[_Opened], wanted: int) -> SampleSource | None:

@@ -198,6 +198,18 @@ def refuse_unused(source: DataSource) -> None:
         raise ValueError(f"data {source.path}: {words}")
 
 
+def warn_of_none(config: DataConfig, name: str, what: str) -> None:
+    """Say that a held-out part has no `what`, and why."""
+    given: Sequence[DataSource] = getattr(config, name)
+    if given:
+        names = ", ".join(source.path for source in given)
+        tracing.warn(f"data.{name}: no {what} with tokens in {names}; there will be no {name}")
+    # the test part of a split is often empty: a thousandth by default
+    elif name != "test":
+        why = "data.test alone is given" if config.test else f"split {config.split!r}"
+        tracing.warn(f"data: no {what} is left for {name} ({why}); there will be none")
+
+
 def _amount(corpora: Sequence[_Text]) -> str:
     known = sum(each.megabytes for each in corpora)
     return f" on {known:.0f} MB of text" if known else ""
@@ -281,14 +293,7 @@ class _Opener:
             return None
         parts = [part for part in parts if part.has_tokens()]
         if not parts:
-            # the test part of a split is often empty: a thousandth by default
-            given: Sequence[DataSource] = getattr(self.config, name)
-            if given:
-                names = ", ".join(source.path for source in given)
-                tracing.warn(f"data.{name}: no document with tokens in {names}; there will be no {name}")
-            elif name != "test":
-                why = "data.test alone is given" if self.config.test else f"split {self.config.split!r}"
-                tracing.warn(f"data: no document is left for {name} ({why}); there will be none")
+            warn_of_none(self.config, name, "document")
             return None
         if len(parts) == 1 and not (self.config.validation or self.config.test):
             return self._packed(parts[0], wanted)

@@ -331,6 +331,19 @@ def test_why_examples_are_left_out_is_said(tmp_path: Path) -> None:
         CompletionSamples(side, np.arange(1), truncate=True, **options)
 
 
+def test_an_empty_validation_is_named_and_no_split_blamed(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"prompt": "", "completion": "abc"}) for _ in range(8)))
+    (tmp_path / "none.jsonl").touch()
+    tracing.clear()
+    for given in ("validation", "test"):
+        config = DataConfig(train=f"{tmp_path}/train.jsonl", cache_folder=str(tmp_path / "cache"),
+                            **{given: f"{tmp_path}/none.jsonl"})  # type: ignore[arg-type]  # fmt: skip
+        open_completions(config, "messages", seq_length=16, num_samples=(4, 2, 2), seed=1)
+        texts = [event.text for event in tracing.trace()]
+        assert f"data.{given}: no example with tokens in {tmp_path}/none.jsonl; there will be no {given}" in texts
+    assert not any("split" in text for text in texts), texts
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_held_out_part_without_an_example_that_can_be_used(own: bool, tmp_path: Path) -> None:
     """The run goes on without that evaluation, or that source of it, and says why; training data are an error."""
