@@ -41,6 +41,12 @@ def test_help_ends_lines_where_the_screen_does() -> None:
     assert "powertrain train quickstart" in [line.strip() for line in said.splitlines()]
 
 
+def test_help_keeps_what_stands_in_brackets() -> None:
+    """rich would take `[pytorch]` for markup, and print a command that installs something else."""
+    assert "pip install transformer-engine[pytorch]" in _run("build", "--help")[1]
+    assert "pip install 'powertrain[evaluate]'" in _run("evaluate", "--help")[1]
+
+
 def test_lines_of_files_are_no_emoji(tmp_path: Path) -> None:
     """rich's own console makes one of `:100:`."""
     config = tmp_path / "run.yml"

@@ -56,6 +56,14 @@ def test_kernels_lists_verifies_and_clears(own_store: Path) -> None:
     assert "0 kernels whole" in _run("kernels").replace("\n", " ")
 
 
+def test_paths_are_no_markup(own_store: Path) -> None:
+    """rich takes the `[a]` of a path for a style, and prints the path of another file."""
+    pack = own_store / "k[a].ptp"
+    said = _run("prebuild", "rms_norm", "--arch", "sm_90", "--out", str(pack)).replace("\n", "")
+    assert said.count("k[a].ptp") == 2  # and how to use it
+    assert _run("kernels", "--pack", str(pack)).replace("\n", "").count("k[a].ptp") == 2  # above the table and below
+
+
 def test_names_are_whole_in_a_pipe_and_on_a_narrow_screen(own_store: Path) -> None:
     _run("prebuild", "rms_norm", "--arch", "sm_90", "--out", str(own_store / "p.ptp"))
     piped = CliRunner().invoke(app, ["kernels"], env={"COLUMNS": None}).output

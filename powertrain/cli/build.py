@@ -48,7 +48,7 @@ def build(
 
     \b
     powertrain build -- pip install --no-build-isolation flash-attn
-    powertrain build --plan -- pip install transformer-engine[pytorch]
+    powertrain build --plan -- pip install transformer-engine\\[pytorch]
     powertrain build history
     """
     from powertrain.builder.history import History
@@ -153,7 +153,9 @@ def _print_outcome(console: Console, outcome: "Outcome") -> None:
         console.print(f"[bold]{escape(outcome.failure.cause)}[/]: {escape(outcome.failure.line)}", soft_wrap=True)
         console.print(f"Fix: {escape(outcome.failure.fix)}", soft_wrap=True)
     if outcome.code:
-        console.print(f"powertrain diagnose {outcome.log} says more; all of the output is there", soft_wrap=True)
+        console.print(
+            f"powertrain diagnose {outcome.log} says more; all of the output is there", markup=False, soft_wrap=True
+        )
 
 
 def _wheel(command: Sequence[str], environment: dict[str, str], host: "BuildHost") -> "tuple[Wheel | None, str | None]":

@@ -64,13 +64,14 @@ def convert(
     with _one_line(source):
         weights = open_weights(source, from_.value if from_ else None, config or ())
     model = weights.config
-    console.print(f"{weights.path}: {NAMES[weights.kind]}, {model.architecture}, {model.num_layers} layers")
+    words = f"{NAMES[weights.kind]}, {model.architecture}, {model.num_layers} layers"
+    console.print(f"{weights.path}: {words}", markup=False)
     with _one_line(destination), _saying_signals(destination):
         done = write(
             weights, destination, to.value, dtype=DTYPES[dtype.value] if dtype else None, vocab_size=vocab_size,
             check=check, pipe_parallel_size=pipe_parallel_size, model_parallel_size=model_parallel_size,
         )  # fmt: skip
-    console.print(f"{destination}: {NAMES[to.value]}")
+    console.print(f"{destination}: {NAMES[to.value]}", markup=False)
     for note in done.notes:
         console.print(note, markup=False)
     if done.compared:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from powertrain.cli.paths import must_exist
@@ -42,24 +43,24 @@ def kernels(
     try:
         store = Pack(pack) if pack is not None else user_store()
     except StoreError as error:
-        console.print(f"[red]{error}[/]")
+        console.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from None
     where = str(pack or user_store().root)
     if action is Action.clear:
-        console.print(f"{where}: {user_store().clear()} files deleted")
+        console.print(f"{where}: {user_store().clear()} files deleted", markup=False)
         return
     keys = list(store.keys())
     entries = [entry for key in keys if (entry := store.get(key)) is not None]
     if action is Action.list:
         console.print_table(_table(where, entries))
     damaged = len(keys) - len(entries)
-    console.print(f"{where}: {len(entries)} kernels whole, {damaged} damaged")
+    console.print(f"{where}: {len(entries)} kernels whole, {damaged} damaged", markup=False)
     if damaged:
         raise typer.Exit(1)
 
 
 def _table(where: str, entries: "list[Entry]") -> Table:
-    table = Table(title=where, title_justify="left")
+    table = Table(title=escape(where), title_justify="left")
     # on a narrow screen in several lines: a name that is cut is no name
     table.add_column("kernel", overflow="fold")
     for column in ("arch", "Triton"):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from powertrain.cli.check import Dtype
 from powertrain.cli.paths import end_unwritten, must_take_a_file
@@ -57,7 +58,7 @@ def prebuild(
         raise typer.BadParameter(f"nothing was launched by {inputs}", param_hint="WHAT")
     report = build_with_progress(specs, console)
     for name, failure in report.failures.items():
-        console.print(f"[red]failed[/] {name}: {failure}")
+        console.print(f"[red]failed[/] {escape(f'{name}: {failure}')}")
     # also where some kernels failed: the others are of use, and the exit code tells
     try:
         report.write_pack(out)
@@ -65,10 +66,9 @@ def prebuild(
         end_unwritten(f"--out {out}", error)
     sources = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))
     size = out.stat().st_size / 2**20
-    console.print(
-        f"{out}: {len(report.entries)} kernels for {', '.join(t.name for t in targets)}, {size:.1f} MiB ({sources})"
-    )
-    console.print(f"use it with  POWERTRAIN_PACKS={out.resolve()}")
+    words = f"{len(report.entries)} kernels for {', '.join(t.name for t in targets)}, {size:.1f} MiB ({sources})"
+    console.print(f"{out}: {words}", markup=False)
+    console.print(f"use it with  POWERTRAIN_PACKS={out.resolve()}", markup=False)
     if report.failures:
         raise typer.Exit(1)
 

@@ -90,6 +90,7 @@ def preprocess(
     console.print(
         f"{output}.bin and {output}.idx: {counts.documents} documents, {counts.tokens} tokens of {chosen.vocab_size}; "
         f"left out: {len(counts.bad)} bad, {counts.empty} empty",
+        markup=False,
         soft_wrap=True,
     )
 
@@ -116,7 +117,7 @@ def _write_completions(
     for message in bad[:20]:
         console.print(f"left out: {_plain(message)}", soft_wrap=True)
     names = ", ".join(side.tokens for side in files_of(output, form.value))
-    console.print(f"{names}: {count} examples; left out: {len(bad)} bad", soft_wrap=True)
+    console.print(f"{names}: {count} examples; left out: {len(bad)} bad", markup=False, soft_wrap=True)
 
 
 def _tokenizer(
@@ -139,7 +140,7 @@ def _tokenizer(
     with _naming(f"--tokenizer {path}", files):
         path.parent.mkdir(parents=True, exist_ok=True)
         trained.save(path)
-    console.print(f"{path}: {trained.vocab_size} ids")
+    console.print(f"{path}: {trained.vocab_size} ids", markup=False)
     return trained
 
 

@@ -70,7 +70,7 @@ def tune(
                 faster.setdefault(name, {})[key] = changes
     if faster:
         about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-        console.print(f"kept in {tuning.save(device, faster, about)}")
+        console.print(f"kept in {tuning.save(device, faster, about)}", markup=False)
     elif chosen:
         console.print("nothing was found that is 2% faster than the shipped tiles")
     if op == "attention":

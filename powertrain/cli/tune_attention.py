@@ -44,7 +44,7 @@ def tune_attention(console: "Console", dtype: torch.dtype, seconds: float) -> No
         "file": "powertrain tune attention", "date": time.strftime("%Y-%m-%d"), "commit": _commit(),
         "versions": str(installed()),
     }  # fmt: skip
-    console.print(f"kept in {save(torch.cuda.get_device_name(), rows, {'tune': source})}")
+    console.print(f"kept in {save(torch.cuda.get_device_name(), rows, {'tune': source})}", markup=False)
 
 
 def cases(dtype: torch.dtype) -> Iterator[dict[str, Any]]:

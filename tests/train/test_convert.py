@@ -326,6 +326,9 @@ def test_commands(run: Path, tmp_path: Path) -> None:
             app, ["generate", str(path), "--prompt", "line 7", "--max-new-tokens", "3", "--device", "cpu"]
         )
         assert said.exit_code == 0 and said.output.startswith("line 7"), said.output
+    # rich would take it for a style
+    named = cli.invoke(app, ["convert", str(tmp_path / "hf"), str(tmp_path / "neox[a]"), "--to", "neox", "--no-check"])
+    assert named.exit_code == 0 and f"{tmp_path}/neox[a]: GPT-NeoX" in named.output, named.output
     again = cli.invoke(app, ["convert", str(run), str(tmp_path / "hf"), "--to", "neox"])
     assert again.exit_code == 2 and "must not exist yet" in again.output
     wrong = cli.invoke(app, ["convert", str(run), str(tmp_path / "x"), "--to", "neox", "--from", "hf"])

@@ -37,6 +37,8 @@ def jsonl(tmp_path: Path) -> Path:
 def test_bytes_are_what_gpt_neox_would_write(tmp_path: Path) -> None:
     """The published layout packed by hand, from byte ids, with and without end-of-document."""
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "c"}\n')
+    # rich would take [a] for a style
+    assert "/o[a].bin and " in run(tmp_path / "a.jsonl", "--output", tmp_path / "o[a]", "--tokenizer", "bytes")[1]
     for flags, values, sizes in (((), b"abc", (2, 1)), (("--append-eod",), b"ab\0c\0", (3, 2))):
         code, output = run(
             tmp_path / "a.jsonl", "--output", tmp_path / "o", "--tokenizer", "bytes", "--overwrite", *flags
