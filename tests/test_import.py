@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ import powertrain.parallel
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+def _python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 def test_import_takes_no_time() -> None:
@@ -44,6 +46,16 @@ foreign = [(event, args) for event, args in opened if event != "open" or ".py" n
 assert not foreign, foreign
 """
     result = _python(code)
+    assert result.returncode == 0, result.stderr
+
+
+# names of other libraries that import much of torch, one at a time, each the first of a process
+@pytest.mark.parametrize(
+    "module", ["flash_attn", "liger_kernel.transformers", "transformer_engine.pytorch", "xformers"]
+)
+def test_interpreter_is_chosen_before_triton_is_imported(module: str) -> None:
+    code = f"import os; os.environ.pop('TRITON_INTERPRET', None); import powertrain.compat.{module}, powertrain.ops"
+    result = _python(code, POWERTRAIN_INTERPRET="1")
     assert result.returncode == 0, result.stderr
 
 

@@ -3,6 +3,8 @@
 from powertrain.compat.xformers import ops as xops
 """
 
+# before `checkpoint`, whose torch.distributed imports triton: this switches it to its interpreter on request
+import powertrain.runtime.compile.triton_compat  # noqa: F401
 from powertrain.compat.missing import unknown
 from powertrain.compat.xformers.checkpoint import (
     checkpoint,
