@@ -106,6 +106,14 @@ def test_mlp(activation: str, bias: bool) -> None:
     )
 
 
+def test_mlp_of_given_weights() -> None:
+    module = MLP([8, 5, 3]).double()
+    (x,) = tensors((2, 8))
+    given = {name: value.detach() * 2 for name, value in module.named_parameters()}
+    expected = torch.relu(x @ given["weight_0"].T + given["bias_0"]) @ given["weight_1"].T + given["bias_1"]
+    torch.testing.assert_close(torch.func.functional_call(module, given, (x,)), torch.relu(expected))
+
+
 def test_mlp_begins_as_theirs_casts_and_refuses() -> None:
     torch.manual_seed(0)
     module = MLP([400, 600])

@@ -148,6 +148,10 @@ def test_grouped_linear_and_padding(seed: int) -> None:
 
     (x,) = tensors((rows + beyond, 4))
     same(ours, expected, [x, *module.parameters()])
+    # plain tensors as its parameters, as FSDP has them too
+    given = dict(module.named_parameters())
+    theirs = torch.func.functional_call(module, {name: value.detach() for name, value in given.items()}, (x, splits))
+    torch.testing.assert_close(whole((theirs[0], *theirs[1])) if back else theirs.flatten(), ours(x))
     pad, unpad = te.Fp8Padding(3, 4), te.Fp8Unpadding(3, 4)
     (x,) = tensors((rows, 5))
     padded, sizes = pad(x, splits)

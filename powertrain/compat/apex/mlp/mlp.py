@@ -60,12 +60,13 @@ class MLP(nn.Module):
     @property
     def weights(self) -> list[Tensor]:
         """weight_0, weight_1, ..."""
-        return [self.get_parameter(f"weight_{i}") for i in range(self.num_layers)]
+        # not get_parameter: FSDP and torch.func.functional_call put plain tensors in their places
+        return [getattr(self, f"weight_{i}") for i in range(self.num_layers)]
 
     @property
     def biases(self) -> list[Tensor]:
         """bias_0, bias_1, ...; none without a bias."""
-        return [self.get_parameter(f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
+        return [getattr(self, f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
         for weight in self.weights:

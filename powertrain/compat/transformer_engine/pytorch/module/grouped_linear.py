@@ -99,7 +99,9 @@ class GroupedLinear(ProductModule):
         for argument, value in (("out", out), ("dgrad_out", dgrad_out)):
             if value is not None:
                 unsupported("GroupedLinear", argument, list(value.shape), "None: a new tensor")
-        x = self._input(inp, self.get_parameter("weight0"))
+        # not get_parameter: FSDP and torch.func.functional_call put plain tensors in their places
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        x = self._input(inp, weights[0])
         # a list, or a tensor of any device
         splits = m_splits if isinstance(m_splits, Tensor) else torch.tensor(m_splits, device="cpu")
         checks.shape("GroupedLinear", "m_splits", splits, (self.num_gemms,), "num_gemms")
@@ -110,8 +112,7 @@ class GroupedLinear(ProductModule):
         # ends of the groups, as grouped_gemm reads them
         offsets = splits.cumsum(0).to(x.device, torch.int32, non_blocking=True)
         # experts are separate parameters there, so their checkpoints load; the copy is the price
-        weights = torch.stack([getattr(self, f"weight{i}") for i in range(self.num_gemms)])
-        output = _product(rows, weights, offsets)
+        output = _product(rows, torch.stack(weights), offsets)
         biases = [getattr(self, f"bias{i}").to(x.dtype) for i in range(self.num_gemms)]
         if self.use_bias and not self.return_bias:
             output = output + _of_rows(torch.stack(biases), offsets, rows.shape[0])
