@@ -40,10 +40,17 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "Falcon": {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2},
 }  # fmt: skip
 
+# config class -> what differs from _BASE, of models that are no parameter of every test
+OTHERS: dict[str, dict[str, Any]] = {
+    "BigBirdPegasus": {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "d_model": 64,
+                       **_NO_DROPOUT},
+    "Gemma4UnifiedText": {**_WINDOWS, "global_head_dim": 32, "pad_token_id": 0},
+}  # fmt: skip
+
 
 def causal(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """A causal language model in training mode; its weights differ from their first values, which are often 1 or 0."""
-    options = {k: v for k, v in {**_BASE, **CAUSAL[name], **changes}.items() if v is not None}
+    options = {k: v for k, v in {**_BASE, **(CAUSAL | OTHERS)[name], **changes}.items() if v is not None}
     config = getattr(transformers, f"{name}Config")(**options)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -77,6 +77,20 @@ def test_what_sdpa_does_not_compute_is_ours(name: str) -> None:
         torch.testing.assert_close(model(**inputs).logits[seen], old[seen], rtol=1e-4, atol=1e-5)
 
 
+def test_modules_that_call_themselves_not_causal_are_left_alone() -> None:
+    """BigBirdPegasus' decoder, which takes no sdpa: without padding our attention showed all keys to every query."""
+    model = causal("BigBirdPegasus").eval()
+    tokens = batch()["input_ids"]
+    with torch.no_grad():
+        old = model(tokens).logits
+        report = pt.patch(model)
+        torch.testing.assert_close(model(tokens).logits, old)
+    assert "attention" not in {part.kind for part in report.replaced}
+    assert {part.why for part in report.left if part.kind == "attention"} == {
+        "the whole model's results differed with it"
+    }
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPTNeoX"])
 def test_calls_a_forward(name: str) -> None:
     """Of functions: 6 more a replaced module (10 more an attention), 30 more for mask and head; a layer has 150."""

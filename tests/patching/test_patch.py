@@ -89,6 +89,13 @@ def test_same_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(again[0], old[0]) and all(torch.equal(again[1][k], old[1][k]) for k in old[1])
 
 
+def test_configs_whose_layers_differ() -> None:
+    """Gemma 4's unified text model: its config raises, by no AttributeError, where layers differ in head dim."""
+    model = causal("Gemma4UnifiedText")
+    report = pt.patch(model)
+    assert "attention" in {part.kind for part in report.replaced}, table(report)
+
+
 @pytest.mark.parametrize("heads", [(4, 2, 8), (4, 4, 128)])
 def test_roundings_are_no_other_function(heads: tuple[int, int, int]) -> None:
     """Both were refused once, for differences of 1e-6."""
