@@ -389,8 +389,9 @@ def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, dev
         name: torch.randn((2, h, 9, head_dim), generator=generator, device=device).to(dtype).requires_grad_()
         for name, h in shapes.items()
     }
-    # the defaults that transformers' attention functions have
-    scaling = getattr(module, "scaling", None) or head_dim**-0.5
+    # the defaults that transformers' attention functions have; a tensor is applied to the queries (TimesFM 2.5)
+    scaling = getattr(module, "scaling", None)
+    scaling = scaling if isinstance(scaling, float | int) and scaling else head_dim**-0.5
     causal = bool(getattr(module, "is_causal", True))
     # 9 keys: a partial tile, and enough rows for a causal mask to matter
     mask = torch.zeros(9, 9, device=device)

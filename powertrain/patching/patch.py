@@ -327,12 +327,15 @@ def _logits(model: Any, padded: int) -> Tensor | None:
     mask = torch.ones_like(tokens)
     # right padding exercises the masks; without any a layer's own words may stand for one, and be wrong
     mask[1, 17:] = 1 - padded
+    inputs = {"input_ids": tokens, "attention_mask": mask if padded else None}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
     training = [m for m in model.modules() if m.training]
     # dropout would make two runs differ
     model.eval()
     try:
         with torch.no_grad():
-            result = model(input_ids=tokens, attention_mask=mask if padded else None)
+            result = model(**inputs)
         values = getattr(result, "logits", None)
         values = getattr(result, "last_hidden_state", None) if values is None else values
         # rows of padding mean nothing

@@ -13,7 +13,7 @@ import powertrain as pt
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 
-from tests.patching.architectures import causal  # noqa: E402
+from tests.patching.architectures import causal, shaken  # noqa: E402
 from tests.patching.test_patch import batch, encoders, run  # noqa: E402
 
 
@@ -77,14 +77,26 @@ def test_what_sdpa_does_not_compute_is_ours(name: str) -> None:
         torch.testing.assert_close(model(**inputs).logits[seen], old[seen], rtol=1e-4, atol=1e-5)
 
 
-def test_modules_that_call_themselves_not_causal_are_left_alone() -> None:
-    """BigBirdPegasus' decoder, which takes no sdpa: without padding our attention showed all keys to every query."""
-    model = causal("BigBirdPegasus").eval()
+def _model(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
     tokens = batch()["input_ids"]
+    if kind == "decoder":
+        return causal("BigBirdPegasus").eval(), {"input_ids": tokens}
+    config = transformers.PegasusXConfig(
+        vocab_size=131, d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, num_global_tokens=4, block_size=8,
+    )  # fmt: skip
+    model = shaken(transformers.PegasusXForConditionalGeneration(config)).eval()
+    return model, {"input_ids": tokens, "decoder_input_ids": tokens}
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder and decoder"])
+def test_modules_that_call_themselves_not_causal_are_left_alone(kind: str) -> None:
+    """Of models that take no sdpa: without padding our attention showed all keys to every query of their decoders."""
+    model, inputs = _model(kind)
     with torch.no_grad():
-        old = model(tokens).logits
+        old = model(**inputs).logits
         report = pt.patch(model)
-        torch.testing.assert_close(model(tokens).logits, old)
+        torch.testing.assert_close(model(**inputs).logits, old)
     assert "attention" not in {part.kind for part in report.replaced}
     assert {part.why for part in report.left if part.kind == "attention"} == {
         "the whole model's results differed with it"

@@ -96,6 +96,16 @@ def test_configs_whose_layers_differ() -> None:
     assert "attention" in {part.kind for part in report.replaced}, table(report)
 
 
+def test_scales_that_are_learned() -> None:
+    """TimesFM 2.5 multiplies its queries by a parameter of this name, and says 1 to the attention itself."""
+    config = transformers.TimesFm2_5Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=8,
+    )  # fmt: skip
+    report = pt.patch(shaken(transformers.TimesFm2_5Model(config)))
+    assert "attention" in {part.kind for part in report.replaced}, table(report)
+
+
 @pytest.mark.parametrize("heads", [(4, 2, 8), (4, 4, 128)])
 def test_roundings_are_no_other_function(heads: tuple[int, int, int]) -> None:
     """Both were refused once, for differences of 1e-6."""
