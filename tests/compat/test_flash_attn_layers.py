@@ -114,6 +114,27 @@ def test_rotary_embedding(scale_base: float | None, offset: Any) -> None:
     torch.testing.assert_close(packed[:, :, 0], new_q)
 
 
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+def test_rotary_embedding_of_a_converted_module(scale_base: float | None) -> None:
+    """Frequencies in bfloat16 would be off by 2^-9 of the angle, which grows with the position: 500 here."""
+    module = rotary.RotaryEmbedding(16, scale_base=scale_base)
+    (qkv,) = tensors((1, 2, 3, 1, 16))
+    options = {"seqlen_offset": 500}
+    expected = module(qkv.clone(), **options)
+    converted = rotary.RotaryEmbedding(16, scale_base=scale_base).bfloat16()
+    torch.testing.assert_close(converted(qkv.clone(), **options), expected)
+
+
+def test_rotary_embedding_trains_after_inference() -> None:
+    module, qkv = rotary.RotaryEmbedding(8), torch.randn(1, 2, 3, 1, 8)
+    with torch.inference_mode():
+        module(qkv.clone())
+    # float32: tables of another dtype are converted, and the copies may be saved
+    turned = module(qkv.requires_grad_())
+    turned.sum().backward()
+    torch.testing.assert_close(turned, rotary.RotaryEmbedding(8)(qkv))
+
+
 def _norm(h: Tensor, w: Tensor, b: Tensor | None, rms: bool, plus: float = 0.0) -> Tensor:
     h = h if rms else h - h.mean(-1, keepdim=True)
     y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5) * (w + plus)

@@ -139,11 +139,9 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
-        channel = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        # a buffer that is not persistent: flash-attn's checkpoints have none
-        self.register_buffer("inv_freq", 1.0 / self.base ** (channel / dim), persistent=False)
-        # XPos: the channel's base of decay (Sun et al., arXiv:2212.10554), as flash-attn computes it
-        scale = None if scale_base is None else (channel + 0.4 * dim) / (1.4 * dim)
+        inv_freq, scale = self._of_channels(device)
+        # buffers that are not persistent: flash-attn's checkpoints have none
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         # tables are not buffers: they grow with the longest sequence so far
         self._tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -174,23 +172,37 @@ class RotaryEmbedding(nn.Module):
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
 
+    def _of_channels(self, device: torch.device | str | None) -> tuple[Tensor, Tensor | None]:
+        """inv_freq, and XPos's base of decay (Sun et al., arXiv:2212.10554) as flash-attn computes it."""
+        channel = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        scale = None if self.scale_base is None else (channel + 0.4 * self.dim) / (1.4 * self.dim)
+        return 1.0 / self.base ** (channel / self.dim), scale
+
     def _table(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """cos and sin for q, then for k, float32."""
         # rebuilt for a longer sequence or another device only
         if self._tables is None or self._tables[0].shape[0] < positions or self._tables[0].device != device:
-            at = torch.arange(positions, device=device, dtype=torch.float32)
-            # in float32 whatever the module's dtype: bfloat16 positions above 256 are not exact
-            angles = torch.outer(at, self.inv_freq.to(device, torch.float32))
-            cos, sin = angles.cos(), angles.sin()
-            if self.scale is None:
-                self._tables = (cos, sin, cos, sin)
-            else:
-                assert self.scale_base is not None
-                # counted from the middle of the table, as flash-attn does
-                power = (at - positions // 2) / self.scale_base
-                scale = self.scale.to(device, torch.float32) ** power[:, None]
-                self._tables = (cos * scale, sin * scale, cos / scale, sin / scale)
+            # out of inference mode, since a later backward may save them
+            with torch.inference_mode(False):
+                self._tables = self._made(positions, device)
         return self._tables
+
+    def _made(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        inv_freq, scale = self.inv_freq, self.scale
+        if inv_freq.dtype is not torch.float32:
+            # buffers of a converted module are rounded: by bfloat16's 64 channels' position 500 is off by 0.2 radian
+            inv_freq, scale = self._of_channels(device)
+        # in float32 whatever the module's dtype: bfloat16 positions above 256 are not exact
+        at = torch.arange(positions, device=device, dtype=torch.float32)
+        angles = torch.outer(at, inv_freq.to(device))
+        cos, sin = angles.cos(), angles.sin()
+        if scale is None:
+            return cos, sin, cos, sin
+        assert self.scale_base is not None
+        # counted from the middle of the table, as flash-attn does
+        power = (at - positions // 2) / self.scale_base
+        decay = scale.to(device) ** power[:, None]
+        return cos * decay, sin * decay, cos / decay, sin / decay
 
 
 def _turn(
