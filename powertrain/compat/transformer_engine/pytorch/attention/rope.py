@@ -33,23 +33,31 @@ class RotaryPositionEmbedding(nn.Module):
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         # made on the GPU, as there
         device = "cuda" if torch.cuda.is_available() else None
-        channel = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         # persistent: TransformerEngine's buffer is in its state dicts
-        self.register_buffer("inv_freq", 1.0 / rotary_base ** (channel / dim))
+        self.register_buffer("inv_freq", _frequencies(dim, rotary_base, device))
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         # autocast would make positions bfloat16, which is not exact beyond 256
         with torch.autocast(self.inv_freq.device.type, enabled=False):
-            at = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
+            inv_freq = self.inv_freq
+            if inv_freq.dtype.itemsize < 4:
+                # a converted module: its buffer is rounded, and in 16 bits positions would be too
+                inv_freq = _frequencies(2 * len(inv_freq), self.rotary_base, inv_freq.device)
+            at = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
             trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
             if factor is not None:
                 longer = trained is not None and max_seq_len > trained * factor
                 # interpolated to the trained length, further if the sequence is longer than the factor allows for
                 at = at * (trained / max_seq_len if longer and trained is not None else 1 / factor)
-            angles = torch.outer(at, self.inv_freq)
+            angles = torch.outer(at, inv_freq)
             doubled = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
             # each angle twice, in the order of the rotation
             return doubled[:, None, None]
+
+
+def _frequencies(dim: int, base: float, device: torch.device | str | None) -> Tensor:
+    channel = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+    return 1.0 / base ** (channel / dim)
 
 
 def apply_rotary_pos_emb(
