@@ -372,6 +372,7 @@ def test_errors() -> None:
     cu = {"cu_seqlens_q": _cu(Q), "cu_seqlens_kv": _cu(KV)}
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "attention_mask or cu_seqlens_q must be given for 'padding_causal', got None"),
+        ({"attn_mask_type": torch.ones(2)}, "attn_mask_type must be the name of a mask, got Tensor"),
         ({"attn_mask_type": "band"}, "attn_mask_type must be one of 'no_mask', .*, got 'band'"),
         ({"cu_seqlens_q": _cu(Q)}, "attention_mask or cu_seqlens_kv must be given for 'padding_causal', got None"),
         ({**cu, "max_seqlen_q": 4}, "max_seqlen_q must be 5, the 's' of qkv_format 'bshd', got 4"),

@@ -282,6 +282,8 @@ class DotProductAttention(nn.Module):
 
 
 def _mask_type(name: str) -> str:
+    # an encoder's output in its place: both stand behind the mask in signatures
+    checks.require(isinstance(name, str), _OP, "attn_mask_type", "be the name of a mask", type(name).__name__)
     # "causal,padding" and "padding,causal" are the old spellings
     plain = name.replace(",", "_")
     plain = "padding_causal" if plain == "causal_padding" else plain
