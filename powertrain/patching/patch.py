@@ -325,7 +325,7 @@ def _logits(model: Any, padded: int) -> Tensor | None:
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(vocabulary, (2, 24), generator=generator, device=device)
     mask = torch.ones_like(tokens)
-    # right padding exercises the masks; without any a layer's own words may stand for one, and be wrong
+    # right padding exercises the masks; without padding there may be none, and a layer's is_causal stands for it
     mask[1, 17:] = 1 - padded
     inputs = {"input_ids": tokens, "attention_mask": mask if padded else None}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

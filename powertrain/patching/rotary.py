@@ -172,7 +172,7 @@ def heads(module: nn.Module) -> tuple[int, int, int] | None:
     config = getattr(module, "config", None)
 
     def first(*names: str) -> int | None:
-        values = (_told(part, name) for part in (module, config) for name in names)
+        values = (_attribute(part, name) for part in (module, config) for name in names)
         # configs differ in where head counts stand: on the module, or in the config
         return next((v for v in values if isinstance(v, int)), None)
 
@@ -186,7 +186,7 @@ def heads(module: nn.Module) -> tuple[int, int, int] | None:
     return num_heads, num_heads // (first("num_key_value_groups") or 1), head_dim
 
 
-def _told(part: object, name: str) -> object:
+def _attribute(part: object, name: str) -> object:
     try:
         return getattr(part, name, None)
     except Exception:  # a config whose layers differ (Gemma 4) raises, by no AttributeError, for what is a layer's own

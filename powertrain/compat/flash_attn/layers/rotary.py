@@ -190,7 +190,7 @@ class RotaryEmbedding(nn.Module):
     def _made(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         inv_freq, scale = self.inv_freq, self.scale
         if inv_freq.dtype is not torch.float32:
-            # buffers of a converted module are rounded: by bfloat16's 64 channels' position 500 is off by 0.2 radian
+            # a converted module's buffers are rounded: to bfloat16, the angle of position 500 is off by 0.2 radian
             inv_freq, scale = self._of_channels(device)
         # in float32 whatever the module's dtype: bfloat16 positions above 256 are not exact
         at = torch.arange(positions, device=device, dtype=torch.float32)
