@@ -124,16 +124,17 @@ def test_more_sequences_than_a_grid_has() -> None:
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
-def test_few_rows_are_combined_by_two_warps() -> None:
+def test_few_rows_are_combined_by_several_warps() -> None:
     """4 sequences of 28 heads have 112 rows, 32 of 32 heads 1024."""
 
-    def warps(batch: int, heads: int) -> int:
+    def warps(splits: int, batch: int, heads: int) -> int:
         with record("sm_90") as wanted:
             partial, lse = (
-                torch.empty(4, batch, 1, heads, 128, device="meta"),
-                torch.empty(4, batch, heads, 1, device="meta"),
+                torch.empty(splits, batch, 1, heads, 128, device="meta"),
+                torch.empty(splits, batch, heads, 1, device="meta"),
             )
             combine(partial, lse, None, partial[0], lse[0], partial[0].stride()[:3])
         return int(wanted.specs[0].options["num_warps"])
 
-    assert warps(4, 28) == 2 and warps(32, 32) == 1
+    assert [warps(splits, 4, 28) for splits in (4, 16, 32, 64)] == [1, 2, 4, 4]
+    assert {warps(splits, 32, 32) for splits in (4, 16, 64)} == {1}
