@@ -235,11 +235,12 @@ def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
     first = keys - queries if args.bottom_right else 0
     begin = max(0, first - args.left) if args.left >= 0 else 0
     end = min(keys, first + queries + args.right) if args.right >= 0 else keys
-    seen = max(1, end - begin)
+    blocks = cdiv(max(1, end - begin), plan.block_n)
     row_bytes = (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
     return Work(
-        operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries), cdiv(seen, plan.block_n),
-        _block_us(plan), operands.batch * seen * heads.kv * row_bytes,
+        operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries), blocks, _block_us(plan),
+        # whole blocks: keys that grow one by one are not another work each time
+        operands.batch * blocks * plan.block_n * heads.kv * row_bytes,
         operands.batch * queries * heads.kv * heads.q_per_kv * operands.d_v * 4,
         operands.target.num_sms, operands.target.bandwidth,
     )  # fmt: skip
