@@ -23,7 +23,7 @@ FACTORIES = {
     "tensor",
     "zeros",
 }
-# files whose tensors meet no tensor of another device, and one that asks what the default device is
+# these use no tensors of another device, or (anomaly.py) read the default device on purpose
 ANYWHERE = {"ops/adamw_kernels.py", "ops/grad_norm.py", "ops/rope_table.py", "train/anomaly.py"}
 
 

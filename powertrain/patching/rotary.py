@@ -189,5 +189,5 @@ def heads(module: nn.Module) -> tuple[int, int, int] | None:
 def _attribute(part: object, name: str) -> object:
     try:
         return getattr(part, name, None)
-    except Exception:  # a config whose layers differ (Gemma 4) raises, by no AttributeError, for what is a layer's own
+    except Exception:  # Gemma 4's config raises an error of its own for a value in which its layers differ
         return None

@@ -53,7 +53,8 @@ def _combine_kernel(
         # the attention kernel has stored a single part as the result itself
         is_row = is_row & (count > 1)
         num_splits = tl.max(tl.where(is_row, count, 0))
-    of_row, of_lse = query * heads + head, head * num_queries + query
+    # int64: partial results may exceed 2^31 elements
+    of_row, of_lse = (query * heads + head).to(tl.int64), head * num_queries + query
     dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM_V
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -63,7 +64,6 @@ def _combine_kernel(
         top = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)  # [BLOCK_H]
         total = tl.where(top > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    # a product of two int32 in int64: partial results of all splits may exceed 2^31 elements
     slot_rows = (num_queries * heads).to(tl.int64)
     for start in range(0, num_splits, BLOCK_S):
         splits = (start + tl.arange(0, BLOCK_S))[:, None]
@@ -122,8 +122,8 @@ def _tile_of(rows: int, splits: int | None) -> _Tile:
     for 0.8 programs a ns start, and on one warp, which needs no shared memory between its lanes. us, head dim 128, one
     H200, in the L2, (heads, splits, warps): 8 rows of 16 splits (1, 16, 2) 1.6, (1, 16, 1) 1.8; of 64 (1, 64, 4) 2.7,
     (1, 16, 2) 3.6; 512 of 16 (1, 16, 1) 2.6, (1, 16, 2) 3.1; 2048 of 8 (1, 4, 1) 3.1, (2, 8, 1) 3.9; 8192 of 2
-    (4, 2, 1) 4.4, (2, 2, 1) 5.6, of 4 (4, 4, 1) 5.6, a program a row 10.5
-    (benchmarks/results/2026-11-29_h200_few_queries.md)."""
+    (4, 2, 1) 4.4, (2, 2, 1) 5.6, of 4 (4, 4, 1) 5.6, a program a row 10.5. Of rows with different numbers only whole
+    decoding calls were timed (benchmarks/results/2026-11-29_h200_few_queries.md)."""
     if splits is None:
         return _Tile(1, 32, 4) if rows <= 256 else _Tile(1, 16, 1) if rows <= 2048 else _Tile(2, 8, 1)
     if rows > 4096 and splits <= 8:

@@ -1,6 +1,7 @@
 """The schedule of decoding, read back: every part of every sequence once, in order, within the table."""
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import decode_schedule
-from powertrain.ops.attention.combine import combine
+from powertrain.ops.attention.combine import PartTable, combine
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.attention.decode_schedule import KeysSeen, schedule
+from powertrain.runtime.compile.triton_compat import lower
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
@@ -138,3 +140,22 @@ def test_few_rows_are_combined_by_several_warps() -> None:
 
     assert [warps(splits, 4, 28) for splits in (4, 16, 32, 64)] == [1, 2, 4, 4]
     assert {warps(splits, 32, 32) for splits in (4, 16, 64)} == {1}
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("with_table", [False, True])
+def test_places_of_partial_results_are_int64(with_table: bool) -> None:
+    """More than 2^31 elements: rows times a head dim of 96, a number that nothing else is, never in int32."""
+    with record("sm_90") as wanted:
+        partial, lse = torch.empty(4, 2, 3, 8, 96, device="meta"), torch.empty(4, 2, 8, 3, device="meta")
+        table = None
+        if with_table:
+            partial, lse = partial[:, 0], lse[:, 0]
+            table = PartTable(torch.empty(2, 3, 2, dtype=torch.int32, device="meta"), 4, 16, 2)
+        out = torch.empty(2, 3, 8, 96, device="meta")
+        combine(partial, lse, None, out, torch.empty(2, 8, 3, device="meta"), out.stride()[:3], table)
+    [spec] = wanted.specs
+    text = lower(spec.kernel.jit, spec.signature, spec.constants, spec.aligned, spec.options, spec.arch)
+    products = [line for line in text.splitlines() if "arith.muli" in line]
+    names = re.findall(r"(%\w+) = arith.constant dense<96> : tensor<\S*xi32", text)
+    assert products and not [line for line in products if any(re.search(rf"{name}\b", line) for name in names)]

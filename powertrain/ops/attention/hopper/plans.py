@@ -229,7 +229,7 @@ def _splitting_keys(operands: Operands, plan: Plan, queries: int, keys: int) -> 
 
 
 def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
-    """What the tiles of sequences with so many queries and keys do, on average."""
+    """The work of a call whose sequences have so many queries and keys on average."""
     args, heads = operands.args, operands.heads
     # the position of the first query
     first = keys - queries if args.bottom_right else 0
@@ -239,7 +239,7 @@ def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
     row_bytes = (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
     return Work(
         operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries), blocks, _block_us(plan),
-        # whole blocks: keys that grow one by one are not another work each time
+        # in whole blocks, so that `num_splits_for` finds its result when one key more is there
         operands.batch * blocks * plan.block_n * heads.kv * row_bytes,
         operands.batch * queries * heads.kv * heads.q_per_kv * operands.d_v * 4,
         operands.target.num_sms, operands.target.bandwidth,
@@ -247,7 +247,7 @@ def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
 
 
 def _block_us(plan: Plan) -> float:
-    """What a block of keys takes on an H200 whose SMs are all busy. Of 128 keys: head dim 64 1.07 us, with three
-    consumers 1.45, 96 1.31, 128 1.55; of 64 keys: 192 1.21, 256 1.50."""
+    """The time of one block of keys on an H200 whose SMs are all busy. A block of 128 keys: head dim 64 1.07 us, with
+    three consumers 1.45, 96 1.31, 128 1.55; a block of 64 keys: 192 1.21, 256 1.50."""
     us = plan.block_n / 128 * (0.6 + 0.0037 * (sum(plan.p_qk) + sum(plan.p_v)))
     return us * (1.2 if plan.block_n == 64 else 1.35 if plan.consumers == 3 else 1)

@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 from powertrain.ops.shapes import cdiv
 
-# us, of calls behind other kernels, where nothing is in the caches: a launch, what a tile takes beside its blocks, the
-# first keys, a second kernel that combines the splits, and each split of it
+# us, fitted to times of calls that followed other kernels (`python -m benchmarks.ops.few_queries`): the launch; a
+# tile's time without its blocks; the latency of the first keys; the kernel that combines the splits; each split there
 _LAUNCH, _TILE, _FIRST_KEYS, _COMBINE, _EACH_SPLIT = 5.5, 2.0, 1.6, 4.9, 0.04
-# a split without keys ends before the others come to their last instructions, which are in the L2 then. Of 157 pairs of
-# calls with as many blocks a split, without such a split and with it, 114 were faster with it, by up to 3.2 us
+# gained by a split without keys. It executes a tile's last instructions first, so the others find them in the L2. Of
+# 157 pairs of calls that differ in nothing else, 114 are faster with such a split, by up to 3.2 us
 _EMPTY_SPLIT = 1.0
 _RESULTS_PER_US = 2.15e6  # bytes of results of splits, written and read again
-# of a datasheet's bandwidth, what keys and values reach that few tiles read; less where every SM reads others
+# the share of a datasheet's bandwidth at which few SMs read keys and values, and how much longer all SMs take
 _BANDWIDTH, _SPREAD = 0.875, 0.14
 
 
@@ -21,7 +21,7 @@ class Work(NamedTuple):
 
     tiles: int
     blocks: int  # of keys, of each tile
-    block_us: float  # what one takes
+    block_us: float  # time of one block
     keys_bytes: int  # keys and values of the call
     result_bytes: int  # in float32
     sms: int
@@ -42,7 +42,7 @@ def num_splits_for(work: Work) -> int:
 
 
 def time_of(work: Work, splits: int) -> float:
-    """us. Rounds of tiles on the SMs, or what the memory takes, and the combination."""
+    """Estimated us: the SMs compute rounds of tiles while the memory delivers the keys, then a kernel combines."""
     tiles = work.tiles * splits
     share = cdiv(work.blocks, splits)
     products = cdiv(tiles, work.sms) * (share * work.block_us + _TILE)
