@@ -21,7 +21,7 @@ def _within(shape: tuple[int, ...], device: torch.device, fill: Tensor | None = 
     return inner, memory
 
 
-TILES = ((1, 4, 1), (2, 4, 1), (2, 8, 1), (4, 2, 1), (4, 4, 1), (1, 16, 1), (1, 64, 4))
+TILES = ((4, 1, 2, 4), (4, 1, 4, 4), (4, 1, 8, 4), (1, 16, 1, 2), (1, 32, 1, 4), (1, 64, 1, 8), (2, 2, 2, 1))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -183,7 +183,8 @@ def test_what_is_packed_and_cut() -> None:
     assert _packed_and_cut(_few_queries(1, 64, 32768, is_causal=False, window_size=(200, 0))) == (4, False)
     assert _packed_and_cut(_few_queries(2, 16, 4096, (56, 8))) == (7, True)
     assert _packed_and_cut(_few_queries(8, 16, 4096, (56, 8))) == (7, False)  # the memory is busy without
-    assert _packed_and_cut(_few_queries(8, 16, 4096, (37, 1))) == (8, True)  # three are missing: results leave in parts
+    assert _packed_and_cut(_few_queries(8, 16, 4096, (37, 1))) == (8, True)  # three are missing in the last tile
+    assert _packed_and_cut(_few_queries(64, 16, 200, (37, 1))) == (8, False)  # and leave without a combination
     assert _packed_and_cut(_few_queries(8, 16, 60, (56, 8))) == (7, False)
     assert _packed_and_cut(_few_queries(8, 64, 64)) == (4, False)  # training: half as many tiles
     assert _packed_and_cut(_few_queries(1, 16, 32768, causal_align="top_left")) == (4, False)  # 16 keys are seen

@@ -149,7 +149,7 @@ def _hopper_attention_fwd_kernel(
         num_splits = tiles // (blocks * kv_heads * gl.cdiv(num_q_per_kv, HEADS_PER_TILE) * (1 if PACKED else batch))
     else:
         num_splits: gl.constexpr = None  # type: ignore[no-redef]
-    if SPLIT_KV or list_ptr is not None:
+    if o_desc is None or list_ptr is not None:
         members = num_q_per_kv
     else:
         members: gl.constexpr = None  # type: ignore[no-redef]
@@ -239,14 +239,14 @@ def launch_forward(
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,
         BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, STORE_PARTS=plan.store_parts,
         Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, TAKES_TURNS=plan.takes_turns, HEADS_PER_TILE=plan.heads_per_tile,
-        SPLIT_KV=listed is None and plan.leaves_parts, FIRST_BLOCK=first_block,
+        SPLIT_KV=listed is None and plan.num_splits > 1, FIRST_BLOCK=first_block,
         PAGE_SIZE=0 if page_table is None else k.tensor.shape[1], STARTS_EARLY=starts_early(operands.target),
         num_warps=4,
     )  # fmt: skip
     if listed is not None and into.partial is not None:
         partial, partial_lse = results_in(into.partial, plan.queries * plan.heads_per_tile)
         listed.combine(partial, partial_lse, args.sinks, out, lse, heads.kv, plan.heads_per_tile)
-    elif plan.leaves_parts:
+    elif listed is None and plan.num_splits > 1:
         combine(into.o, into.lse, None, out, lse, (o.b, o.s, o.r))
     return out, lse
 
@@ -255,7 +255,7 @@ def _results_of(
     operands: Operands, plan: Plan, listed: TileList | None, out: Tensor, lse: Tensor, o: Operand
 ) -> _Results:
     heads = operands.heads
-    if listed is None and plan.leaves_parts:
+    if listed is None and plan.num_splits > 1:
         shape = plan.num_splits, operands.storage, operands.queries, heads.kv * heads.q_per_kv, operands.d_v
         into, into_lse = out.new_empty(shape, dtype=torch.float32), lse.new_empty((plan.num_splits, *lse.shape))
         return _Results(into, into_lse, into.stride()[1:4], (None, None))

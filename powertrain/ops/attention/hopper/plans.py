@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     q_held: bool = True  # queries are read from registers
     takes_turns: bool = True  # consumers issue their products in a fixed order
     heads_per_tile: int = 1  # heads that share keys in one tile
-    partial: bool = False  # the last tile of a group has fewer: results leave as those of splits
+    partial: bool = False  # the last tile of a group has fewer: results leave by ordinary stores
     num_splits: int = 1  # parts of the keys, a tile each
 
     @property
@@ -33,10 +33,6 @@ class Plan(NamedTuple):
     @property
     def block_m(self) -> int:
         return 64 if self.splits_columns else 64 * self.consumers
-
-    @property
-    def leaves_parts(self) -> bool:
-        return self.num_splits > 1 or self.partial
 
     @property
     def queries(self) -> int:
@@ -217,7 +213,7 @@ def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int,
     # a tile has one slope
     if args.slopes is not None or plan.splits_columns or at_once:
         return plan
-    # fewer heads leave in parts: another kernel, and float32 results
+    # fewer heads in the last tile of a group, by ordinary stores: of few queries alone, others were not timed
     most = 0.95 if args.left < 0 and args.right < 0 and not is_few else 0.875
     pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, sequences > 1, not is_few, most)
     return plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
