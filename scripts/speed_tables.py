@@ -20,7 +20,7 @@ PEERS = ("torch", "liger", "quack", "flash", "flex", "cudnn", "cut")
 TITLES = {
     "attention": "Attention",
     "head-dims": "Attention of other head dims",
-    "short": "Attention of few tokens, forward with backward",
+    "short": "Attention of few tokens, with backward; few queries beside many keys, forward",
     "masks": "Attention with masks, biases and changed scores",
     "decode": "Decoding and chunked prefill",
     "ops": "Norms, activations, dropout, losses, optimizer",
