@@ -98,7 +98,8 @@ def test_sweep(config: Config, taken: list[str | None]) -> None:
         if not error.ok
     ]
     assert not bad, "\n".join(bad)
-    assert None in taken or "strided" in config.name  # whose rows are seldom aligned
+    # rows of strided ones are seldom aligned; 192/128 has no fixed order
+    assert None in taken or "strided" in config.name or why_not_of(*config.head_dims, False, False) in taken
 
 
 def _leaves(*shapes: tuple[int, ...]) -> Any:
