@@ -39,9 +39,9 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """BLOCK_H heads of one query, some channels: the splits' results, weighted by exp(lse - max). AHEAD tiles of BLOCK_S
-    splits are loaded at a time. With `parts`, a sequence's are those of its tile's parts; one part alone is the result
-    already."""
+    """BLOCK_H heads of one query, some channels: the splits' results, weighted by exp(lse - max). AHEAD tiles of
+    BLOCK_S splits are loaded at a time. With `parts`, a sequence's are those of its tile's parts; one part alone is the
+    result already."""
     wait_for_kernel_before(STARTS_EARLY)
     # unsigned: half of the instructions
     batch = (tl.program_id(0).to(tl.uint32) // num_queries.to(tl.uint32)).to(tl.int32)
@@ -89,12 +89,13 @@ def _combine_kernel(
                 slots = tl.where(splits == 0, extra + batch, second[None, :] + splits - 1)
             slots = slots * slot_rows  # [BLOCK_S, 1 or BLOCK_H]
             lse = tl.load(partial_lse_ptr + (slots + of_lse[None, :]))
-            lses += (tl.where(is_split, lse * LOG2E, float("-inf")),)  # [BLOCK_S, BLOCK_H]
+            # [BLOCK_S, BLOCK_H]
+            lses += (tl.where(is_split, lse * LOG2E, float("-inf")),)  # type: ignore[assignment]
             at = partial_ptr + ((slots * HEAD_DIM_V)[:, :, None] + of_row[None, :, :])
             if HEAD_DIM_V % BLOCK_D == 0:
-                parts += (tl.load(at),)
+                parts += (tl.load(at),)  # type: ignore[assignment]
             else:
-                parts += (tl.load(at, mask=is_dim[None, None, :], other=0.0),)
+                parts += (tl.load(at, mask=is_dim[None, None, :], other=0.0),)  # type: ignore[assignment]
         higher = top
         for i in tl.static_range(AHEAD):
             higher = tl.maximum(higher, tl.max(lses[i], axis=0))
@@ -106,7 +107,7 @@ def _combine_kernel(
             weight = tl.exp2(lses[i] - safe[None, :])
             total += tl.sum(weight, axis=0)
             # what a part without keys left in its result may be NaN
-            part = tl.where((lses[i] > float("-inf"))[:, :, None], parts[i], 0.0)
+            part = tl.where((lses[i] > float("-inf"))[:, :, None], parts[i], 0.0)  # type: ignore[index]
             acc += tl.sum(weight[:, :, None] * part, axis=0)
         top = higher
     # a row that no split saw has total 0 and gives 0
@@ -141,12 +142,12 @@ class _Tile(NamedTuple):
 def _tile_of(rows: int, splits: int | None) -> _Tile:
     """Of so many rows (batch, query, head) and splits of each, None where rows have different numbers of them.
 
-    Few splits or many rows: a warp a head, which has all splits of its channels, so that nothing is passed between warps.
-    Else a head a program, whose splits the warps share. us with the launch, one H200, in the L2, head dim 128, by (heads,
-    splits, ahead, warps): 64 rows of 2 (4, 1, 2, 4) 4.0; of 8 (4, 1, 8, 4) 4.5, (1, 8, 1, 2) 5.0; of 32 (1, 32, 1, 4)
+    Few splits or many rows: a warp a head, which has all splits of its channels, so that warps exchange nothing. Else a
+    head a program, whose splits the warps share. us with the launch, one H200, in the L2, head dim 128, by (heads,
+    splits, ahead, warps): 64 rows of 2 (4, 1, 2, 4) 4.0; of 8 (4, 1, 8, 4) 4.5, (1, 8, 1, 2) 4.8; of 32 (1, 32, 1, 4)
     5.5, (1, 16, 1, 2) 6.5; 768 rows of 16 (1, 16, 1, 2) 6.8, (4, 1, 8, 4) 7.4; 2048 of 16 (4, 1, 4, 4) 10.1; 6144 of 2
-    (4, 1, 2, 4) 7.0, (4, 1, 4, 4) 7.6. Of rows with different numbers whole decoding calls were timed
-    (benchmarks/results/2026-11-29_h200_few_queries.md)."""
+    (4, 1, 2, 4) 7.0, (4, 1, 4, 4) 7.6. Of rows with different numbers of splits whole decoding calls were timed
+    (benchmarks/results/2026-11-29_h200_where_few_queries_wait.md)."""
     if splits is None:
         return _Tile(1, 32, 1, 4) if rows <= 256 else _Tile(1, 16, 1, 2) if rows <= 2048 else _Tile(4, 1, 4, 4)
     if splits <= 8:
