@@ -8,8 +8,8 @@ from powertrain.ops.shapes import cdiv
 # us, fitted to times of calls that followed other kernels (`python -m benchmarks.ops.few_queries`): the launch; a
 # tile's time without its blocks; the latency of the first keys; the kernel that combines the splits; each split there
 _LAUNCH, _TILE, _FIRST_KEYS, _COMBINE, _EACH_SPLIT = 5.5, 2.0, 1.6, 4.9, 0.04
-# gained by a split without keys: of 157 pairs of calls that differ in nothing else, 114 are faster with such a split, by
-# up to 3.2 us. Not because it executes a tile's last instructions first: a program that does only that gained 0.15
+# gained by a split without keys: of 157 pairs of calls that differ in nothing else, 114 are faster with such a split,
+# by up to 3.2 us. Not because it executes a tile's last instructions first: a program that does only that gained 0.15
 _EMPTY_SPLIT = 1.0
 _RESULTS_PER_US = 2.15e6  # bytes of results of splits, written and read again
 # the share of a datasheet's bandwidth at which few SMs read keys and values, and how much longer all SMs take
