@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim.adamw import adamw as _adamw_functional
@@ -68,6 +69,16 @@ def adamw_ref(
             target.copy_(source)
 
 
+def _check_state_dict(state_dict: dict[str, Any]) -> None:
+    if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+        raise NotImplementedError(
+            "AdamW: state_dict must be without amsgrad, which is not implemented; use torch.optim.AdamW"
+        )
+    for saved in state_dict["state"].values():
+        good = not saved or {"step", "exp_avg", "exp_avg_sq"} <= saved.keys()
+        checks.require(good, "AdamW", "state_dict", "have step, exp_avg and exp_avg_sq", f"{sorted(saved)}")
+
+
 # parameter, gradient, state
 _Entry = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -80,18 +91,30 @@ class _Located(NamedTuple):
     updates: list[tuple[Update, list[int]]]  # each with the positions of its parameters in the group
 
 
-def _check_finite(group: dict[str, Any]) -> None:
+# options of torch.optim.AdamW that have one value here; torch takes them in a group too
+_FIXED = {"amsgrad": False, "differentiable": False, "decoupled_weight_decay": True}
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name, only in _FIXED.items():
+        if (value := group.get(name, only)) != only:
+            raise NotImplementedError(f"AdamW: {name}={value} is not implemented; use torch.optim.AdamW")
     for name in ("lr", "betas", "eps", "weight_decay"):
         value = group.get(name, 0.0)
         # a tensor on a GPU is not read for a check
         numbers = [x for x in (value if name == "betas" and value else (value,)) if isinstance(x, Real)]
         checks.require(all(map(math.isfinite, numbers)), "AdamW", name, "be finite", value)
+    devices = [x.device for x in group.get("betas") or () if isinstance(x, Tensor)]
+    # kernels take them as numbers, which would wait for the GPU in each step
+    on_host = all(device.type == "cpu" for device in devices)
+    checks.require(on_host, "AdamW", "betas", "be numbers, or tensors on the CPU", f"tensors on {devices}")
 
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW in a few launches for all parameters.
 
-    params, lr, betas, eps, weight_decay, maximize   as in torch.optim.AdamW; lr may be a tensor on the device
+    params, lr, betas, eps, weight_decay, maximize   as in torch.optim.AdamW; lr may be a tensor on the device, betas on
+                     the CPU
     foreach, fused, capturable   accepted for compatibility: every step is fused and can be captured in a CUDA graph
                      (after one step has made the state)
     master_weights   keep a float32 copy of 16-bit parameters in the state and update that
@@ -124,11 +147,12 @@ class AdamW(torch.optim.AdamW):
         master_weights: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        if amsgrad or differentiable:
-            raise NotImplementedError("AdamW: amsgrad and differentiable are not implemented; use torch.optim.AdamW")
         if state_dtype is not None:
             checks.one_of("AdamW", "state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float16))
-        _check_finite({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        _check_group(
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            | {"amsgrad": amsgrad, "differentiable": differentiable}
+        )
         self.master_weights = master_weights
         self.state_dtype = state_dtype
         self._updates: dict[Any, Update] = {}
@@ -140,7 +164,7 @@ class AdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _check_finite(param_group)  # torch checks those of the constructor alone, and takes infinity
+        _check_group(param_group)  # torch checks those of the constructor alone, and takes infinity
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,14 +200,25 @@ class AdamW(torch.optim.AdamW):
                 self.state[p] or self._new_state(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-            raise NotImplementedError(
-                "AdamW: state_dict must be without amsgrad, which is not implemented; use torch.optim.AdamW"
-            )
-        for saved in state_dict["state"].values():
-            good = not saved or {"step", "exp_avg", "exp_avg_sq"} <= saved.keys()
-            checks.require(good, "AdamW", "state_dict", "have step, exp_avg and exp_avg_sq", f"{sorted(saved)}")
-        super().load_state_dict(state_dict)
+        # hooks of ours come after the user's pre-hooks, which may give another state dict, and ahead of the post-hooks
+        loaded: list[dict[str, Any]] = []
+
+        def before(_: Any, given: dict[str, Any]) -> None:
+            _check_state_dict(given)
+            loaded.append(given)
+
+        hooks = [
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(lambda _: self._take_states(loaded[0]), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _take_states(self, state_dict: dict[str, Any]) -> None:
+        """From a state dict as it was saved: torch has cast its tensors to the parameters' dtypes."""
         ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for name, p in zip(ids, params, strict=True):
@@ -212,6 +247,8 @@ class AdamW(torch.optim.AdamW):
     def step(
         self, closure: Callable[[], float], *, max_norm: float | None = None, grad_factor: Tensor | None = None
     ) -> float: ...
+    # the kernels read addresses, which tensors of a trace have not
+    @_disable_dynamo
     @torch.no_grad()
     def step(
         self,
@@ -388,8 +425,10 @@ def _update_torch(
     grad_factor: Tensor | None,
 ) -> None:
     params, grads, states = zip(*bucket, strict=True)
-    (beta1, beta2), state = group["betas"], states[0]
+    (beta1, beta2), state = map(float, group["betas"]), states[0]
     options = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
+    # [1] times a parameter of no dims would be [1]
+    options["lr"] = options["lr"].reshape(()) if isinstance(options["lr"], Tensor) else options["lr"]
     if (
         is_dense(params[0])
         and grad_factor is None

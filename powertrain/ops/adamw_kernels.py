@@ -209,7 +209,7 @@ class Update:
         rows: Any = first[:_NUMEL]
         p, grad, exp_avg, exp_avg_sq, step = (row[0] for row in rows)
         factors = torch.empty(3, count, dtype=torch.float32, device=p.device)
-        lr, (beta1, beta2) = group["lr"], group["betas"]
+        lr, (beta1, beta2) = group["lr"], map(float, group["betas"])
         lr_on_device = lr if isinstance(lr, Tensor) and lr.device == p.device else None
         _adamw_step_kernel[(cdiv(count, 128),)](
             self._table, step, factors, lr_on_device, found_inf,

@@ -257,7 +257,8 @@ def _sharded_over(grad: Any) -> tuple[Any, ...]:
 
 
 def _one_kernel(grads: Sequence[Tensor]) -> bool:
-    if not _are_plain(grads):
+    # the kernels read addresses, which tensors of a trace have not
+    if torch.compiler.is_compiling() or not _are_plain(grads):
         return False
     one_of_each = {g.dtype: g for g in grads}
     takes = (g.is_floating_point() and use_kernel("clip_grad_norm_", g) for g in one_of_each.values())

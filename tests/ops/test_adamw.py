@@ -334,12 +334,69 @@ def test_closure_disable_and_deepcopy(device: torch.device) -> None:
 
 
 def test_refuses(device: torch.device) -> None:
-    with pytest.raises(NotImplementedError, match="amsgrad and differentiable are not implemented"):
+    with pytest.raises(NotImplementedError, match=r"amsgrad=True is not implemented; use torch\.optim\.AdamW"):
         AdamW(_params(device), amsgrad=True)
+    for name, value in (("amsgrad", True), ("differentiable", True), ("decoupled_weight_decay", False)):
+        with pytest.raises(NotImplementedError, match=f"AdamW: {name}={value} is not implemented"):
+            AdamW([{"params": _params(device), name: value}])
     with pytest.raises(ValueError, match="Invalid learning rate"):
         AdamW(_params(device), lr=-1.0)
     with pytest.raises(ValueError, match="state_dtype must be one of"):
         AdamW(_params(device), state_dtype=torch.int8)
+    with pytest.raises(ValueError, match="betas must be numbers, or tensors on the CPU"):
+        AdamW([{"params": _params(device), "betas": (torch.empty((), device="meta"), 0.9)}])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tensors_of_options_act_as_numbers(dtype: torch.dtype, device: torch.device) -> None:
+    # [1] times a parameter of no dims would be [1]
+    params = [torch.ones((), device=device, dtype=dtype).requires_grad_() for _ in range(2)]
+    for p, make in zip(params, (lambda x: torch.tensor([x], device="cpu"), float), strict=True):
+        optimizer = AdamW([p], lr=make(0.125), master_weights=True)
+        # torch's constructor takes tensors as betas of captured steps alone
+        optimizer.param_groups[0]["betas"] = (make(0.5), make(0.75))
+        for value in (3.0, -1.0):
+            p.grad = torch.full_like(p, value)
+            optimizer.step()
+    assert torch.equal(*params) and params[0] != 1
+
+
+def test_loading_calls_hooks_as_torch_does(device: torch.device) -> None:
+    p = torch.ones(3, device=device, requires_grad=True)
+    p.grad = torch.ones_like(p)
+    optimizer = AdamW([p], **OPTIONS)
+    optimizer.step()
+
+    def before(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {key: {**state, "exp_avg": torch.full((3,), 5.0)} for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": states}
+
+    def after(optimizer: AdamW) -> None:
+        optimizer.state[p]["exp_avg_sq"] = torch.full_like(p, 7.0)
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert (optimizer.state[p]["exp_avg"] == 5.0).all() and (optimizer.state[p]["exp_avg_sq"] == 7.0).all()
+
+
+@pytest.mark.parametrize("clips", ["in the step", "apart", ""])
+def test_a_compiled_step(clips: str, device: torch.device) -> None:
+    p = torch.ones(4, device=device, requires_grad=True)
+    other = p.detach().clone().requires_grad_()
+    optimizer, expected = AdamW([p], **OPTIONS), torch.optim.AdamW([other], **OPTIONS)
+    p.grad, other.grad = torch.full_like(p, 3.0), torch.full_like(p, 3.0)
+
+    def step() -> None:
+        if clips == "apart":
+            clip_grad_norm_([p], 0.5)
+        optimizer.step(max_norm=0.5 if clips == "in the step" else None)
+
+    torch.compile(step)()
+    if clips:
+        torch.nn.utils.clip_grad_norm_([other], 0.5)
+    expected.step()
+    torch.testing.assert_close(p, other)
 
 
 @pytest.mark.parametrize("norm_type", [1, 2.0, float("inf"), 3.0])
