@@ -90,7 +90,7 @@ def linear_log_probs_ref(
     picked = log_p.gather(-1, torch.where(kept, target, 0).long().unsqueeze(-1)).squeeze(-1)
     results: list[Tensor | None] = [torch.where(kept, picked, 0.0), None, None]
     if entropy:
-        results[1] = torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0.0)
+        results[1] = torch.where(kept, -weighted(log_p.exp(), log_p).sum(-1), 0.0)
     if teacher is not None:
         with torch.no_grad():
             log_q = _log_softmax(linear(teacher.x, teacher.weight, teacher.bias), temperature, teacher.softcap)
@@ -107,13 +107,19 @@ def _log_softmax(logits: Tensor, temperature: float, softcap: float | None) -> T
 def _divergence_ref(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
     if beta == 0.0:
-        return (q * (log_q - log_p)).sum(-1)
+        return weighted(q, log_q - log_p).sum(-1)
     if beta == 1.0:
-        return (p * (log_p - log_q)).sum(-1)
-    # by ratios: a log of the mixture would be rounded at the size of log p, not of the difference
-    ratio = (log_p - log_q).clamp(-80.0, 80.0).exp()
-    from_q, from_p = -(beta + (1 - beta) * ratio).log(), -((1 - beta) + beta / ratio).log()
-    return (beta * q * from_q + (1 - beta) * p * from_p).sum(-1)
+        return weighted(p, log_p - log_q).sum(-1)
+    # by ratios: a log of the mixture would be rounded at the size of log p, not of the difference. Not by one and its
+    # inverse: the slope of that is the inverse's square, which overflows
+    gap = (log_p - log_q).clamp(-80.0, 80.0)
+    from_q, from_p = -(beta + (1 - beta) * gap.exp()).log(), -((1 - beta) + beta * (-gap).exp()).log()
+    return (beta * weighted(q, from_q) + (1 - beta) * weighted(p, from_p)).sum(-1)
+
+
+def weighted(p: Tensor, values: Tensor) -> Tensor:
+    """p * values; 0 where p is 0, as that of a logit of -inf, whose log p is -inf too."""
+    return p * values.masked_fill(p == 0, 0.0)
 
 
 def _outputs(

@@ -245,6 +245,42 @@ def test_kernels_of_a_shard(beta: float, device: torch.device) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_classes_whose_bias_is_minus_infinity_are_left_out(beta: float, device: torch.device) -> None:
+    """As a padded vocabulary is masked."""
+    V = 6
+    made = _tensors(device, T=3, D=4, V=V, E=4)
+    bias = torch.zeros(V, device=device).masked_fill(torch.arange(V, device=device) >= 4, -torch.inf)
+    target = torch.tensor([0, 3, 1], device=device)
+
+    def results(classes: int) -> list[Tensor]:
+        x, weight = (made[name].detach().clone().requires_grad_() for name in ("x", "weight"))
+        teacher = Teacher(made["teacher_x"], made["teacher_weight"][:classes], bias[:classes], beta=beta)
+        options: Any = dict(bias=bias[:classes], entropy=True, teacher=teacher)
+        found = linear_log_probs(x, weight[:classes], target, **options)[:3]
+        sum(t.sum() for t in found).backward()
+        return [*found, x.grad, weight.grad]
+
+    torch.testing.assert_close(results(V), results(4))
+
+
+@pytest.mark.parametrize("logit", [50.0, -50.0, 200.0])
+def test_gradients_of_distributions_far_apart_are_finite(logit: float, device: torch.device) -> None:
+    """A ratio of probabilities is exp(50), whose square is no float32."""
+
+    def gradient(function: Any, dtype: torch.dtype) -> Tensor:
+        one = torch.ones(1, 1, device=device, dtype=dtype)
+        weight = torch.tensor([[0.0], [logit], [1.0]], device=device, dtype=dtype, requires_grad=True)
+        teacher = Teacher(one, torch.tensor([[0.5], [0.0], [1.0]], device=device, dtype=dtype), beta=0.3)
+        target = torch.zeros(1, device=device, dtype=torch.int64)
+        function(one, weight, target, teacher=teacher).divergence.sum().backward()
+        return weight.grad.double()
+
+    torch.testing.assert_close(
+        gradient(linear_log_probs, torch.float32), gradient(linear_log_probs_ref, torch.float64), rtol=1e-4, atol=1e-6
+    )
+
+
 def test_leading_dims_and_empty(device: torch.device) -> None:
     x, weight, target, *_ = _tensors(device).values()
     flat = linear_log_probs(x, weight, target, top_k=2, entropy=True)

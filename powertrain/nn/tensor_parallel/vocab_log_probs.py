@@ -24,7 +24,7 @@ from powertrain.ops.linear_cross_entropy import (
     logits_into,
     new_scratch,
 )
-from powertrain.ops.linear_log_probs import LogProbs, Teacher, check_arguments, finish, new_results, z_of
+from powertrain.ops.linear_log_probs import LogProbs, Teacher, check_arguments, finish, new_results, weighted, z_of
 from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
@@ -55,9 +55,8 @@ def _shard_stats(logits: Tensor, target: Tensor, options: Options, entropy: bool
     out_of_range = ((target < 0) | (target >= size)) & (target != options.ignore_index)
     # as the kernel gives it: an error on one rank alone would leave the others waiting
     own[2].masked_fill_(out_of_range, torch.nan)
-    # a probability that underflows has log p of -inf at worst, and 0 times that is nan
     log_p = z - own[0][:, None] - own[1][:, None]
-    own[3] = -torch.where(log_p.exp() > 0, log_p.exp() * log_p, 0.0).sum(1)
+    own[3] = -weighted(log_p.exp(), log_p).sum(1)
     return own
 
 
@@ -70,13 +69,13 @@ def _shard_divergence(logits: Tensor, taught: Tensor, stats: Tensor, options: Op
     log_p, log_q = _log_p(logits, stats[:2], options), _log_p(taught, stats[3:5], _of_teacher(options))
     p, q, beta = log_p.exp(), log_q.exp(), options.beta
     if options.kind == 0:
-        own[0], own[1] = (q * (log_q - log_p)).sum(1), 0.0
+        own[0], own[1] = weighted(q, log_q - log_p).sum(1), 0.0
     elif options.kind == 1:
-        own[:] = (p * (log_p - log_q)).sum(1)
+        own[:] = weighted(p, log_p - log_q).sum(1)
     else:
         ratio = (log_p - log_q).clamp(-80.0, 80.0).exp()
-        own[1] = -(p * (1 - beta + beta / ratio).log()).sum(1)
-        own[0] = (1 - beta) * own[1] - beta * (q * (beta + (1 - beta) * ratio).log()).sum(1)
+        own[1] = -weighted(p, (1 - beta + beta / ratio).log()).sum(1)
+        own[0] = (1 - beta) * own[1] - beta * weighted(q, (beta + (1 - beta) * ratio).log()).sum(1)
     return own
 
 
@@ -107,17 +106,17 @@ def _shard_grads_(
         d -= dlog_probs * p
         d[rows, index[rows]] += dlog_probs[rows, 0]
     if dentropy is not None:
-        d -= dentropy * p * (log_p + entropy)
+        d -= dentropy * weighted(p, log_p + entropy)
     if ddivergence is not None and taught is not None:
         log_q = _log_p(taught, stats[3:5], _of_teacher(options))
         beta = options.beta
         if options.kind == 0:
             d += ddivergence * (p - log_q.exp())
         elif options.kind == 1:
-            d += ddivergence * p * (log_p - log_q - center)
+            d += ddivergence * weighted(p, log_p - log_q - center)
         else:
             above = -(1 - beta + beta / (log_p - log_q).clamp(-80.0, 80.0).exp()).log()
-            d += ddivergence * (1 - beta) * p * (above - center)
+            d += ddivergence * (1 - beta) * weighted(p, above - center)
     d /= options.temperature
     if options.softcap:
         d *= 1.0 - (z_of(logits, options) * options.temperature / options.softcap).square()
