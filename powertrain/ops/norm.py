@@ -128,8 +128,8 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: Any) -> tuple[
     if dy is None and dh is None:
         return (None,) * 8
     if dy is None:
-        # y was not used: the kernel takes no missing dy
-        dy = torch.zeros_like(h, dtype=ctx.x_dtype)
+        # y was not used, so weight and bias have no gradient; the kernel takes no missing dy
+        dy, need_dw, need_db = torch.zeros_like(h, dtype=ctx.x_dtype), False, False
     dx, dresidual, dw, db = _norm_bwd_op(
         dy, dh, h, weight, bias, mean, rstd, ctx.is_layer, ctx.zero_centered, ctx.x_dtype,
         need_x or need_residual, need_dw, need_db,

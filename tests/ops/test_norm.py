@@ -179,8 +179,9 @@ def test_mixed_dtypes(N: int, device: torch.device) -> None:
 def test_only_the_residual_sum_used(device: torch.device) -> None:
     tensors = _tensors(device, 3, 16)
     _, h = rms_norm(**tensors)
-    dx, dw = torch.autograd.grad(h.sum(), (tensors["x"], tensors["weight"]), allow_unused=True, materialize_grads=True)
-    assert torch.equal(dx, torch.ones_like(dx)) and not dw.any()
+    dx, dw = torch.autograd.grad(h.sum(), (tensors["x"], tensors["weight"]), allow_unused=True)
+    # an optimizer leaves a parameter without a gradient as it is; one of zeros decays
+    assert torch.equal(dx, torch.ones_like(dx)) and dw is None
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)])
