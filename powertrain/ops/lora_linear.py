@@ -65,7 +65,8 @@ def adapted_norm(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
         cross = gemm(weight, a, out=weight.new_empty((weight.shape[0], a.shape[0]), dtype=acc)) * b
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=acc).square()
         wide = a.to(acc)
-        squares += 2 * cross.sum(1) + (b @ (wide @ wide.T) * b).sum(1)
+        # not in place: vmap may batch B and not weight
+        squares = squares + 2 * cross.sum(1) + (b @ (wide @ wide.T) * b).sum(1)
         # rounding can leave a little less than 0 where B A cancels weight
         return squares.clamp(min=torch.finfo(acc).tiny).sqrt()
 

@@ -222,3 +222,14 @@ def test_no_tokens_keep_the_graph(device: torch.device) -> None:
     y = powertrain.lora_linear(x, weight, A, B)
     grads = torch.autograd.grad(y.sum(), (A, B))
     assert y.shape == (2, 0, 24) and not any(g.any() for g in grads)
+
+
+def test_vmap_over_adapters_that_share_all_but_one_factor(device: torch.device) -> None:
+    x, weight, A, many = (torch.randn(s, device=device) for s in ((3, 8), (6, 8), (2, 8), (4, 6, 2)))
+    magnitude = torch.rand(6, device=device)
+
+    def adapted(B: Tensor) -> Tensor:
+        return powertrain.lora_linear(x, weight, A, B, magnitude=magnitude)
+
+    with powertrain.disable("lora_linear"):
+        torch.testing.assert_close(torch.vmap(adapted)(many), torch.stack([adapted(B) for B in many]))
