@@ -143,7 +143,7 @@ def clip_grad_norm_(
 
     As torch.nn.utils.clip_grad_norm_, in three launches for all gradients of a device and dtype. The norm is taken
     and returned in float32 whatever the gradients' dtype; gradients whose norm is within max_norm are not touched.
-    Other norms than 1, 2 and inf, gradients on several devices, and DTensors go to torch's own.
+    Other norms than 1, 2 and inf are plain PyTorch; gradients on several devices and DTensors go to torch's own.
     Raises RuntimeError for a norm that is not finite if `error_if_nonfinite` (which waits for the GPU).
     """
     # a tensor on a GPU is not read for a check
@@ -152,14 +152,15 @@ def clip_grad_norm_(
     checks.require(norm_type == norm_type, "clip_grad_norm_", "norm_type", "be a number", norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    if norm_type in (1, 2, math.inf) and not _one_kernel(grads) and _are_of_16_bits(grads):
+    one_kernel = norm_type in (1, 2, math.inf) and _one_kernel(grads)
+    if not one_kernel and _are_of_16_bits(grads):
         total = _norm_in_float32(grads, norm_type)
         if error_if_nonfinite:
             _require_finite(total, norm_type)
         for g in grads:
             g.mul_(clip_factor(total, max_norm))
         return total
-    if norm_type not in (1, 2, math.inf) or not _one_kernel(grads):
+    if not one_kernel:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     total, factor, launches = _total_norm(grads, norm_type, max_norm)
     if error_if_nonfinite:

@@ -612,7 +612,7 @@ def test_cuda_graph(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype, value, count", [(torch.float16, 300.0, 100_000), (torch.bfloat16, 1.0, 1000)], ids=str)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 def test_norms_of_16_bit_gradients_are_float32_on_a_cpu(
     dtype: torch.dtype, value: float, count: int, norm_type: float
 ) -> None:
