@@ -432,6 +432,9 @@ def check_arguments(
     """vocab_size: of all ranks, where weight is a part."""
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.require(weight.dim() == 2, op, "weight", "have shape [V, last dim of x]", list(weight.shape))
+    if teacher is not None:
+        checks.tensor(op, "teacher.x", teacher.x)
+        checks.tensor(op, "teacher.weight", teacher.weight)
     teacher_tensors = {} if teacher is None else dict(zip(_TEACHER_NAMES, teacher[:3], strict=True))
     checks.floating(op, x=x, weight=weight, bias=bias, **teacher_tensors)
     others = dict(weight=weight, bias=bias, target=target, main_grad=main_grad, **teacher_tensors)

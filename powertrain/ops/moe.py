@@ -331,7 +331,9 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
     checks.integers(op, "experts", experts)
     checks.same_device(op, "logits", logits, experts=experts)
     checks.one_of(op, "score", score, ("softmax", "sigmoid"))
+    checks.require(logits.dim() >= 2, op, "logits", "be [..., S, E]", list(logits.shape))
     checks.shape(op, "experts", experts, (*logits.shape[:-1], *experts.shape[-1:]), "[..., S of logits, k]")
+    checks.require(experts.shape[-1] > 0, op, "experts", "have at least one expert a token", list(experts.shape))
     E = logits.shape[-1]
     checks.indices(op, "experts", experts, E)
     with without_autocast(logits.device):
@@ -359,5 +361,6 @@ def moe_update_bias_(correction_bias: Tensor, tokens_per_expert: Tensor, rate: f
     checks.shape(op, "tokens_per_expert", tokens_per_expert, correction_bias.shape, "correction_bias")
     checks.same_device(op, "correction_bias", correction_bias, tokens_per_expert=tokens_per_expert)
     checks.require(abs(rate) < math.inf, op, "rate", "be finite", rate)
-    load = tokens_per_expert.to(correction_bias.dtype)
+    # a bias that a module's half() has converted: counts beyond 65504 would be infinite, and their mean's distance NaN
+    load = tokens_per_expert.to(acc_dtype(correction_bias.dtype))
     return correction_bias.add_(torch.sign(load.mean() - load), alpha=rate)

@@ -325,6 +325,7 @@ def test_errors(device: torch.device) -> None:
         (r"teacher.beta must be in \[0, 1\], got 2", weight, {"teacher": Teacher(teacher_x, teacher_weight, beta=2.0)}),
         (r"teacher.weight must have shape", weight, {"teacher": Teacher(teacher_x, teacher_weight[:5])}),
         (r"teacher.x must have shape", weight, {"teacher": Teacher(teacher_x[:5], teacher_weight)}),
+        (r"teacher.weight must be a tensor, got None", weight, {"teacher": Teacher(teacher_x, None)}),  # type: ignore[arg-type]
         ("main_grad must be float32 and contiguous", weight, {"main_grad": weight.bfloat16()}),
     ]
     for message, weights, options in wrong:

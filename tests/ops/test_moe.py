@@ -164,6 +164,9 @@ def test_update_bias(device: torch.device) -> None:
     bias = torch.zeros(4, device=device)
     assert moe_update_bias_(bias, torch.tensor([1, 5, 3, 3], device=device), 0.5) is bias
     assert bias.tolist() == [0.5, -0.5, 0.0, 0.0]
+    # counts that are no float16; a module's half() converts the bias
+    bias = torch.zeros(3, device=device, dtype=torch.float16)
+    assert moe_update_bias_(bias, torch.tensor([1, 10**6, 1], device=device), 0.5).tolist() == [0.5, -0.5, 0.5]
 
 
 def test_errors(device: torch.device) -> None:
@@ -184,6 +187,10 @@ def test_errors(device: torch.device) -> None:
         moe_permute(x, torch.zeros(3, 2, device=device), 4)
     with pytest.raises(ValueError, match=r"moe_unpermute: positions must be \[T, k\] with T\*k = 3 \(rows\), got"):
         moe_unpermute(x, torch.zeros(2, 2, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=r"moe_load_balancing_loss: logits must be \[\.\.\., S, E\], got \[8\]"):
+        moe_load_balancing_loss(logits[0], torch.zeros(2, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=r"experts must have at least one expert a token, got \[3, 0\]"):
+        moe_load_balancing_loss(logits, torch.zeros(3, 0, dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match="tokens_per_expert must have shape"):
         moe_update_bias_(torch.zeros(4), torch.zeros(3))
 
