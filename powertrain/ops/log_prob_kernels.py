@@ -153,17 +153,17 @@ def _divergence_kernel(
         log_q = (y - teacher_peak) - teacher_log_total
         if KIND == 0:
             q = tl.exp(log_q)
-            # 0 * inf of entries that underflow, or lie outside the vocabulary, counts as the limit 0
-            from_q += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), axis=1)
+            # 0 * inf of entries that underflow, or lie outside the vocabulary, counts as the limit 0; NaN stays NaN
+            from_q += tl.sum(tl.where(q != 0.0, q * (log_q - log_p), 0.0), axis=1)
         elif KIND == 1:
             p = tl.exp(log_p)
-            from_p += tl.sum(tl.where(p > 0.0, p * (log_p - log_q), 0.0), axis=1)
+            from_p += tl.sum(tl.where(p != 0.0, p * (log_p - log_q), 0.0), axis=1)
         else:
             q = tl.exp(log_q)
             p = tl.exp(log_p)
             ratio = _ratio(log_p, log_q)
-            from_q -= tl.sum(tl.where(q > 0.0, q * tl.log(beta + (1.0 - beta) * ratio), 0.0), axis=1)
-            from_p -= tl.sum(tl.where(p > 0.0, p * tl.log(1.0 - beta + beta / ratio), 0.0), axis=1)
+            from_q -= tl.sum(tl.where(q != 0.0, q * tl.log(beta + (1.0 - beta) * ratio), 0.0), axis=1)
+            from_p -= tl.sum(tl.where(p != 0.0, p * tl.log(1.0 - beta + beta / ratio), 0.0), axis=1)
     center = tl.sum(from_p, axis=0)
     if KIND == 0:
         divergence = tl.sum(from_q, axis=0)
@@ -231,7 +231,7 @@ def _log_prob_grads_kernel(
     if dentropy_ptr is not None:
         grad = tl.load(dentropy_ptr + row * step_gentropy)  # scalar
         entropy = tl.load(entropy_ptr + row)  # scalar
-        d -= tl.where(p > 0.0, grad * p * (log_p + entropy), 0.0)
+        d -= tl.where(p != 0.0, grad * p * (log_p + entropy), 0.0)
     if ddivergence_ptr is not None:
         grad = tl.load(ddivergence_ptr + row * step_gdivergence)  # scalar
         center = tl.load(center_ptr + row)  # scalar
@@ -240,11 +240,11 @@ def _log_prob_grads_kernel(
         if KIND == 0:
             d += grad * (p - tl.exp(log_q))
         elif KIND == 1:
-            d += tl.where(p > 0.0, grad * p * (log_p - log_q - center), 0.0)
+            d += tl.where(p != 0.0, grad * p * (log_p - log_q - center), 0.0)
         else:
             # log p - log m
             above = -tl.log(1.0 - beta + beta / _ratio(log_p, log_q))
-            d += tl.where(p > 0.0, grad * (1.0 - beta) * p * (above - center), 0.0)
+            d += tl.where(p != 0.0, grad * (1.0 - beta) * p * (above - center), 0.0)
     slope = 1.0 / temperature + tl.zeros([BLOCK, VEC], tl.float32)
     if CAPPED:
         # z is the capped logit over the temperature, so tanh is known without another exponential

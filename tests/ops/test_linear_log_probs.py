@@ -264,6 +264,19 @@ def test_classes_whose_bias_is_minus_infinity_are_left_out(beta: float, device: 
     torch.testing.assert_close(results(V), results(4))
 
 
+@pytest.mark.parametrize("of", ["x", "teacher_x"])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_nan_is_not_left_out(beta: float, of: str, device: torch.device) -> None:
+    """A divergence of 0, with a gradient of 0, would hide it."""
+    made = _tensors(device, T=2, D=4, V=6, E=4)
+    made[of] = made[of].detach().clone()
+    made[of][0, 0] = torch.nan
+    made["x"].requires_grad_()
+    divergence = as_tuple(linear_log_probs, beta)(**made)[1]
+    (dx,) = torch.autograd.grad(divergence.sum(), made["x"])
+    assert divergence.isnan().tolist() == [True, False] and dx.isnan().any(1).tolist() == [True, False]
+
+
 @pytest.mark.parametrize("logit", [50.0, -50.0, 200.0])
 def test_gradients_of_distributions_far_apart_are_finite(logit: float, device: torch.device) -> None:
     """A ratio of probabilities is exp(50), whose square is no float32."""
