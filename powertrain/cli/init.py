@@ -167,6 +167,7 @@ def _text(file: Path, data: str, model: str, tokenizer: str, steps: int, precisi
         batch=8 if is_tiny else 1,
         precision=precision,
         lr="2e-3" if is_tiny else "3e-4",
-        warmup=max(1, steps // 10),
+        # the first step of a warm-up has rate 0: a run of a few steps has none
+        warmup=steps // 10,
         every=max(1, steps // 4),
     )

@@ -21,6 +21,17 @@ def learning_rate(step: int, lr: float, schedule: ScheduleConfig, steps: int) ->
     return max(schedule.min_lr, _decayed(done, step, lr, schedule, end))
 
 
+def unreached(lr: float, schedule: ScheduleConfig, steps: int) -> str:
+    """A line for a run whose warm-up is not over when it ends; "" for any other."""
+    # step n of the first n + 1 has the rate lr * n / warmup
+    if schedule.warmup_steps < steps:
+        return ""
+    return (
+        f"schedule.warmup_steps ({schedule.warmup_steps:g}) is not below train.steps ({steps}): the learning rate "
+        f"stays below optimizer.lr ({lr:g})"
+    )
+
+
 def _decayed(done: float, step: int, lr: float, schedule: ScheduleConfig, end: int) -> float:
     if schedule.kind == "cosine":
         return schedule.min_lr + (lr - schedule.min_lr) * 0.5 * (1.0 + math.cos(math.pi * done))

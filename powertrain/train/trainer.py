@@ -45,7 +45,7 @@ from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.reporting.timers import Moment, PhaseTimers, seconds
 from powertrain.train.restore import Progress, Restored, Restorer
 from powertrain.train.saving import Saver
-from powertrain.train.schedule import learning_rate
+from powertrain.train.schedule import learning_rate, unreached
 from powertrain.train.tasks import run_tasks
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ class Trainer:
             self._note(fp8.summary(self.fp8, self.fp8_wires))
         if self.progress.step == 0 and self.config.checkpoint.save and 0 in self.config.checkpoint.extra_steps:
             self.save()
+        if words := unreached(self.config.optimizer.lr, self.config.schedule, train.steps):
+            self._note(words)
         while self.progress.step < train.steps and not self._ends():
             step = self.progress.step
             with self._trace.step(step + 1), self._watch.step(step + 1):

@@ -118,6 +118,7 @@ def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) ->
         ("train.seq_length=4096", "train.seq_length must be at most model.max_position_embeddings (128), got 4096"),
         ("train.steps=true", "command line: train.steps must be a number, got 'True'"),
         ("checkpoint.keep_last=false", "checkpoint.keep_last must be a number"),
+        ("checkpoint.extra_steps=[2,-1]", "command line: checkpoint.extra_steps must be at least 0, got [2, -1]"),
         ("data.train=null", "data.train must hold at least one entry, got '[]'"),
         ("data.train=", "data.train must hold at least one entry"),
         ("data.train=hf:", "data.train.0.path must name a data set of the Hub, as in hf:ORG/NAME, got 'hf:'"),

@@ -20,7 +20,7 @@ from powertrain.train.data.loader import UnreadableSample
 from powertrain.train.optim import Optimizer, Scaler, global_norm
 from powertrain.train.run import stop_on_signals
 from powertrain.train.saving import save_step
-from powertrain.train.schedule import learning_rate
+from powertrain.train.schedule import learning_rate, unreached
 from powertrain.train.trainer import Trainer
 from tests.train.tiny_run import MICRO, At, open_trainer, read
 
@@ -134,6 +134,15 @@ def test_schedules() -> None:
     assert rates == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
     assert learning_rate(50, 1.0, ScheduleConfig(kind="linear"), 100) == pytest.approx(0.5)
     assert learning_rate(50, 1.0, ScheduleConfig(kind="constant"), 100) == 1.0
+
+
+def test_a_warm_up_as_long_as_the_run_is_said(tmp_path: Path) -> None:
+    """With one step of warm-up and of the run the only rate is 0."""
+    schedule, said = ScheduleConfig(warmup_steps=3), At(99, lambda: None)
+    assert [bool(unreached(1.0, schedule, steps)) for steps in (3, 4)] == [True, False]
+    assert learning_rate(3, 1.0, schedule, 4) == 1.0
+    open_trainer(tmp_path, "schedule.warmup_steps=1", "train.steps=1", sinks=lambda _: [said]).fit()
+    assert said.notes[0].startswith("schedule.warmup_steps (1) is not below train.steps (1): the learning rate stays")
 
 
 def test_checkpoint_steps() -> None:

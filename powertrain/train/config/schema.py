@@ -415,6 +415,14 @@ class CheckpointConfig(Section):
     keep_last: Positive | None = None
     asynchronous: bool = True
 
+    @field_validator("extra_steps")
+    @classmethod
+    def _of_the_run(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        # no step has such a number, and its checkpoint would be missed at the end only
+        if any(step < 0 for step in steps):
+            raise ValueError(f"checkpoint.extra_steps must be at least 0, got {list(steps)}")
+        return steps
+
     @property
     def kept(self) -> int | None:
         """How many stay; None: all."""
