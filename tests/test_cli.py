@@ -288,6 +288,14 @@ def test_empty_words_of_options_and_of_other_programs_are_kept() -> None:
     assert "must not be empty" not in _run("shim", "no-such-library", "--", "python", "")[1]
 
 
+@pytest.mark.parametrize("words, usage", [
+    (("build", "make", "-j4"), "build -- COMMAND"), (("shim", "apex", "python", "-c", "pass"), "shim NAMES -- COMMAND"),
+])  # fmt: skip
+def test_forgotten_dashes_are_named(words: tuple[str, ...], usage: str) -> None:
+    code, output = _run(*words)
+    assert code == 2 and "No such option: -" in output and f"powertrain {usage}" in output
+
+
 def test_outputs_that_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("words")

@@ -115,6 +115,21 @@ class _Commands(TyperGroup):
         except (MissingExtra, SettingsError) as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(2) from None
+        except _UsageError as error:
+            _name_the_dashes(error)
+            raise
+
+
+# of which typer exports subclasses only
+_UsageError: Any = typer.BadParameter.__base__
+
+
+def _name_the_dashes(error: Any) -> None:
+    """`powertrain build make -j4`: the option is another program's."""
+    name = error.ctx.info_name if error.ctx is not None else None
+    if name in ("build", "shim") and hasattr(error, "option_name"):
+        usage = "build --" if name == "build" else "shim NAMES --"
+        error.message += f"; a command with options stands behind --: powertrain {usage} COMMAND"
 
 
 def _end_without_output(error: OSError) -> None:
