@@ -184,6 +184,17 @@ def test_a_floor_above_the_rate_is_refused_but_in_gpt_neoxs_formulas(tmp_path: P
     assert learning_rate(50, 1e-6, config.schedule, 100) == 1e-5
 
 
+def test_a_command_line_has_no_comments() -> None:
+    """`logging.folder="runs/try #2"` wrote to runs/try, where another run's checkpoint was resumed."""
+    config = read_config([OURS], ["logging.folder=runs/try #2", "checkpoint.folder=#2"]).config
+    assert config.logging.folder == "runs/try #2" and config.checkpoint.folder == "#2"
+    assert "train.steps must be a valid integer" in _message(OURS, overrides=("train.steps=5 # of 10",))
+    kept = ["logging.folder='a #b'", "optimizer.betas=[0.9, 0.99]  # Lion's", "data.train=a#b"]
+    config = read_config([OURS], kept).config
+    assert config.logging.folder == "a #b" and config.optimizer.betas == (0.9, 0.99)
+    assert config.data.train[0].path == "a#b"
+
+
 def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would become a folder named ~ otherwise."""
     monkeypatch.setenv("HOME", "/home/me")

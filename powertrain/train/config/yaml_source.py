@@ -71,6 +71,9 @@ DEFAULT = Location("default")
 DICTIONARY = "config"  # in place of a file's name: the argument of `train(config)`
 
 
+_COMMENT = re.compile(r"(?:^|\s)#")
+
+
 @dataclass
 class Source:
     """Values of one or more files, where each stands, and the files' text.
@@ -120,7 +123,10 @@ class Source:
         for inner in [place for place in self.locations if place[: len(path)] == path]:
             del self.locations[inner]
         reader = _Reader(COMMAND_LINE.file, self.locations)
-        section[keys[-1]] = reader.read(value, path)
+        read = reader.read(value, path)
+        is_plain = not isinstance(read, (dict, list)) and value.strip()[:1] not in ("'", '"')
+        # a command line has no comments: to YAML `runs/try #2` is the folder runs/try, and `#2` nothing
+        section[keys[-1]] = value.strip() if is_plain and _COMMENT.search(value) else read
         # one override, one value: `a={b: 1, b: 2}` is a slip
         if reader.repeated:
             raise ConfigError(f"{COMMAND_LINE}: {_dotted(reader.repeated[0].path)}must be set once, got it twice")
