@@ -296,6 +296,14 @@ def test_forgotten_dashes_are_named(words: tuple[str, ...], usage: str) -> None:
     assert code == 2 and "No such option: -" in output and f"powertrain {usage}" in output
 
 
+def test_a_folder_that_was_removed_below_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch ends a process there: `Intel oneMKL FATAL ERROR`."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    code, output = _run("target", "H100")
+    assert code == 2 and "the current folder must be there, got one that was removed" in output
+
+
 def test_outputs_that_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("words")

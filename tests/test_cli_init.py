@@ -22,6 +22,11 @@ def _init(*words: str, answers: str | None = None) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_a_closed_standard_input_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert init_module._asked(None, "Steps", "200") == "200"
+
+
 def test_every_file_it_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     random.seed(0)

@@ -111,6 +111,12 @@ class _Commands(TyperGroup):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
+            os.getcwd()
+        except FileNotFoundError:
+            # torch ends a process there with words of another library
+            typer.echo("the current folder must be there, got one that was removed; cd to another", err=True)
+            raise typer.Exit(2) from None
+        try:
             return super().invoke(ctx)
         except (MissingExtra, SettingsError) as error:
             typer.echo(str(error), err=True)

@@ -1,6 +1,7 @@
 """`powertrain generate`: text out of a trained model."""
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,6 +63,8 @@ def generate(
         raise typer.BadParameter("prompts must come from one of --prompt, --input and --interactive, got several")
     if interactive and output is not None:
         raise typer.BadParameter(f"--output must be left out with --interactive, which answers on screen, got {output}")
+    if interactive and sys.stdin is None:
+        raise typer.BadParameter("--interactive must have a standard input to read prompts from, got a closed one")
     if input and output and output.exists() and output.samefile(input):
         raise typer.BadParameter(f"--output must not be --input, whose prompts it would replace, got {output}")
     if not prompt_end or not all(stop or ["any"]):
@@ -70,10 +73,10 @@ def generate(
     from powertrain.train.checkpoint.load import load_model
     from powertrain.train.completion import Completer
 
-    for text in prompt or []:
-        _check_text(text)
     console = Console(soft_wrap=True)
     with one_line(ValueError, OSError):
+        for text in prompt or []:
+            _check_text("--prompt", text)
         prompts = _prompts_in(input, _escaped([prompt_end])[0]) if input else prompt or [""]
         model, weights = load_model(checkpoint, device=device_of(device))
         weights.need_head("the checkpoint")
@@ -94,13 +97,13 @@ def _escaped(texts: list[str]) -> list[str]:
     return [text.replace("\\n", "\n").replace("\\t", "\t") for text in texts]
 
 
-def _check_text(prompt: str) -> None:
-    # a byte of the command line that is not UTF-8 reaches Python as a lone surrogate, which no tokenizer takes
+def _check_text(name: str, prompt: str) -> None:
+    # a byte that is not UTF-8 reaches Python as a lone surrogate, which no tokenizer takes
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         got = ascii(prompt[error.start])
-        raise typer.BadParameter(f"must be UTF-8 text, got {got} at {error.start}", param_hint="--prompt") from None
+        raise ValueError(f"{name} must be UTF-8 text, got {got} at {error.start}") from None
 
 
 def _prompts_in(file: Path, end: str) -> list[str]:
@@ -186,8 +189,9 @@ def _converse(writer: _Writer) -> None:
         if not prompt:
             return
         try:
+            _check_text("a prompt", prompt)
             writer.write([prompt])
-        except ValueError as error:  # too long: the next one may not be
+        except ValueError as error:  # too long, say: the next one may not be
             writer.console.print(str(error), markup=False, highlight=False)
 
 

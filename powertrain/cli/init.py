@@ -102,7 +102,9 @@ def _asked(given: str | None, question: str, default: str) -> str:
     """The option's value; else the answer on a terminal, else the default."""
     if given is not None:
         return given
-    return str(typer.prompt(question, default)) if sys.stdin.isatty() else default
+    # None: it is closed
+    has_keyboard = sys.stdin is not None and sys.stdin.isatty()
+    return str(typer.prompt(question, default)) if has_keyboard else default
 
 
 def _count(answer: str) -> int:

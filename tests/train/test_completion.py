@@ -12,10 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from powertrain.cli import app
 from powertrain.cli.generate import _write
+from powertrain.cli.generate import generate as generate_command
 from powertrain.models.generate import Sampler, complete, generate
 from powertrain.runtime.console import Console
 from powertrain.train.checkpoint.load import load_model
@@ -150,6 +152,16 @@ def test_the_keyboard(run: Path) -> None:
     assert PROMPTS[0] + first in result.output and PROMPTS[2] + last in result.output
     assert "prompts must have fewer than" in result.output and "never" not in result.output
     assert _said(run, "--interactive", keyboard="").exit_code == 0
+
+
+def test_a_keyboard_of_another_encoding_or_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is not UTF-8 is said as that; a closed standard input ended in a traceback."""
+    with mock.patch("builtins.input", side_effect=["caf\udce9", PROMPTS[0], ""]):
+        result = _said(run, "--interactive")
+    assert r"a prompt must be UTF-8 text, got '\udce9' at 3" in result.output and PROMPTS[0] in result.output
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(typer.BadParameter, match="--interactive must have a standard input"):
+        generate_command(run, interactive=True)
 
 
 def test_log_probabilities_on_the_screen(run: Path) -> None:
