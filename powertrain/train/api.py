@@ -16,7 +16,7 @@ from powertrain.train.reporting.kernel_profile import KernelTable
 from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.run_summary import about
 from powertrain.train.reporting.screen import screen
-from powertrain.train.reporting.sinks import open_sinks
+from powertrain.train.reporting.sinks import check, open_sinks
 from powertrain.train.run import start, stop_on_signals
 from powertrain.train.trainer import Trainer
 
@@ -79,6 +79,7 @@ def _train(
     launch_env = ranks.read_launch_env()
     run = _read(config, overrides, launch_env.world_size)
     mesh_shape.check_parallel(run.config, launch_env.world_size)
+    check(run.config)
     last = _Last()
     console = screen(quiet=quiet)
 

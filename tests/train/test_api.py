@@ -27,6 +27,13 @@ from powertrain.train.trainer import Trainer
 from tests.train.tiny_run import At, open_trainer, read, write_config
 
 
+def test_a_missing_wandb_is_said_before_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"logging\.wandb must be null where wandb is not installed"):
+        train(write_config(tmp_path), ["logging.wandb={project: x}", "data.train=not-there.txt"], quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("kind", ["path", "dictionary", "RunConfig"])
 def test_train_from_each_kind_of_config(kind: str, tmp_path: Path) -> None:
     file = write_config(tmp_path)
