@@ -103,6 +103,11 @@ def test_checkpointing_saves_memory_as_estimated() -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
 
 
+def test_a_rate_that_is_never_reached_is_a_note() -> None:
+    code, output = _run(OURS, "schedule.warmup_steps=1e6", "--arch", "A100")
+    assert code == 0 and "note: schedule.warmup_steps (1e+06) is not below train.steps" in output
+
+
 def test_sharding_divides_memory() -> None:
     config = read_config([OURS], ["train.precision=bf16", "parallel.shard=-1"], world_size=8).config
     one, eight = lint(config, []).memory, lint(config, [], world_size=8).memory

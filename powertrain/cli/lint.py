@@ -139,7 +139,9 @@ def sized(run: "Run", world_size: int | None, *, compares: bool = False) -> "tup
 
 
 def show(report: "Report", run: "Run", console: Console) -> None:
-    """Print shapes, memory, and each GPU's backends."""
+    """Print shapes, memory, a rate that is never reached, and each GPU's backends."""
+    from powertrain.train.schedule import unreached
+
     shapes = Table(
         "parameters", "shape", "layers", "elements", title=_title(report, run), title_justify="left", box=None
     )
@@ -148,6 +150,8 @@ def show(report: "Report", run: "Run", console: Console) -> None:
     console.print(shapes)
     console.print()
     console.print(_memory_table(report.memory))
+    if words := unreached(run.config.optimizer.lr, run.config.schedule, run.config.train.steps):
+        console.print(f"\nnote: {words}", highlight=False)
     for finding in report.findings:
         console.print()
         _show_finding(finding, console)
