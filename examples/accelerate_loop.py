@@ -30,5 +30,5 @@ for batch in loader:
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    losses.append(float(loss))
+    losses.append(loss.item())
 accelerator.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} over {len(losses)} steps")

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -41,6 +42,9 @@ result = train(
         "logging": {"folder": str(options.folder)},
     }
 )
-convert(open_weights(options.folder), options.folder / "hugging-face", "hf")
-trained = AutoModelForCausalLM.from_pretrained(options.folder / "hugging-face")
-print(f"loss {result.loss:.3f} after {result.steps} steps; {type(trained).__name__} in {options.folder}/hugging-face")
+exported = options.folder / "hugging-face"
+shutil.rmtree(exported, ignore_errors=True)  # of an earlier start; `convert` replaces nothing
+convert(open_weights(options.folder), exported, "hf")
+trained = AutoModelForCausalLM.from_pretrained(exported)
+loss = "no step was left" if result.loss is None else f"loss {result.loss:.3f}"
+print(f"{loss} after {result.steps} steps; {type(trained).__name__} in {exported}")

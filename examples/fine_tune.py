@@ -52,9 +52,11 @@ def run(objective: str, load: str | None = None, **settings: Any) -> str:
             "logging": {"folder": str(folder), "tensorboard": False},
         }
     )  # fmt: skip
-    print(
-        f"{objective}: loss {result.loss:.3f}, validation {result.evaluations['validation']:.3f}; {folder}/report.html"
-    )
+    if result.loss is None:  # a second start of the same command
+        print(f"{objective}: all steps were taken before; {folder}/report.html")
+    else:
+        validation = result.evaluations["validation"]
+        print(f"{objective}: loss {result.loss:.3f}, validation {validation:.3f}; {folder}/report.html")
     return str(result.checkpoint)
 
 

@@ -45,5 +45,5 @@ for tokens in rows(4 * options.steps).to(device).split(4):
     loss.backward()
     optimizer.step(max_norm=1.0)
     optimizer.zero_grad()
-    losses.append(float(loss))
+    losses.append(loss.item())
 print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} over {len(losses)} steps")

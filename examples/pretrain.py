@@ -26,4 +26,5 @@ result = train(
         "logging": {"folder": options.folder},
     }
 )
-print(f"loss {result.loss:.3f}, held out {result.evaluations['validation']:.3f}; {result.checkpoint}")
+if result.loss is not None:  # None: all steps were taken before, or another rank prints it
+    print(f"loss {result.loss:.3f}, held out {result.evaluations['validation']:.3f}; {result.checkpoint}")

@@ -41,7 +41,7 @@ for tokens in rows(4 * options.steps).to(device).split(4):  # every rank reads t
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        pair.append(float(loss))
+        pair.append(loss.item())
     losses.append(pair)
 difference = max(abs(one - other) for one, other in losses)
 shard = sharded.model.layers[0].mlp.gate_proj.weight

@@ -66,6 +66,16 @@ def test_example(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["pretrain.py", "continue_from_hugging_face.py"])
+def test_a_second_start_goes_on_from_the_first(name: str, tmp_path: Path) -> None:
+    """It has no step left, so no loss to print, and finds what the first one wrote."""
+    if any(find_spec(package) is None for package in NEEDS[name]):
+        pytest.skip(f"needs {', '.join(NEEDS[name])}")
+    for _ in range(2):
+        _run([str(EXAMPLES / name), "--steps", "1"], tmp_path)
+
+
+@pytest.mark.slow
 def test_notebook(tmp_path: Path) -> None:
     """Valid by the format's rules that matter; its cells, in one process and in order."""
     notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text())
