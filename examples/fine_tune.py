@@ -53,7 +53,7 @@ def run(objective: str, load: str | None = None, **settings: Any) -> str:
         }
     )  # fmt: skip
     if result.loss is None:  # a second start of the same command
-        print(f"{objective}: all steps were taken before; {folder}/report.html")
+        print(f"{objective}: no step was left, or the first rank has the loss; {folder}/report.html")
     else:
         validation = result.evaluations["validation"]
         print(f"{objective}: loss {result.loss:.3f}, validation {validation:.3f}; {folder}/report.html")
