@@ -158,8 +158,11 @@ class _Writer:
     def _save(self, output: Path, completions: "Iterable[Completion]") -> None:
         """Each answer as a line, as soon as it is there; a file without any is removed."""
         try:
-            with output.open("w") as file:
-                for completion in completions:
+            with output.open("a") as file:
+                for number, completion in enumerate(completions):
+                    # only now: a first prompt that is refused must not cost the answers of an earlier command
+                    if number == 0 and output.is_file():
+                        file.truncate(0)
                     file.write(json.dumps(self._entry(completion)) + "\n")
         except OSError as error:
             end_unwritten(f"--output {output}", error)

@@ -80,6 +80,15 @@ def test_prompts_end_where_one_says(run: Path, tmp_path: Path) -> None:
     assert "must hold prompts, got none" in _said(run, "--input", str(file)).output
 
 
+def test_a_prompt_that_is_refused_costs_no_earlier_answers(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    output.write_text("earlier\n" * 1000)
+    assert _said(run, "--prompt", "x" * 100, "--output", str(output)).exit_code == 2
+    assert output.read_text() == "earlier\n" * 1000
+    assert _said(run, "--prompt", "line", "--output", str(output)).exit_code == 0
+    assert [json.loads(line)["context"] for line in output.read_text().splitlines()] == ["line"]
+
+
 def test_files_that_cannot_be_read_or_written_are_named_by_option(run: Path, tmp_path: Path) -> None:
     """A file without an answer does not stay; stdout is not taken for --output."""
     said = _said(run, "--input", str(tmp_path))
