@@ -1,6 +1,7 @@
 """`powertrain generate`: text out of a trained model."""
 
 import json
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -144,7 +145,9 @@ class _Writer:
             return
         if self.output is not None:
             self._save(self.output, completer(asked))
-            self.console.print(f"{len(asked)} answers in {self.output}", markup=False, highlight=False)
+            # in `--output /dev/stdout > file` this line would be written over the first answer
+            if not _is_stdout(self.output):
+                self.console.print(f"{len(asked)} answers in {self.output}", markup=False, highlight=False)
             return
         for completion in completer(asked):
             self.console.rule(style="dim")
@@ -161,7 +164,7 @@ class _Writer:
             with output.open("a") as file:
                 for number, completion in enumerate(completions):
                     # only now: a first prompt that is refused must not cost the answers of an earlier command
-                    if number == 0 and output.is_file():
+                    if number == 0 and output.is_file() and not _is_stdout(output):
                         file.truncate(0)
                     file.write(json.dumps(self._entry(completion)) + "\n")
         except OSError as error:
@@ -180,6 +183,13 @@ class _Writer:
             "finished": row.finished != "length", "reason": row.finished,
         }  # fmt: skip
         return entry | ({"tokens": row.tokens, "logprobs": row.logprobs} if self.logprobs else {})
+
+
+def _is_stdout(path: Path) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:  # one of them is not there, or closed
+        return False
 
 
 def _converse(writer: _Writer) -> None:

@@ -89,6 +89,12 @@ def test_a_prompt_that_is_refused_costs_no_earlier_answers(run: Path, tmp_path: 
     assert [json.loads(line)["context"] for line in output.read_text().splitlines()] == ["line"]
 
 
+def test_answers_to_stdout_are_alone_in_its_file(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`--output /dev/stdout > answers.jsonl`: "1 answers in /dev/stdout" was written over the first of them."""
+    assert _said(run, "--prompt", "line", "--output", "/dev/stdout").output == ""
+    assert json.loads(capfd.readouterr().out)["context"] == "line"
+
+
 def test_files_that_cannot_be_read_or_written_are_named_by_option(run: Path, tmp_path: Path) -> None:
     """A file without an answer does not stay; stdout is not taken for --output."""
     said = _said(run, "--input", str(tmp_path))
