@@ -9,6 +9,7 @@ which transformers finds by positions that start again (without a cache and a pa
 sequences begin, and computed as such. A mask that lost its mark (sliced, copied) or never had one is taken as it is.
 """
 
+import functools
 import importlib
 import inspect
 import sys
@@ -31,7 +32,7 @@ NAME = "powertrain"
 _OP = "attention"
 _MARK = "_powertrain_mask"
 _STARTS = "starts"  # of a mark: where the sequences of packed rows begin
-_BEYOND_SDPA = frozenset(("softcap", "s_aux", "cu_seq_lens_q", "cache", "head_mask", "output_attentions"))
+_BEYOND_SDPA = frozenset(("softcap", "s_aux", "cu_seq_lens_q", "cache", "head_mask", "output_attentions", "sinks"))
 _imported: dict[str, Any] = {}  # by `_transformers`
 
 
@@ -59,11 +60,24 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Called by transformers in each layer: `our_forward`; on devices without our kernels transformers' function for
     sdpa, where that computes the same. Masks are its own there (`attention_mask`)."""
+    # "sdpa" takes such attention as causal, and so do we; without sdpa it is an encoder's (Splinter, MarkupLM)
+    if not hasattr(module, "is_causal") and not _has_sdpa(type(module).__module__):
+        options.setdefault("is_causal", False)
     if has_kernels(query) or not _is_said_by_sdpa(module, query, key, attention_mask, options):
         return our_forward(module, query, key, value, attention_mask, **options)
     forward = _transformers("integrations.sdpa_attention").sdpa_attention_forward
     result: tuple[Tensor, None] = forward(module, query, key, value, attention_mask, **options)
     return result
+
+
+@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_sdpa(name: str) -> bool:
+    """Whether a model in the file of this module or config takes sdpa, or there is none. Traces take the answer."""
+    file = sys.modules.get(name.replace(".configuration_", ".modeling_"))
+    models = [c for c in vars(file).values() if getattr(c, "__module__", "") == file.__name__] if file else []
+    said = [c._supports_sdpa for c in models if hasattr(c, "_supports_sdpa")]
+    return any(said) or not said
 
 
 def _is_said_by_sdpa(
@@ -105,6 +119,7 @@ def our_forward(
     output_attentions: bool = False,
     cache: Any = None,
     head_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     **model_arguments: Any,
 ) -> tuple[Tensor, None]:
     """A layer's attention by our op: (out [b, queries, h, dv], None).
@@ -116,7 +131,7 @@ def our_forward(
     batch of 1, which see themselves only.
     A model's other keyword arguments pass through here, as transformers has it, and say nothing about attention.
     """
-    _refuse(output_attentions, cache, head_mask)
+    _refuse(output_attentions, cache, head_mask, sinks)
     queries = query.shape[2]
     # `**model_arguments` takes the rest: transformers 5 passes whatever the model's forward was given
     marks = getattr(attention_mask, _MARK, None)
@@ -147,7 +162,7 @@ def our_forward(
     return attention(*(x.transpose(1, 2) for x in (query, key, value)), attn_bias=bias, **options), None
 
 
-def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None) -> None:
+def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None, sinks: Tensor | None) -> None:
     # the probabilities that eager attention returns are never in memory here
     if output_attentions:
         unsupported(_OP, "output_attentions", True, 'attn_implementation="eager"')
@@ -156,6 +171,9 @@ def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None) -> No
         unsupported(_OP, "cache", type(cache).__name__, 'generate() without continuous batching, or "sdpa" with it')
     if head_mask is not None:
         unsupported(_OP, "head_mask", list(head_mask.shape), "scaling the heads' outputs, which is the same")
+    # Inkling 2's: one for each query; those of gpt-oss, one a head, come as s_aux
+    if sinks is not None:
+        unsupported(_OP, "sinks", list(sinks.shape), 'attn_implementation="eager"')
 
 
 def _without_mask(
@@ -219,7 +237,14 @@ def _documents(ends: Tensor, size: int) -> Tensor:
 
 def attention_mask(*sizes: Any, device: torch.device | str = "cpu", **options: Any) -> Tensor | None:
     """Called by transformers for each kind of layer: `our_mask`; on devices without our kernels its mask for sdpa,
-    unmarked."""
+    unmarked. Encoder-decoders without sdpa get its eager masks."""
+    config_class = type(options.get("config"))
+    # their decoders' attention may call itself not causal, since a mask says the rest, and other code of theirs adds
+    # masks to scores: BigBirdPegasus, Pegasus-X, NLLB-MoE. Decoders alone lack sdpa for a softcap or sinks, which we
+    # have
+    if getattr(config_class, "is_encoder_decoder", False) and not _has_sdpa(config_class.__module__):
+        added: Tensor | None = _transformers("masking_utils").eager_mask(*sizes, device=device, **options)
+        return added
     if _has_kernels_on(device):
         return our_mask(*sizes, device=device, **options)
     mask: Tensor | None = _transformers("masking_utils").sdpa_mask(*sizes, device=device, **options)

@@ -237,12 +237,47 @@ def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None
         huggingface.register()
 
 
+def _decoder_of_an_encoder_decoder() -> Any:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BigBirdPegasusConfig(
+        **sizes, **heads, vocab_size=61, max_position_embeddings=16, attention_type="original_full"
+    )
+    return transformers.BigBirdPegasusForConditionalGeneration(config)
+
+
+def _encoder_without_is_causal() -> Any:
+    options = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+    return transformers.SplinterModel(transformers.SplinterConfig(**options))
+
+
+@pytest.mark.parametrize("padding", ["whole", "right"])
+@pytest.mark.parametrize("make", [_decoder_of_an_encoder_decoder, _encoder_without_is_causal])
+def test_models_without_sdpa(make: Any, padding: str) -> None:
+    """Without padding every query of BigBirdPegasus' decoder saw all keys, and those of Splinter only earlier ones;
+    masks of BigBirdPegasus' encoder, which adds them to scores, were bool."""
+    torch.manual_seed(0)
+    model, ids = make().eval(), torch.randint(3, 60, (2, 9))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    mask = torch.ones_like(ids) if PADDING[padding] is None else PADDING[padding]
+    inputs = {"input_ids": ids} if PADDING[padding] is None else {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        model.set_attn_implementation("powertrain")
+        torch.testing.assert_close(model(**inputs)[0][mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
 def test_errors() -> None:
     x = tensors((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8))
     for options, message in [
         ({"output_attentions": True}, "output_attentions = True is not supported; nearest: attn_implementation="),
         ({"cache": object()}, "cache = 'object' is not supported"),
         ({"head_mask": torch.ones(4)}, r"head_mask = \[4\] is not supported; nearest: scaling"),
+        ({"sinks": torch.ones(2, 4, 5, 1)}, r"sinks = \[2, 4, 5, 1\] is not supported; nearest: attn_implementation="),
     ]:
         with pytest.raises(NotImplementedError, match=message):
             _layer()(*x, **options)
