@@ -63,7 +63,7 @@ def find(model: Any) -> tuple[str, Callable[..., Any]] | str:
             return difference
         # the fused loss sums in another order: 8 roundings of the model's dtype
         if difference <= 8 * torch.finfo(model.get_output_embeddings().weight.dtype).eps:
-            return name, _forward(fused)
+            return name, _forward(fused, model.loss_function)
     return reason
 
 
@@ -129,7 +129,7 @@ class _Loss:
         return loss / num_items_in_batch
 
 
-def _forward(fused: _Loss) -> Callable[..., Any]:
+def _forward(fused: _Loss, theirs: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, labels: Tensor | None = None, **options: Any) -> Any:
         # asked first: this is the call of each generated token
         if labels is None or not (self.training and torch.is_grad_enabled()):
@@ -144,6 +144,8 @@ def _forward(fused: _Loss) -> Callable[..., Any]:
             or options.get("return_dict") is False
             or options.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
             or base is None or not is_plain_linear(head)
+            # the model's attribute may be set to a function of the user's
+            or self.loss_function is not theirs
         ):  # fmt: skip
             return type(self).forward(self, *args, labels=labels, **options)
         options = {name: value for name, value in options.items() if name not in _OWN}

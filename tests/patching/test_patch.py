@@ -224,6 +224,16 @@ def test_trainer_calls() -> None:
     assert model.eval()(**inputs).logits.shape == (2, 20, 131)
 
 
+def test_a_loss_function_that_is_set_later() -> None:
+    """transformers' models take one by this attribute; the fused loss stood in its place."""
+    model, inputs = causal("Llama"), batch()
+    pt.patch(model)
+    model.loss_function = lambda logits, labels, vocab_size, **options: (logits - labels.unsqueeze(-1)).mean()
+    new = run(model, inputs)
+    pt.unpatch(model)
+    judge(new, run(model, inputs), run(copy.deepcopy(model).double(), inputs), torch.float32)
+
+
 def test_gradient_checkpointing() -> None:
     model, inputs = causal("Qwen3"), batch()
     pt.patch(model)
