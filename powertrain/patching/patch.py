@@ -118,8 +118,8 @@ def _patch_rotary(model: nn.Module, report: Report) -> None:
         theirs, heads = rotary.theirs(module), rotary.heads(module)
         if not theirs or replace.installed(module):
             continue
-        if heads is None or "forward" in module.__dict__:
-            report.add(Part(rotary.KIND, name, why="its heads are not known" if heads is None else "replaced already"))
+        if heads is None or replace.is_others(module):
+            report.add(Part(rotary.KIND, name, why="its heads are not known" if heads is None else replace.OTHERS))
             continue
         dtype = _dtype(module)
         key = tuple(theirs.items()), heads, dtype
@@ -177,9 +177,21 @@ def _switch_attention(model: Any) -> None:
     former = [(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(attention.NAME)
     # on the model, since a config's own attributes are saved with it
-    _inner(model).__dict__.setdefault(_FORMER, []).extend(
+    _inner(model).__dict__.setdefault(_FORMER, _Formers()).extend(
         (config, name) for config, name in former if config._attn_implementation == attention.NAME != name
     )
+
+
+class _Formers(list[tuple[Any, str]]):
+    """Of a patched model: (config, its implementation before). A process that unpickles it gets ours registered."""
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (list(self),)
+
+
+def _unpickled(pairs: list[tuple[Any, str]]) -> _Formers:
+    attention.register()
+    return _Formers(pairs)
 
 
 def _own_configs(model: nn.Module) -> None:
@@ -230,8 +242,7 @@ def _patch_loss(model: Any, report: Report) -> None:
     if replace.installed(model):
         return
     name = type(model).__name__
-    # a forward on the instance is another library's (Liger, accelerate)
-    reason = replace.OTHERS if "forward" in model.__dict__ else loss.why_not(model)
+    reason = replace.OTHERS if replace.is_others(model) else loss.why_not(model)
     found = reason or loss.find(model)
     if isinstance(found, str):
         report.add(Part(loss.KIND, name, why=found))

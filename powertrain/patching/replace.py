@@ -75,10 +75,17 @@ def remove(module: nn.Module) -> None:
     del module.__dict__["forward"]
 
 
+def is_others(module: nn.Module) -> bool:
+    """Whether another library, such as accelerate or Liger, has set this module's forward on the instance."""
+    forward = module.__dict__.get("forward")
+    # pickle leaves the class's own method in place of a replacement of ours
+    is_own = getattr(forward, "__func__", None) is type(module).forward
+    return forward is not None and not is_own and not installed(module)
+
+
 def why_not_replaceable(module: nn.Module) -> str | None:
     """Why this module's forward must stay, or None."""
-    # accelerate and Liger set forward on the instance too
-    if "forward" in module.__dict__:
+    if is_others(module):
         return OTHERS
     for name, parameter in module.named_parameters():
         # parameters of FSDP2 (DTensor), bitsandbytes and torchao have types of their own

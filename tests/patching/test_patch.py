@@ -326,6 +326,22 @@ def test_copies_pickles_and_saving(tmp_path: Any) -> None:
     assert model.config._attn_implementation == "powertrain"
 
 
+def test_pickled_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that has not patched: attention is registered, and the model can be patched again."""
+    model, inputs = causal("Llama"), batch()
+    pt.patch(model)
+    right, saved = run(model, inputs), pickle.dumps(model)
+    for mapping in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.delitem(mapping._global_mapping, "powertrain")
+    loaded = pickle.loads(saved)
+    judge(run(loaded, inputs), right, right, torch.float32)
+    report = pt.patch(loaded)
+    assert {part.kind for part in report.replaced} == set(KINDS) - {"attention"} and not report.left, table(report)
+    assert torch.equal(run(loaded, inputs)[0], right[0])
+    pt.unpatch(loaded)
+    assert loaded.config._attn_implementation == "sdpa" and not any("forward" in vars(m) for m in loaded.modules())
+
+
 def test_twice_is_once() -> None:
     model = causal("Llama")
     first = pt.patch(model)
