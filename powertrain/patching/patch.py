@@ -136,8 +136,8 @@ def _patch_rotary(model: nn.Module, report: Report) -> None:
 
 
 def _patch_attention(model: Any, report: Report) -> None:
-    # not a model of transformers
     if not hasattr(model, "set_attn_implementation"):
+        _name_inner(model, report, attention.KIND)
         return
     parts = [(n, m) for n, m in model.named_modules() if _calls_registry(m)]
     # patched already
@@ -162,6 +162,15 @@ def _patch_attention(model: Any, report: Report) -> None:
         _switch_attention(model)
         for name, _ in parts:
             report.add(Part(attention.KIND, name, "attention", gain="by backend: powertrain explain attention"))
+
+
+def _name_inner(model: nn.Module, report: Report, kind: str) -> None:
+    """Report a model of transformers inside one that is none (PEFT's wrappers are: they pass attributes on)."""
+    for name, module in model.named_modules():
+        if hasattr(module, "set_attn_implementation"):
+            why = f"it is inside a {type(model).__name__}, which is no model of transformers; patch it by itself too"
+            report.add(Part(kind, name, why=why))
+            return
 
 
 def _calls_registry(module: nn.Module) -> bool:
@@ -237,6 +246,7 @@ def _configs(model: Any) -> list[Any]:
 
 def _patch_loss(model: Any, report: Report) -> None:
     if not hasattr(model, "loss_function"):
+        _name_inner(model, report, loss.KIND)
         return
     model = _inner(model)
     if replace.installed(model):

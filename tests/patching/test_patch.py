@@ -326,6 +326,13 @@ def test_copies_pickles_and_saving(tmp_path: Any) -> None:
     assert model.config._attn_implementation == "powertrain"
 
 
+def test_a_model_inside_another_is_named() -> None:
+    """A wrapper's attention and loss were left without a word."""
+    report = pt.patch(nn.Sequential(causal("Llama")))
+    assert {(part.kind, part.name) for part in report.left} == {("attention", "0"), ("loss", "0")}
+    assert "it is inside a Sequential" in table(report) and "patch it by itself" in table(report)
+
+
 def test_pickled_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that has not patched: attention is registered, and the model can be patched again."""
     model, inputs = causal("Llama"), batch()
