@@ -114,7 +114,7 @@ def test_mlps() -> None:
         liger.LigerSwiGLUMLP(types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu"))
 
 
-def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     from powertrain.compat.liger_kernel.transformers import monkey_patch
     from powertrain.patching import replace
@@ -134,6 +134,12 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kinds(plain)
     liger._apply_liger_kernel_to_instance(model=plain, rope=False)
     assert {"LlamaRMSNorm", "LlamaMLP"} <= kinds(plain) and "LlamaAttention" not in kinds(plain)
+    with_flags = liger.AutoLigerKernelForCausalLM.from_config(config, rope=False, rms_norm=False, layer_norm=False)
+    assert kinds(with_flags) == {"LlamaMLP", "LlamaForCausalLM"}
+    with_flags.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"swiglu": False, "fused_linear_cross_entropy": False, "output_loading_info": True}
+    loaded, _ = liger.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, **options)
+    assert kinds(loaded) == {"LlamaRMSNorm", "LlamaAttention"}
     liger.apply_liger_kernel_to_llama(swiglu=False)
     later = transformers.AutoModelForCausalLM.from_config(config)
     assert {"LlamaRMSNorm", "LlamaAttention"} <= kinds(later) and "LlamaMLP" not in kinds(later)

@@ -74,21 +74,23 @@ _KINDS = {
     "geglu": "mlp",
     "fused_linear_cross_entropy": "loss",
 }
+FLAGS = {*_KINDS, "cross_entropy"}
 _wanted: dict[str, list[str]] = {}  # model type -> kinds
 
 
 def _apply(model_type: str, model: nn.Module | None = None, **flags: bool) -> None:
     """Patch `model`, or models of this type that are made later. Flags are Liger's: rope, rms_norm, swiglu, ..."""
     # a set: several flags name one kind
-    kinds = sorted({kind for flag, kind in _KINDS.items() if flags.get(flag, True)})
+    wanted = {kind for flag, kind in _KINDS.items() if flags.get(flag, True)}
     # either flag may switch norms off; a model has one of the two
     if not flags.get("rms_norm", flags.get("layer_norm", True)):
-        kinds.remove("norm")
-    if not flags.get("swiglu", flags.get("geglu", True)) and "mlp" in kinds:
-        kinds.remove("mlp")
+        wanted.discard("norm")
+    if not flags.get("swiglu", flags.get("geglu", True)):
+        wanted.discard("mlp")
     # Liger: cross_entropy or fused_linear_cross_entropy; ours is always the fused one
-    if flags.get("cross_entropy") and "loss" not in kinds:
-        kinds.append("loss")
+    if flags.get("cross_entropy"):
+        wanted.add("loss")
+    kinds = sorted(wanted)
     if model is not None:
         patch(model, kinds=kinds)
         return
