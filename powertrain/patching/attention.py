@@ -281,6 +281,11 @@ def our_mask(
     # a cache or an offset makes queries and keys differ, where the module's words would be ambiguous
     whole = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
     skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    # lengths that this function gave to a model whose inner model asks again (PaliGemma): the inner one's modules may
+    # say another thing than the outer's mask, so that it is made here
+    if attention_mask is not None and attention_mask.dim() == 1:
+        attention_mask = torch.arange(kv_length, device=attention_mask.device) < attention_mask[:, None]
+        skip = False
     if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length):
         is_short, short = _short_form(attention_mask, kv_length)
         if is_short:

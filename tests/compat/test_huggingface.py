@@ -216,6 +216,18 @@ def test_right_padding_is_lengths() -> None:
         same(lambda *x, m=lengths: rows(*x, mask=m), lambda *x, m=dense: rows(*x, mask=m), inputs)
 
 
+def test_lengths_that_come_back() -> None:
+    """PaliGemma hands its mask to a language model that asks again; its modules call themselves not causal."""
+    tokens = torch.tensor([[1] * 6 + [0] * 3, [1] * 9]).bool()
+    function = masking_utils.causal_mask_function
+    lengths = huggingface.attention_mask(2, 9, 9, 0, 0, function, tokens)
+    mask = huggingface.attention_mask(2, 9, 9, 0, 0, function, lengths)
+    dense = masking_utils.sdpa_mask(2, 9, 9, 0, 0, function, tokens, allow_is_causal_skip=False)
+    assert lengths is not None and lengths.dim() == 1 and mask is not None and torch.equal(mask, dense)
+    inputs = tensors((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8))
+    same(lambda *x: _layer(is_causal=False)(*x, mask), lambda *x: _layer()(*x, dense.clone()), inputs)
+
+
 def test_other_masks_are_not_marked() -> None:
     chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long))
     tokens = torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]).bool()
