@@ -12,6 +12,7 @@ sequences begin, and computed as such. A mask that lost its mark (sliced, copied
 import functools
 import importlib
 import inspect
+import re
 import sys
 from typing import Any
 
@@ -286,7 +287,8 @@ def our_mask(
     if attention_mask is not None and attention_mask.dim() == 1:
         attention_mask = torch.arange(kv_length, device=attention_mask.device) < attention_mask[:, None]
         skip = False
-    if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length):
+    names_window = _names_window(type(options["config"]).__module__) if options.get("config") is not None else True
+    if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length, names_window):
         is_short, short = _short_form(attention_mask, kv_length)
         if is_short:
             return short
@@ -384,10 +386,21 @@ def _short_form(padding: Tensor | None, keys: int) -> tuple[bool, Tensor | None]
     return not has_step, lengths if is_padded and not has_step else None
 
 
-def _is_said_by_modules(function: Any, local_size: int | None, keys: int) -> bool:
-    """No local attention, or a causal sliding window of `local_size` keys: modules name both again in their call."""
+def _is_said_by_modules(function: Any, local_size: int | None, keys: int, names_window: bool) -> bool:
+    """No local attention, or a causal sliding window of `local_size` keys which modules name again in their call."""
     # a window as long as the keys hides nothing
-    return local_size is None or keys <= local_size or _known(function, local_size, None) is not None
+    if local_size is None or keys <= local_size:
+        return True
+    return names_window and _known(function, local_size, None) is not None
+
+
+@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _names_window(name: str) -> bool:
+    """Whether a model in the file of this config gives a window to the function that computes attention; PhiMoE's have
+    it in their masks alone. Traces take the answer."""
+    file = sys.modules.get(name.replace(".configuration_", ".modeling_"))
+    return file is not None and re.search(r"\bsliding_window=(?!None)", inspect.getsource(file)) is not None
 
 
 def _known(function: Any, local_size: int | None, causal: Any) -> tuple[int, int] | None:

@@ -30,6 +30,8 @@ CONFIGS = {
         **SIZES, sliding_window=4, num_local_experts=2, num_experts_per_tok=1, attention_dropout=0.0
     ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=3),
+    # its attention does not name the window of its masks
+    "phimoe": lambda: transformers.PhimoeConfig(**SIZES, sliding_window=4, num_local_experts=2, num_experts_per_tok=1),
 }
 # a kernel takes milliseconds a program in the interpreter: there, the two with most in them
 MODELS = ["gemma2", "gpt-oss"] if settings().interpret else list(CONFIGS)
