@@ -126,20 +126,22 @@ def test_more_sequences_than_a_grid_has() -> None:
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
-def test_few_rows_are_combined_by_several_warps() -> None:
-    """4 sequences of 28 heads have 112 rows, 32 of 32 heads 1024."""
+def test_few_splits_are_combined_by_a_warp_a_head_and_many_by_several_warps() -> None:
+    """4 sequences of 28 heads have 112 rows, 64 of 32 heads 2048."""
 
-    def warps(splits: int, batch: int, heads: int) -> int:
+    def tile(splits: int, batch: int, heads: int) -> tuple[int, ...]:
         with record("sm_90") as wanted:
             partial, lse = (
                 torch.empty(splits, batch, 1, heads, 128, device="meta"),
                 torch.empty(splits, batch, heads, 1, device="meta"),
             )
             combine(partial, lse, None, partial[0], lse[0], partial[0].stride()[:3])
-        return int(wanted.specs[0].options["num_warps"])
+        [spec] = wanted.specs
+        return *(spec.constants[name] for name in ("BLOCK_H", "BLOCK_S", "AHEAD")), int(spec.options["num_warps"])
 
-    assert [warps(splits, 4, 28) for splits in (4, 16, 32, 64)] == [1, 2, 4, 4]
-    assert {warps(splits, 32, 32) for splits in (4, 16, 64)} == {1}
+    few = [(4, 1, 4, 4), (4, 1, 8, 4), (1, 16, 1, 2), (1, 32, 1, 4), (1, 32, 1, 4)]
+    assert [tile(splits, 4, 28) for splits in (4, 8, 16, 32, 64)] == few
+    assert [tile(splits, 64, 32) for splits in (2, 16)] == [(4, 1, 2, 4), (4, 1, 4, 4)]
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
