@@ -62,7 +62,7 @@ def attention_forward(
     """Called by transformers in each layer: `our_forward`; on devices without our kernels transformers' function for
     sdpa, where that computes the same. Masks are its own there (`attention_mask`)."""
     # "sdpa" takes such attention as causal, and so do we; without sdpa it is an encoder's (Splinter, MarkupLM)
-    if not hasattr(module, "is_causal") and not _has_sdpa(type(module).__module__):
+    if not hasattr(module, "is_causal") and not _supports(type(module).__module__, "sdpa"):
         options.setdefault("is_causal", False)
     if has_kernels(query) or not _is_said_by_sdpa(module, query, key, attention_mask, options):
         return our_forward(module, query, key, value, attention_mask, **options)
@@ -73,11 +73,12 @@ def attention_forward(
 
 @functools.cache
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_sdpa(name: str) -> bool:
-    """Whether a model in the file of this module or config takes sdpa, or there is none. Traces take the answer."""
+def _supports(name: str, *kinds: str) -> bool:
+    """Whether a model in the file of this module or config takes one of these kinds of attention, or there is no model.
+    Traces take the answer."""
     file = sys.modules.get(name.replace(".configuration_", ".modeling_"))
     models = [c for c in vars(file).values() if getattr(c, "__module__", "") == file.__name__] if file else []
-    said = [c._supports_sdpa for c in models if hasattr(c, "_supports_sdpa")]
+    said = [getattr(c, f"_supports_{kind}") for c in models for kind in kinds if hasattr(c, f"_supports_{kind}")]
     return any(said) or not said
 
 
@@ -238,12 +239,13 @@ def _documents(ends: Tensor, size: int) -> Tensor:
 
 def attention_mask(*sizes: Any, device: torch.device | str = "cpu", **options: Any) -> Tensor | None:
     """Called by transformers for each kind of layer: `our_mask`; on devices without our kernels its mask for sdpa,
-    unmarked. Encoder-decoders without sdpa get its eager masks."""
+    unmarked. Encoder-decoders without sdpa, and models of eager attention alone, get its eager masks."""
     config_class = type(options.get("config"))
-    # their decoders' attention may call itself not causal, since a mask says the rest, and other code of theirs adds
-    # masks to scores: BigBirdPegasus, Pegasus-X, NLLB-MoE. Decoders alone lack sdpa for a softcap or sinks, which we
-    # have
-    if getattr(config_class, "is_encoder_decoder", False) and not _has_sdpa(config_class.__module__):
+    # encoder-decoders: their decoders' attention may call itself not causal, since a mask says the rest, and other code
+    # of theirs adds masks to scores: BigBirdPegasus, Pegasus-X, NLLB-MoE. Decoders alone lack sdpa for a softcap or
+    # sinks, which we have, but those that are eager alone may add keys and their masks in each layer: DeepSeek-V4
+    kinds = ("sdpa",) if getattr(config_class, "is_encoder_decoder", False) else ("sdpa", "flash_attn", "flex_attn")
+    if not _supports(config_class.__module__, *kinds):
         added: Tensor | None = _transformers("masking_utils").eager_mask(*sizes, device=device, **options)
         return added
     if _has_kernels_on(device):

@@ -94,6 +94,34 @@ def test_forward_and_backward(name: str, padding: str, monkeypatch: pytest.Monke
     assert biases == [None, None], "every mask here has arguments that say the same"
 
 
+@pytest.mark.skipif(settings().interpret, reason="masks are made outside of kernels")
+@pytest.mark.parametrize("padding", PADDING)
+def test_a_model_that_adds_keys_in_its_layers(padding: str) -> None:
+    """DeepSeek-V4's compressed keys, for which each layer adds to the mask that the model has made."""
+    config = transformers.DeepseekV4Config(
+        vocab_size=61, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
+        head_dim=16, q_lora_rank=16, n_routed_experts=2, num_experts_per_tok=1, sliding_window=6, o_groups=2,
+        o_lora_rank=8, index_n_heads=2, index_head_dim=16, index_topk=2, partial_rotary_factor=0.5,
+        max_position_embeddings=64,
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    ids, mask = torch.randint(1, 60, (2, 9)), PADDING[padding]
+    tokens = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    expected = model(ids, attention_mask=mask, use_cache=False).logits[tokens]
+    model.set_attn_implementation("powertrain")
+    found = model(ids, attention_mask=mask, use_cache=False).logits[tokens]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_generate(name: str, cache: str) -> None:
