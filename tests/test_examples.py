@@ -68,7 +68,7 @@ def test_example(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pretrain.py", "continue_from_hugging_face.py"])
 def test_a_second_start_goes_on_from_the_first(name: str, tmp_path: Path) -> None:
-    """It has no step left, so no loss to print, and finds what the first one wrote."""
+    """The second start finds the finished run of the first: it has no step left and no loss to print."""
     if any(find_spec(package) is None for package in NEEDS[name]):
         pytest.skip(f"needs {', '.join(NEEDS[name])}")
     for _ in range(2):

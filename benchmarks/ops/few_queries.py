@@ -94,7 +94,8 @@ def variants_of(problem: Problem, target: Target) -> list[Variant]:
 
 
 def _other_kernels() -> Call:
-    """What is called before each timed call: products, a softmax, FlashAttention-3's backward, two of our kernels."""
+    """A function that is called before each timed call. It runs a matrix product, a softmax, FlashAttention-3's
+    backward and two of our kernels."""
     ours: list[Call] = []
     for problem in (
         Problem((256,), 1024, 8, 8, 256, True, None, False),

@@ -71,12 +71,17 @@ def attention_forward(
     return result
 
 
+def _file_of(name: str) -> Any:
+    """The modeling file of a module or config that is defined in the file `name`, or None."""
+    return sys.modules.get(name.replace(".configuration_", ".modeling_"))
+
+
 @functools.cache
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _supports(name: str, *kinds: str) -> bool:
     """Whether a model in the file of this module or config takes one of these kinds of attention, or there is no model.
     Traces take the answer."""
-    file = sys.modules.get(name.replace(".configuration_", ".modeling_"))
+    file = _file_of(name)
     models = [c for c in vars(file).values() if getattr(c, "__module__", "") == file.__name__] if file else []
     said = [getattr(c, f"_supports_{kind}") for c in models for kind in kinds if hasattr(c, f"_supports_{kind}")]
     return any(said) or not said
@@ -289,7 +294,8 @@ def our_mask(
     if attention_mask is not None and attention_mask.dim() == 1:
         attention_mask = torch.arange(kv_length, device=attention_mask.device) < attention_mask[:, None]
         skip = False
-    names_window = _names_window(type(options["config"]).__module__) if options.get("config") is not None else True
+    config = options.get("config")
+    names_window = config is None or _names_window(type(config).__module__)
     if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length, names_window):
         is_short, short = _short_form(attention_mask, kv_length)
         if is_short:
@@ -401,7 +407,7 @@ def _is_said_by_modules(function: Any, local_size: int | None, keys: int, names_
 def _names_window(name: str) -> bool:
     """Whether a model in the file of this config gives a window to the function that computes attention; PhiMoE's have
     it in their masks alone. Traces take the answer."""
-    file = sys.modules.get(name.replace(".configuration_", ".modeling_"))
+    file = _file_of(name)
     return file is not None and re.search(r"\bsliding_window=(?!None)", inspect.getsource(file)) is not None
 
 

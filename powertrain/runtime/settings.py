@@ -162,5 +162,5 @@ def forget_no_columns() -> None:
 
 
 def width_is_asked_for() -> bool:
-    """Whether COLUMNS sets the width of what is printed, into a pipe too."""
+    """Whether the environment variable COLUMNS sets the width of the output, also in a pipe."""
     return "COLUMNS" in os.environ

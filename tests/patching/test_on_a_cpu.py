@@ -101,7 +101,7 @@ def test_decoders_that_call_themselves_not_causal(kind: str) -> None:
 
 
 def test_attention_that_differs_in_the_whole_model_is_left() -> None:
-    """By itself each layer does what it says; where no mask says the rest, that is wrong."""
+    """Each layer's attention says is_causal=False, which is right with a mask alone; without one it must be causal."""
     model, tokens = causal("Llama").eval(), batch()["input_ids"]
     model.set_attn_implementation("eager")
     for layer in model.model.layers:

@@ -106,7 +106,7 @@ def _combine_kernel(
         for i in tl.static_range(AHEAD):
             weight = tl.exp2(lses[i] - safe[None, :])
             total += tl.sum(weight, axis=0)
-            # what a part without keys left in its result may be NaN
+            # the result of a part without keys may be NaN
             part = tl.where((lses[i] > float("-inf"))[:, :, None], parts[i], 0.0)  # type: ignore[index]
             acc += tl.sum(weight[:, :, None] * part, axis=0)
         top = higher

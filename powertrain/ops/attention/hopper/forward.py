@@ -160,7 +160,7 @@ def _hopper_attention_fwd_kernel(
     descs = (
         by_piece(q_desc, q_tail_desc, P_QK), by_piece(k_desc, k_tail_desc, P_QK), by_piece(v_desc, v_tail_desc, P_V),
     )  # fmt: skip
-    # partial results leave in float32 by ordinary stores
+    # none where results leave by ordinary stores
     o_descs: gl.constexpr = None
     if o_desc is not None:
         o_descs = by_piece(o_desc, o_tail_desc, P_V)
