@@ -42,11 +42,11 @@ Call = Callable[[], Any]
 
 class Variant(NamedTuple):
     splits: int | None = None  # None: those that are chosen
-    three: bool | None = None  # consumers, at head dims to 64
+    consumers: int | None = None
 
     @property
     def name(self) -> str:
-        return "powertrain" if self.splits is None else f"{self.splits}{' three' if self.three else ''}"
+        return "powertrain" if self.splits is None else f"{self.splits} splits, {self.consumers} consumers"
 
 
 def draw(source: random.Random) -> Problem:
@@ -62,16 +62,16 @@ def draw(source: random.Random) -> Problem:
 @contextmanager
 def _planned(variant: Variant, seen: list[Work]) -> Iterator[None]:
     """Calls within have this plan; `seen` gets the work whose number of splits was asked for."""
-    of_64 = plans._of_head_dim_64
+    consumers_of_few = plans.consumers_of_few
 
     def splits_for(work: Work) -> int:
         seen.append(work)
         return num_splits_for(work) if variant.splits is None else variant.splits
 
-    def plan_of_64(p_qk: tuple[int, ...], p_v: tuple[int, ...], three_consumers: bool) -> plans.Plan:
-        return of_64(p_qk, p_v, three_consumers if variant.three is None else variant.three)
+    def consumers_for(plan: plans.Plan, sequences: int) -> tuple[int, ...]:
+        return consumers_of_few(plan, sequences) if variant.consumers is None else (variant.consumers,)
 
-    with patch.object(plans, "num_splits_for", splits_for), patch.object(plans, "_of_head_dim_64", plan_of_64):
+    with patch.object(plans, "num_splits_for", splits_for), patch.object(plans, "consumers_of_few", consumers_for):
         yield
 
 
@@ -83,13 +83,13 @@ def _launch(problem: Problem, variant: Variant, seen: list[Work]) -> None:
 
 def variants_of(problem: Problem, target: Target) -> list[Variant]:
     found = [Variant()]
-    for three in (False, True) if problem.head_dim <= 64 else (None,):
+    for consumers in (1, 2, 3) if problem.head_dim <= 64 else (1, 2):
         seen: list[Work] = []
         with record(target):
-            _launch(problem, Variant(1, three), seen)
+            _launch(problem, Variant(1, consumers), seen)
         work = seen[0]
         most = min(max(1, work.blocks // 2), ROUNDS_OF_TILES * work.sms // work.tiles)
-        found += [Variant(splits, three) for splits in SPLITS if splits <= most]
+        found += [Variant(splits, consumers) for splits in SPLITS if splits <= most]
     return found
 
 

@@ -29,6 +29,7 @@ PLAIN = problems._Plain.name  # registered there
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
 CUTS = (1, 2, 3, 40)  # parts; of the most some are empty
+CONSUMERS = (1, 2, 3)  # three of head dims to 64 alone
 
 
 class Case(NamedTuple):
@@ -109,19 +110,28 @@ def _errors(
     return numerics.errors(*three, tensors, backward=backward, slack=20)
 
 
+def _plan(monkeypatch: pytest.MonkeyPatch, cuts: int, consumers: int) -> None:
+    """Few queries have so many parts, and so many consumers where the head dim allows it."""
+    monkeypatch.setattr(plans, "num_splits_for", lambda *sizes: cuts)
+    allowed = plans.consumers_of_few
+    monkeypatch.setattr(plans, "consumers_of_few", lambda plan, _: (min(consumers, max(allowed(plan, 1))),))
+
+
 @pytest.mark.parametrize("sms", [132, 2])
 @pytest.mark.parametrize("cuts", CUTS)
-def test_sweep(cuts: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("consumers", CONSUMERS[:2])
+def test_sweep(consumers: int, cuts: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each CTA with a tile or so, and with many."""
-    monkeypatch.setattr(plans, "num_splits_for", lambda *sizes: cuts)
+    _plan(monkeypatch, cuts, consumers)
     here = replace(Target.of(CUDA), num_sms=sms)
     monkeypatch.setattr(operands, "Target", SimpleNamespace(of=lambda device: here))
     with record() as wanted:
         for n, case in enumerate(CASES):
             _through(case, "hopper")(**_tensors(case, n))
     forwards = [spec for spec in wanted.specs if spec.kernel.name == "_hopper_attention_fwd_kernel"]
-    assert {spec.constants["HEADS_PER_TILE"] for spec in forwards} == {1, 2, 3, 4, 5, 6, 7, 8, 12, 16}
+    assert {spec.constants["HEADS_PER_TILE"] for spec in forwards} >= {1, 2, 3, 4, 5, 6, 7, 8, 16}
     assert {spec.constants["SPLIT_KV"] for spec in forwards} == {cuts > 1}
+    assert {spec.constants["CONSUMERS"] for spec in forwards} == {consumers}
     assert not prebuild.build(wanted.specs).failures
     bad = []
     for n, case in enumerate(CASES):
@@ -153,10 +163,12 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "head_dim, consumers", [(64, 1), (64, 2), (64, 3), (128, 1), (128, 2), (192, 1), (256, 1), (256, 2)]
+)
 @pytest.mark.parametrize("cuts", CUTS)
-def test_packed_sequences(cuts: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "num_splits_for", lambda *sizes: cuts)
+def test_packed_sequences(cuts: int, head_dim: int, consumers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plan(monkeypatch, cuts, consumers)
     bad = []
     for n, case in enumerate(PACKED):
         torch.manual_seed(n)
@@ -188,9 +200,10 @@ def test_packed_sequences(cuts: int, head_dim: int, monkeypatch: pytest.MonkeyPa
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.parametrize("consumers", CONSUMERS[:2])
 @pytest.mark.parametrize("cuts", CUTS)
-def test_nothing_leaks_from_behind_lengths(cuts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "num_splits_for", lambda *sizes: cuts)
+def test_nothing_leaks_from_behind_lengths(cuts: int, consumers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plan(monkeypatch, cuts, consumers)
     starts, q_starts = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([0, 700, 700, 1500], [0, 16, 20, 60]))
     used, q_used = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([611, 0, 130], [16, 4, 33]))
     behind, q_behind = torch.ones(1600, dtype=torch.bool, device=CUDA), torch.ones(70, dtype=torch.bool, device=CUDA)

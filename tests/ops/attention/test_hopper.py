@@ -163,10 +163,16 @@ def _packed_and_cut(specs: list[Spec]) -> tuple[int, bool]:
 
 
 @compiled
-@pytest.mark.parametrize("batch", [1, 8], ids=["cut", "packed"])
-def test_products_of_few_queries_are_not_serialised(batch: int) -> None:
-    specs = _few_queries(batch, 64, 4096)
-    assert _packed_and_cut(specs) == (4, batch == 1)
+@pytest.mark.parametrize(
+    "batch, queries, heads, cut, consumers",
+    [(2, 16, 4, True, 1), (1, 1, 4, True, 1), (16, 16, 4, False, 1), (8, 64, 2, False, 2), (4, 37, 2, True, 2)],
+)
+def test_products_of_few_queries_are_not_serialised(
+    batch: int, queries: int, heads: int, cut: bool, consumers: int
+) -> None:
+    specs = _few_queries(batch, queries, 4096)
+    assert _packed_and_cut(specs) == (heads, cut)
+    assert specs[0].constants["CONSUMERS"] == consumers
     entry, _ = entry_for(specs[0])
     assert entry.manifest["launch"]["stack"] <= 128
     code = instructions(entry.members["cubin"])
@@ -175,12 +181,12 @@ def test_products_of_few_queries_are_not_serialised(batch: int) -> None:
 
 @compiled
 def test_what_is_packed_and_cut() -> None:
-    assert _packed_and_cut(_few_queries(1, 64, 4096)) == (4, True)
-    assert _packed_and_cut(_few_queries(8, 64, 4096)) == (4, False)
+    assert _packed_and_cut(_few_queries(1, 16, 4096)) == (4, True)
+    assert _packed_and_cut(_few_queries(8, 64, 4096)) == (2, False)
     assert _packed_and_cut(_few_queries(1, 128, 4096)) == (1, True)
     assert _packed_and_cut(_few_queries(1, 128, 512)) == (1, False)  # not few
     assert _packed_and_cut(_few_queries(4, 2048, 2048)) == (1, False)
-    assert _packed_and_cut(_few_queries(1, 64, 32768, is_causal=False, window_size=(200, 0))) == (4, False)
+    assert _packed_and_cut(_few_queries(1, 64, 32768, is_causal=False, window_size=(200, 0))) == (1, False)
     assert _packed_and_cut(_few_queries(2, 16, 4096, (56, 8))) == (7, True)
     assert _packed_and_cut(_few_queries(8, 16, 4096, (56, 8))) == (7, False)  # the memory is busy without
     assert _packed_and_cut(_few_queries(8, 16, 4096, (37, 1))) == (8, True)  # three are missing in the last tile
@@ -199,15 +205,15 @@ def test_heads_share_a_tile_where_that_makes_fewer() -> None:
         return [plans.heads_per_tile_for(repeats, queries, 128) for repeats in (1, 4, 6, 7, 24, 32)]
 
     assert packs(1) == [1, 4, 6, 7, 24, 32]
-    assert packs(96) == [1, 4, 6, 7, 8, 32]
+    assert packs(96) == [1, 4, 6, 7, 4, 4]
     assert packs(128) == [1] * 6
     assert plans.heads_per_tile_for(5, 196, 128) == 1 and plans.heads_per_tile_for(5, 196, 128, most=0.95) == 5
-    assert plans.heads_per_tile_for(4, 300, 128) == 4 and plans.heads_per_tile_for(4, 500, 128) == 1
+    assert plans.heads_per_tile_for(4, 300, 128) == 2 and plans.heads_per_tile_for(4, 500, 128) == 1
 
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
     def cuts(tiles: int, blocks: int, rows: int = 2048, keys_bytes: int = 10**7) -> int:
-        return num_splits_for(Work(tiles, blocks, 1.55, keys_bytes, rows * 128 * 4, 132, 4.8e12))
+        return num_splits_for(Work(2, tiles, blocks, 1.55, keys_bytes, rows * 128 * 4, 132, 4.8e12))
 
     assert [cuts(tiles, 256) for tiles in (8, 16, 64, 128, 132, 192, 264)] == [16, 8, 2, 1, 1, 2, 1]
     assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 4, 8]
@@ -220,7 +226,7 @@ def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
 
 
 @compiled
-def test_three_consumers_where_two_have_a_nearly_empty_tile() -> None:
+def test_consumers_of_few_queries() -> None:
     def consumers(batch: int, queries: int, keys: int, heads: int, causal: bool = False) -> int:
         q, k = (torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
         with record("H200") as wanted:
@@ -229,7 +235,8 @@ def test_three_consumers_where_two_have_a_nearly_empty_tile() -> None:
 
     assert consumers(2, 148, 16384, 16) == 3
     assert consumers(1, 2000, 8192, 12, causal=True) == 3
-    assert consumers(4, 160, 4096, 16) == consumers(1, 1100, 8192, 12, causal=True) == consumers(2, 64, 16384, 16) == 2
+    assert consumers(4, 160, 4096, 16) == consumers(1, 1100, 8192, 12, causal=True) == 2
+    assert consumers(2, 64, 16384, 16) == 1  # each head's queries are one tile of 64
 
 
 @compiled

@@ -168,7 +168,12 @@ def _hopper_attention_fwd_kernel(
     pages = Pages(page_table_ptr, page_row)
     all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
+            (produce, (descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
+        ], [1], [24])  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),

@@ -59,7 +59,7 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     TFLOP/s, bf16, one H200, causal, H32 D64: 2 consumers 475, 3 consumers 532 (S8192); 405, 384 (S2048)."""
     p_qk, p_v = pieces_of(d_qk), pieces_of(d_v)
     if d_qk <= 64 and d_v <= 64:
-        return _of_head_dim_64(p_qk, p_v, three_consumers=queries > 4096)
+        return with_consumers(Plan(p_qk, p_v), 3 if queries > 4096 else 2)
     if d_qk <= 128 and d_v <= 128:
         return Plan(p_qk, p_v)
     if d_qk <= 192 and d_v <= 128:
@@ -76,10 +76,13 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     return Plan((256,), p_v, block_n=64, store_parts=p_v[0] // 64, q_slots=1, q_held=False)
 
 
-def _of_head_dim_64(p_qk: tuple[int, ...], p_v: tuple[int, ...], three_consumers: bool) -> Plan:
-    if three_consumers:
-        return Plan(p_qk, p_v, consumers=3, q_slots=1, q_held=False)
-    return Plan(p_qk, p_v, stages=4)
+def with_consumers(plan: Plan, consumers: int) -> Plan:
+    """A plan of head dims to 256 with one consumer or two, or to 64 with three."""
+    if max(sum(plan.p_qk), sum(plan.p_v)) <= 64:
+        plan = Plan(plan.p_qk, plan.p_v, stages=4)
+        if consumers == 3:
+            return plan._replace(consumers=3, stages=2, q_slots=1, q_held=False)
+    return plan._replace(consumers=consumers, takes_turns=plan.takes_turns and consumers > 1)
 
 
 def _three_consumers_are_faster(operands: Operands, queries: int) -> bool:
@@ -119,7 +122,9 @@ def heads_per_tile_for(
 
     divisors = {pack for pack in range(1, 33) if repeats % pack == 0}
     packs = divisors if whole else divisors | {pack for pack in (2, 4, 8, 16) if pack < 2 * repeats}
-    pack = min(sorted(packs, reverse=True), key=lambda pack: (tiles(pack), repeats % pack > 0))
+    # of as many tiles the fullest: tiles that share keys and have the same work read them at the same time
+    most_heads = ragged or whole
+    pack = min(packs, key=lambda pack: (tiles(pack), repeats % pack > 0, -pack if most_heads else pack))
     return pack if tiles(pack) <= (0.97 if ragged else most) * tiles(1) else 1
 
 
@@ -176,30 +181,37 @@ def plan_of(operands: Operands) -> Plan:
     queries, keys = max(1, operands.queries // sequences), max(1, operands.keys // sequences)
     plan = plan_for(operands.d_qk, operands.d_v, queries)
     is_few = 4 * queries <= keys
+    if is_few and not plan.splits_columns:
+        return _fastest_of_few(operands, plan, sequences, queries, keys)
     if max(operands.d_qk, operands.d_v) <= 64 and not operands.is_packed:
-        if is_few:
-            return _fastest_of_few(operands, plan, queries, keys)
         if operands.args.left < 0 and operands.args.right < 0:
-            plan = _of_head_dim_64(plan.p_qk, plan.p_v, _three_consumers_are_faster(operands, queries))
-    plan = _sharing_heads(operands, plan, sequences, queries, is_few)
-    if not is_few or plan.splits_columns:
-        return plan
-    return _splitting_keys(operands, plan, queries, keys)
+            plan = with_consumers(plan, 3 if _three_consumers_are_faster(operands, queries) else 2)
+    return _sharing_heads(operands, plan, sequences, queries, is_few)
 
 
-def _fastest_of_few(operands: Operands, plan: Plan, queries: int, keys: int) -> Plan:
-    """Head dim 64, few queries beside many keys, with two consumers or with three: three where the estimate is 0.9 of
-    that of two.
+def consumers_of_few(plan: Plan, sequences: int) -> tuple[int, ...]:
+    """The numbers of consumers that few queries may have. Packed sequences whose lengths are not known may be long,
+    where one consumer takes 1.3 times as long as two."""
+    if sequences > 1:
+        return (plan.consumers,)
+    return (1, 2, 3) if max(sum(plan.p_qk), sum(plan.p_v)) <= 64 else (1, 2)
 
-    us, one H200, two, three: chosen B2 S148 beside 16384 keys H16/16 85, 67, B1 S180 beside 32768 H32/8 127, 112; not
-    chosen B4 S160 beside 4096 H16/16 42.8, 45.0, B1 S256 beside 32768 H32/8 154, 188."""
+
+def _fastest_of_few(operands: Operands, plan: Plan, sequences: int, queries: int, keys: int) -> Plan:
+    """Few queries beside many keys, with as many consumers and splits as is fastest by the estimate.
+
+    us, one H200, behind other kernels, with one consumer, two and three: B1 S16 beside 1475 keys H12/12 D128 12.7,
+    16.1; B1 S1 beside 21372 H28/4 D64 16.8, 21.8, 24.8; B8 S64 beside 23888 H12/12 D112 299, 285; B4 S46 beside 15763
+    H32/8 D64 86, 84, 66."""
     found = []
-    for three in (False, True):
-        each = _sharing_heads(operands, _of_head_dim_64(plan.p_qk, plan.p_v, three), 1, queries, is_few=True)
-        each = _splitting_keys(operands, each, queries, keys)
-        found.append((each, time_of(work_of(operands, each, queries, keys), each.num_splits)))
-    (of_two, time_of_two), (of_three, time_of_three) = found
-    return of_three if time_of_three <= 0.9 * time_of_two else of_two
+    for consumers in consumers_of_few(plan, sequences):
+        each = _sharing_heads(operands, with_consumers(plan, consumers), sequences, queries, is_few=True)
+        work = work_of(operands, each, queries, keys)
+        each = each._replace(num_splits=num_splits_for(work))
+        time = time_of(work, each.num_splits)
+        # of B4 S160 beside 4096 keys H16/16 D64 the estimate is the same, but three take 45.0 us, two 42.8
+        found.append((time / 0.9 if consumers == 3 else time, each))
+    return min(found, key=lambda each: each[0])[1]
 
 
 def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int, is_few: bool) -> Plan:
@@ -219,11 +231,6 @@ def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int,
     return plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
 
 
-def _splitting_keys(operands: Operands, plan: Plan, queries: int, keys: int) -> Plan:
-    """With the keys of each tile in as many splits as is fastest."""
-    return plan._replace(num_splits=num_splits_for(work_of(operands, plan, queries, keys)))
-
-
 def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
     """The work of a call whose sequences have so many queries and keys on average."""
     args, heads = operands.args, operands.heads
@@ -234,16 +241,27 @@ def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
     blocks = cdiv(max(1, end - begin), plan.block_n)
     row_bytes = (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
     return Work(
-        operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries), blocks, _block_us(plan),
+        plan.consumers, operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries), blocks, _block_us(plan),
         # in whole blocks, so that `num_splits_for` finds its result when one key more is there
-        operands.batch * blocks * plan.block_n * heads.kv * row_bytes,
+        operands.batch * blocks * plan.block_n * heads.kv * row_bytes * _reads_of_keys(plan, queries),
         operands.batch * queries * heads.kv * heads.q_per_kv * operands.d_v * 4,
         operands.target.num_sms, operands.target.bandwidth,
     )  # fmt: skip
 
 
+def _reads_of_keys(plan: Plan, queries: int) -> float:
+    """How often the keys of a head are read from memory. Its tiles run together, and find in the L2 what one of them
+    has read. But the last one is ahead of the others if some of its consumers have no rows: us, one H200, two
+    consumers, as it is and with such consumers made to wait: B4 S132 beside 30120 keys H16/16 D256 884, 722; B2 S157
+    beside 51916 H8/8 D128 191, 173."""
+    last = queries % plan.queries
+    return 1.8 if queries > plan.queries and 0 < last <= plan.queries - plan.queries // plan.consumers else 1
+
+
 def _block_us(plan: Plan) -> float:
     """The time of one block of keys on an H200 whose SMs are all busy. A block of 128 keys: head dim 64 1.07 us, with
-    three consumers 1.45, 96 1.31, 128 1.55; a block of 64 keys: 192 1.21, 256 1.50."""
+    three consumers 1.45, 96 1.31, 128 1.55; a block of 64 keys: 192 1.21, 256 1.50. Fitted
+    to calls of few queries: with one consumer 0.8 of that, above head dim 192 0.65; with two 0.9, with three 1.25."""
     us = plan.block_n / 128 * (0.6 + 0.0037 * (sum(plan.p_qk) + sum(plan.p_v)))
-    return us * (1.2 if plan.block_n == 64 else 1.35 if plan.consumers == 3 else 1)
+    of_one = 0.65 if sum(plan.p_qk) > 192 else 0.8
+    return us * (1.2 if plan.block_n == 64 else 1) * (of_one, 0.9, 1.25)[plan.consumers - 1]

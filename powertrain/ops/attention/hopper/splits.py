@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 from powertrain.ops.shapes import cdiv
 
-# us, fitted to times of calls that followed other kernels (`python -m benchmarks.ops.few_queries`): the launch; a
-# tile's time without its blocks; the latency of the first keys; the kernel that combines the splits; each split there
-_LAUNCH, _TILE, _FIRST_KEYS, _COMBINE, _EACH_SPLIT = 5.5, 2.0, 1.6, 4.9, 0.04
+# us, fitted to times of calls that followed other kernels (`python -m benchmarks.ops.few_queries`). With one, two and
+# three consumers, each of which fetches code of its own: the launch, and what splits cost beside. Then a tile's time
+# without its blocks; the latency of the first keys; each split in the kernel that combines them
+_LAUNCH, _SPLITTING = (3.0, 5.5, 5.5), (3.0, 4.9, 4.9)
+_TILE, _FIRST_KEYS, _EACH_SPLIT = 2.0, 1.6, 0.04
 # gained by a split without keys: of 157 pairs of calls that differ in nothing else, 114 are faster with such a split,
 # by up to 3.2 us. Not because it executes a tile's last instructions first: a program that does only that gained 0.15
 _EMPTY_SPLIT = 1.0
@@ -19,10 +21,11 @@ _BANDWIDTH, _SPREAD = 0.875, 0.14
 class Work(NamedTuple):
     """The tiles of a call, whose keys may be split."""
 
+    consumers: int
     tiles: int
     blocks: int  # of keys, of each tile
     block_us: float  # time of one block
-    keys_bytes: int  # keys and values of the call
+    keys_bytes: float  # keys and values that are read from memory
     result_bytes: int  # in float32
     sms: int
     bandwidth: float  # of the memory, bytes a second, by its datasheet
@@ -34,8 +37,8 @@ def num_splits_for(work: Work) -> int:
 
     us, bf16, one H200, by splits: B1 S4 beside 32768 keys H32/8 D128 8 49, 10 45, 16 46; B2 S6 beside 16384 12/1 D112
     32 18, 64 17.6; B1 S42 beside 1639 H64/8 D128 1 27.9, 4 18.1; B1 S271 beside 1882 H28/4 D128 1 31.0, 2 26.8, 3 33.0.
-    Of 198 calls the choice takes 1.2 % longer than the best number on average, 20 % at most
-    (benchmarks/results/2026-11-29_h200_few_queries.md)."""
+    Of 118 calls the choice, of consumers too, takes 1.8 % longer than the best on average
+    (benchmarks/results/2026-11-30_h200_one_consumer.md)."""
     most = max(1, min(work.blocks // 2, 4 * work.sms // max(1, work.tiles)))
     splits = min(range(1, most + 1), key=lambda splits: time_of(work, splits))
     return splits if time_of(work, splits) <= 0.97 * time_of(work, 1) else 1
@@ -48,9 +51,9 @@ def time_of(work: Work, splits: int) -> float:
     products = cdiv(tiles, work.sms) * (share * work.block_us + _TILE)
     busy = 1 + _SPREAD * min(1.0, tiles / work.sms)
     reads = work.keys_bytes / (_BANDWIDTH * work.bandwidth) * 1e6 * busy + _FIRST_KEYS
-    time = _LAUNCH + max(products, reads)
+    time = _LAUNCH[work.consumers - 1] + max(products, reads)
     if splits > 1:
-        time += _COMBINE + splits * (_EACH_SPLIT + work.result_bytes / _RESULTS_PER_US)
+        time += _SPLITTING[work.consumers - 1] + splits * (_EACH_SPLIT + work.result_bytes / _RESULTS_PER_US)
         if (splits - 1) * share >= work.blocks:
             time -= _EMPTY_SPLIT
     return time
