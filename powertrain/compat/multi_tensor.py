@@ -19,10 +19,13 @@ Lists = Sequence[Sequence[Tensor]]
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
     """[inputs, outputs]: outputs = scale * inputs; noop_flag becomes 1 where an input is not finite."""
     sources, results = _lists("multi_tensor_scale", tensor_lists, 2)
+    if not sources:
+        return
+    # before the results are written, which may be the inputs
+    _flag(noop_flag, sources)
     # 16-bit inputs are scaled in float32, as Apex's kernel does
     wide = [x.float() if x.dtype.itemsize < 4 else x for x in sources]
     torch._foreach_copy_(list(results), torch._foreach_mul(wide, scale))
-    _flag(noop_flag, sources)
 
 
 def multi_tensor_scale_tensor(chunk_size: int, is_infinite: Tensor, tensor_lists: Lists, scale: Tensor) -> None:
@@ -35,6 +38,8 @@ def multi_tensor_axpby(
 ) -> None:
     """[x, y, outputs]: outputs = a * x + b * y; arg_to_check 0 or 1 looks at x or y only, -1 at both."""
     x, y, results = _lists("multi_tensor_axpby", tensor_lists, 3)
+    if not x:
+        return
     total = torch._foreach_mul([t.float() if t.dtype.itemsize < 4 else t for t in x], a)
     torch._foreach_add_(total, [t.to(s.dtype) for t, s in zip(y, total, strict=True)], alpha=b)
     _flag(noop_flag, {0: x, 1: y}.get(arg_to_check, [*x, *y]))
@@ -44,8 +49,9 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """[tensors]: (their 2-norm together [1], each one's [n], empty unless per_tensor), float32 (float64 for
-    float64).
+    """[tensors]: (their 2-norm together [1], each one's [n], empty unless per_tensor), float32, float64 with float64.
+
+    noop_flag becomes 1 where the norm is not finite.
     """
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
     # an empty list is legal there: parameter groups may be empty
@@ -53,27 +59,33 @@ def multi_tensor_l2norm(
         none = torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
         return none, none[:0]
     # float32 sums of 16-bit squares
-    wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+    wide = torch.float64 if any(x.dtype is torch.float64 for x in tensors) else torch.float32
     each = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide))
-    return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else each.new_empty(0)
+    total = torch.linalg.vector_norm(each).reshape(1)
+    noop_flag.logical_or_(~total.isfinite())
+    return total, each if per_tensor else each.new_empty(0)
 
 
 def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """[inputs, outputs]: outputs = scale * inputs, and the norms of them."""
+    """[inputs, outputs]: outputs = scale * inputs; the norms of the inputs, as there, by `multi_tensor_l2norm`."""
+    sources, _ = _lists("multi_tensor_l2norm_scale", tensor_lists, 2)
+    # before the outputs are written, which may be the inputs
+    norms = multi_tensor_l2norm(chunk_size, noop_flag, [sources], per_tensor)
     multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)
-    total, each = multi_tensor_l2norm(chunk_size, noop_flag, [tensor_lists[0]], per_tensor)
-    # the norm is homogeneous: no second pass over the scaled tensors
-    return total * abs(scale), each * abs(scale)
+    return norms
 
 
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """[tensors]: the norms of inv_scale * tensors, which stay as they are."""
+    """[tensors]: the norms of inv_scale * tensors, which stay as they are; noop_flag as of `multi_tensor_l2norm`."""
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
-    return total * inv_scale.abs(), each * inv_scale.abs()
+    # the norm is homogeneous: no pass over scaled tensors
+    total, each = total * inv_scale.abs(), each * inv_scale.abs()
+    noop_flag.logical_or_(~total.isfinite())
+    return total, each
 
 
 def multi_tensor_adam(
@@ -229,16 +241,17 @@ def multi_tensor_sgd(
     keep = noop_flag.reshape(()) == 0
     copies = tensor_lists[3] if lists == 4 else [None] * len(tensor_lists[0])
     for g, p, buffer, copy in zip(*tensor_lists[:3], copies, strict=True):
-        # momentum buffers are float32 in mixed precision
-        x, g = p.to(buffer.dtype), g.to(buffer.dtype) * scale
+        # momentum buffers are float32 in mixed precision; 16-bit ones count in float32 too
+        old = _wide(buffer)
+        x, g = p.to(old.dtype), g.to(old.dtype) * scale
         g = g if wd_after_momentum else g + wd * x
         # PyTorch's rule too: the first step initializes the buffer with the gradient, undamped
-        moving = g if first_run else momentum * buffer + (1 - dampening) * g
+        moving = g if first_run else momentum * old + (1 - dampening) * g
         step = (g + momentum * moving if nesterov else moving) if momentum else g
         step = step + wd * x if wd_after_momentum else step
         new = torch.where(keep, x - lr * step, x)
         if momentum:
-            buffer.copy_(torch.where(keep, moving, buffer))
+            buffer.copy_(torch.where(keep, moving, old))
         p.copy_(new)
         if copy is not None:
             copy.copy_(new)
@@ -371,8 +384,9 @@ def multi_tensor_novograd(
     op = "multi_tensor_novograd"
     grads, parameters, means = (list(tensors) for tensors in _lists(op, tensor_lists, 3))
     checks.one_of(op, "norm_type", norm_type, (0, 2))
-    new = torch.stack(torch._foreach_norm([_wide(g) for g in grads], 2 if norm_type == 2 else torch.inf))
-    new = new.to(grad_norms.dtype)
+    kind = 2 if norm_type == 2 else torch.inf
+    # tensor by tensor: float64 may stand beside float32
+    new = torch.stack([norm.to(grad_norms.dtype) for norm in norms_of([_wide(g) for g in grads], kind)])
     if norm_type == 2:
         grad_norms.copy_((beta2 * grad_norms**2 + (1 - beta2) * new**2).sqrt())
     else:
@@ -415,6 +429,12 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
+def norms_of(tensors: Sequence[Tensor], kind: float) -> Sequence[Tensor]:
+    """The norm of each; 0 of a tensor without elements, where torch knows no largest magnitude."""
+    found: Sequence[Tensor] = torch._foreach_norm([x if x.numel() else x.new_zeros(1) for x in tensors], kind)
+    return found
+
+
 def _lists(op: str, tensor_lists: Lists, count: int) -> Lists:
     checks.require(len(tensor_lists) == count, op, "tensor_lists", f"be {count} lists", len(tensor_lists))
     lengths = [len(tensors) for tensors in tensor_lists]
@@ -426,5 +446,5 @@ def _flag(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
     if tensors:
         # an inf or nan anywhere is one in the largest magnitude
         # one stacked test for all tensors
-        worst = torch.stack([x.float() for x in torch._foreach_norm(list(tensors), torch.inf)])
-        noop_flag.logical_or_(~worst.isfinite().all())
+        finite = torch.stack([x.isfinite() for x in norms_of(tensors, torch.inf)])
+        noop_flag.logical_or_(~finite.all())

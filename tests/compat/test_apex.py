@@ -88,10 +88,60 @@ def test_norms_of_lists() -> None:
     torch.testing.assert_close(total, torch.cat(x).norm()[None])
     torch.testing.assert_close(each, torch.stack([t.norm() for t in x]))
     assert multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [x])[1].numel() == 0
+    # the norms are of the inputs there
     scaled, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm_scale, flag, [x, out], 0.25)
-    torch.testing.assert_close((scaled, torch.cat(out)), (total * 0.25, torch.cat(x) * 0.25))
+    torch.testing.assert_close((scaled, torch.cat(out)), (total, torch.cat(x) * 0.25))
+    same_place, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm_scale, flag, [out, out], 2.0)
+    torch.testing.assert_close((same_place, torch.cat(out)), (total * 0.25, torch.cat(x) * 0.5))
     unscaled, _ = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], torch.tensor([0.5]).double())
     torch.testing.assert_close(unscaled, total * 0.5)
+    assert flag.item() == 0
+    # of one dtype and the other, in both orders
+    for mixed in ([x[0].float(), x[1]], [x[1], x[0].float()]):
+        total, _ = amp_C.multi_tensor_l2norm(1, flag, [mixed])
+        torch.testing.assert_close(total, torch.cat(x[:2]).norm()[None], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_norms_of_lists_flag_what_is_not_finite(bad: float) -> None:
+    for name, more in (
+        ("multi_tensor_l2norm", ()),
+        ("multi_tensor_l2norm_mp", ()),
+        ("multi_tensor_l2norm_scale", (1.0,)),
+        ("multi_tensor_unscale_l2norm", (torch.ones(1),)),
+    ):
+        flag, x = torch.zeros(1, dtype=torch.int32), [torch.ones(2), torch.tensor([bad])]
+        lists = [x, [torch.ones_like(t) for t in x]] if name == "multi_tensor_l2norm_scale" else [x]
+        norm, _ = getattr(amp_C, name)(1, flag, lists, *more)
+        assert flag.item() == 1 and not norm.isfinite(), name
+
+
+def test_lists_without_elements_and_in_place() -> None:
+    flag = torch.zeros(1, dtype=torch.int32)
+    amp_C.multi_tensor_scale(1, flag, [[], []], 2.0)
+    amp_C.multi_tensor_axpby(1, flag, [[], [], []], 2.0, 1.0, -1)
+    x, empty = torch.ones(2), torch.zeros(0)
+    amp_C.multi_tensor_scale(1, flag, [[empty, x], [empty, x]], 2.0)
+    amp_C.multi_tensor_axpby(1, flag, [[empty, x], [empty, x], [empty, x]], 2.0, 1.0, -1)
+    assert x.tolist() == [6.0, 6.0]
+    amp_C.multi_tensor_novograd(1, flag, [[empty]] * 3, torch.zeros(1), 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.0, 1, 1, 0)
+    # finite inputs: what is written over them does not count
+    big = torch.full((2,), 1e38)
+    amp_C.multi_tensor_scale(1, flag, [[big], [big]], 10.0)
+    wide = torch.full((2,), 1e300, dtype=torch.float64)
+    amp_C.multi_tensor_scale(1, flag, [[wide], [wide]], 1.0)
+    assert flag.item() == 0 and big.isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sgd_of_16_bit_lists_computes_in_float32(dtype: torch.dtype) -> None:
+    g, p, m = (torch.randn(512).to(dtype) for _ in range(3))
+    wide = [t.double() for t in (g, p, m)]
+    arguments = (0.3, 0.9, 0.1, 0.1, True, False, False)
+    for lists in ([[g], [p], [m]], [[t] for t in wide]):
+        amp_C.multi_tensor_sgd(1, torch.zeros(1, dtype=torch.int32), lists, *arguments)
+    # rounded once: float64 may round some the other way than float32, by at most one bit
+    assert (p == wide[1].to(dtype)).float().mean() > 0.99 and (m == wide[2].to(dtype)).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "sigmoid"])
