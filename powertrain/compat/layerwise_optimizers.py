@@ -12,6 +12,7 @@ from powertrain.compat.multi_tensor import (
     multi_tensor_lamb,
     multi_tensor_lamb_mp,
     multi_tensor_novograd,
+    norms_of,
 )
 from powertrain.ops.conversion import unsupported
 from powertrain.runtime import checks
@@ -24,12 +25,19 @@ class _Optimizer(torch.optim.Optimizer):
     """Steps by groups; a subclass gives the names of its states, shaped as the parameter, and `_update`."""
 
     states: tuple[str, ...] = ()
+    # attributes, besides torch's, that a step reads
+    options: tuple[str, ...] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
             unsupported(type(self).__name__, "amsgrad", True, "torch.optim.AdamW(amsgrad=True)")
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch keeps defaults, state and groups only
+        kept = {name: getattr(self, name) for name in ("set_grad_none", *self.options)}
+        return {**super().__getstate__(), **kept}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
@@ -71,6 +79,7 @@ class FusedLAMB(_Optimizer):
     """
 
     states = ("exp_avg", "exp_avg_sq")
+    options = ("adam_w_mode", "use_nvlamb")
 
     def __init__(
         self,
@@ -153,6 +162,10 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
             "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
         }  # fmt: skip
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("adam_w_mode", "use_nvlamb", "reduced_precision_dtype", "_copies", "_step_supports_amp_scaling")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -238,6 +251,7 @@ class FusedNovoGrad(_Optimizer):
     """
 
     states = ("exp_avg",)
+    options = ("moment_mode",)
 
     def __init__(
         self,
@@ -279,7 +293,7 @@ class FusedNovoGrad(_Optimizer):
         kind = 2 if group["norm_type"] == 2 else torch.inf
         for g, p in zip(*lists[:2], strict=True):
             if "exp_avg_sq" not in self.state[p]:
-                first = torch.linalg.vector_norm(_widened(g), kind)
+                (first,) = norms_of([_widened(g)], kind)
                 self.state[p]["exp_avg_sq"] = torch.zeros_like(first) if group["init_zero"] else first
         norms = torch.stack([self.state[p]["exp_avg_sq"] for p in lists[1]])
         beta1, beta2 = group["betas"]
@@ -297,6 +311,7 @@ class FusedAdagrad(_Optimizer):
     """Adagrad with Apex's arguments; adagrad_w_mode: decoupled weight decay. Gradients are dense."""
 
     states = ("sum",)
+    options = ("adagrad_w_mode",)
 
     def __init__(
         self, params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, set_grad_none: bool = True,

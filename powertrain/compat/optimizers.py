@@ -47,14 +47,27 @@ class FusedAdam(AdamW):
             group.setdefault("bias_correction", bias_correction)
             self._refuse(group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "adam_w_mode": self.adam_w_mode, "set_grad_none": self.set_grad_none}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self._refuse(self.param_groups[-1])
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            self._refuse(group)
+        super().load_state_dict(state_dict)
+
+    def _step_of_group(self, index: int, group: dict[str, Any], *options: Tensor | None) -> None:
+        # schedulers write weight_decay into a group
+        self._refuse(group)
+        super()._step_of_group(index, group, *options)
+
     def _refuse(self, group: dict[str, Any]) -> None:
         if not group.get("bias_correction", True):
             unsupported("FusedAdam", "bias_correction", False, "bias_correction=True with a warm-up")
-        if not self.adam_w_mode and group["weight_decay"]:
+        if not self.adam_w_mode and group.get("weight_decay"):
             unsupported("FusedAdam", "adam_w_mode", False, "adam_w_mode=True, weight_decay=0, or torch.optim.Adam")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -81,6 +94,9 @@ class FusedSGD(torch.optim.SGD):
             unsupported("FusedSGD", "wd_after_momentum", True, "weight decay before the momentum, torch.optim.SGD's")
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, foreach=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

@@ -243,6 +243,17 @@ def test_fused_adam() -> None:
     ours.zero_grad()
     assert others[0].grad is None
     FusedAdam(others, adam_w_mode=False)
+    # what a state dict or a scheduler brings into a group is refused too
+    theirs = ours.state_dict()
+    theirs["param_groups"][0]["bias_correction"] = False
+    with pytest.raises(NotImplementedError, match="bias_correction = False"):
+        ours.load_state_dict(theirs)
+    plain_adam = FusedAdam(others, adam_w_mode=False)
+    with pytest.raises(NotImplementedError, match="adam_w_mode = False"):
+        plain_adam.load_state_dict(FusedAdam(others, weight_decay=0.1).state_dict())
+    plain_adam.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(NotImplementedError, match="adam_w_mode = False"):
+        plain_adam.step()
     for refused in ({"adam_w_mode": False, "weight_decay": 0.1}, {"bias_correction": False}, {"amsgrad": True}):
         with pytest.raises(NotImplementedError, match=next(iter(refused))):
             FusedAdam(others, **refused)

@@ -1,6 +1,7 @@
 """Apex's FusedLAMB, FusedNovoGrad and FusedAdagrad against their papers' formulas in float64."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -159,3 +160,42 @@ def test_a_group_without_gradients_does_nothing() -> None:
         optimizer = getattr(optimizers, name)(one)
         optimizer.step()
         assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("FusedAdam", {"set_grad_none": False}), ("FusedSGD", {"momentum": 0.9}), ("FusedLAMB", {"use_nvlamb": True}),
+        ("FusedMixedPrecisionLamb", {"reduced_precision_dtype": torch.bfloat16}), ("FusedNovoGrad", {}),
+        ("FusedAdagrad", {"adagrad_w_mode": True}),
+    ],
+)  # fmt: skip
+def test_copies_go_on_with_the_same_bits(name: str, options: dict[str, Any]) -> None:
+    one = parameters(torch.bfloat16)
+    optimizer = getattr(optimizers, name)(one, lr=0.1, **options)
+    for p in one:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    for p, *others in zip(one, *(c.param_groups[0]["params"] for c in copies), strict=True):
+        p.grad = torch.randn_like(p)
+        for q in others:
+            q.grad = p.grad.clone()
+    for o in (optimizer, *copies):
+        o.step()
+        o.zero_grad()
+        o.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    for p, *others in zip(one, *(c.param_groups[0]["params"] for c in copies), strict=True):
+        for q in others:
+            assert torch.equal(p, q) and (p.grad is None) == (q.grad is None)
+
+
+@pytest.mark.parametrize("norm_type", [0, 2])
+def test_parameters_without_elements(norm_type: int) -> None:
+    one = [torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]
+    for p in one:
+        p.grad = torch.ones_like(p)
+    optimizers.FusedNovoGrad(one, norm_type=norm_type).step()
+    # float32 beside float64: the norm of all gradients
+    optimizers.FusedLAMB(one).step()
+    assert one[1].isfinite().all()
