@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from powertrain.compat.megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
+from powertrain.compat.megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from powertrain.compat.megatron.core.fusions.fused_indices_converter import fused_indices_to_multihot
 from powertrain.compat.megatron.core.fusions.fused_mla_yarn_rope_apply import (
     fused_apply_mla_rope_for_kv,
@@ -29,6 +30,21 @@ def test_weighted_squared_relu(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(weighted_squared_relu_back(g, rows, w), expected)
     with pytest.raises(ValueError, match="input must have two or three dims"):
         weighted_squared_relu_impl(torch.ones(4), torch.ones(1))
+
+
+# a batch of one broadcasts against the weights of all tokens
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8), (3, 1, 8), (0, 8), (0, 2, 8)], ids=str)
+def test_weighted_swiglu(shape: tuple[int, ...]) -> None:
+    x, w = tensors(shape, (torch.Size(shape[:-1]).numel(), 1))
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up * w.reshape(*shape[:-1], 1)
+
+    same(lambda x, w: weighted_bias_swiglu_impl(x, None, w), plain, [x, w])
+    assert weighted_bias_quick_geglu_impl(x, None, w).shape == (*shape[:-1], 4)
+    with pytest.raises(ValueError, match="input must have two or three dims"):
+        weighted_bias_swiglu_impl(torch.ones(4), None, torch.ones(1))
 
 
 @pytest.mark.parametrize("clamp", [None, 0.5])

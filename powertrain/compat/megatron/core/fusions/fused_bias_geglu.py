@@ -83,7 +83,9 @@ def weighted_bias_quick_geglu_impl(
         gate, up = rows.chunk(2, -1)
         rows = torch.cat((gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)), -1)
     rows = rows if bias is None else rows + bias
-    return weighted_quick_geglu(rows, weights, linear_offset).view(*input.shape[:-1], -1)
+    y = weighted_quick_geglu(rows, weights, linear_offset)
+    # -1 is no size of a tensor without elements: an expert may have no tokens
+    return y.view(*input.shape[:-1], y.shape[-1])
 
 
 __getattr__ = unknown(__name__)

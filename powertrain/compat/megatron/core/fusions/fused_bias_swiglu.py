@@ -8,6 +8,7 @@ from torch import Tensor
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations
 from powertrain.ops.conversion import unsupported
+from powertrain.runtime import checks
 
 __all__ = ["bias_swiglu", "bias_swiglu_impl", "swiglu", "weighted_bias_swiglu_impl", "weighted_swiglu"]
 
@@ -39,12 +40,15 @@ def bias_swiglu_impl(
 def weighted_bias_swiglu_impl(
     input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False
 ) -> Tensor:
-    """`weighted_swiglu`; a bias is refused, as there."""
-    _no_fp8("weighted_bias_swiglu_impl", fp8_input_store)
+    """`weighted_swiglu` of two or three dims; weights [tokens, 1]; a bias is refused, as there."""
+    op = "weighted_bias_swiglu_impl"
+    _no_fp8(op, fp8_input_store)
+    checks.require(input.dim() in (2, 3), op, "input", "have two or three dims", list(input.shape))
     if bias is not None:
         # the same refusal as Megatron's assertion
         raise NotImplementedError("weighted_bias_swiglu_impl: a bias is not supported for weighted swiglu")
-    return weighted_swiglu(input, weights)
+    y = weighted_swiglu(input.flatten(0, -2), weights.flatten(0, -2))
+    return y.view(*input.shape[:-1], y.shape[-1])
 
 
 def _no_fp8(op: str, fp8_input_store: bool) -> None:
