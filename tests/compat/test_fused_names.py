@@ -77,6 +77,20 @@ def test_te_norms(shape: int | tuple[int, ...], centred: bool) -> None:
         same(lambda x, w, m=m: m(x), lambda x, w, p=plain: p(x, size, w + centred, eps=1e-5), [x, m.weight])
 
 
+@pytest.mark.parametrize("cls", [te.LayerNorm, te.RMSNorm])
+def test_te_norms_have_the_weights_dtype(cls: type[torch.nn.Module]) -> None:
+    x = torch.randn(3, 4, 8)
+    wide, narrow = cls(8, device="cpu"), cls(8, device="cpu", dtype=torch.bfloat16)
+    # not rounded to x's dtype in between
+    assert torch.equal(wide(x.bfloat16()), wide(x.bfloat16().float()))
+    assert torch.equal(narrow(x), wide(x).bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wide(x).dtype is narrow(x).dtype is torch.bfloat16
+        assert wide(x.double()).dtype is torch.float32
+    with pytest.raises(ValueError, match=r"inp must end in the dims \[4, 8\], got \[3, 8, 4\]"):
+        cls((4, 8), device="cpu")(x.transpose(1, 2))
+
+
 def test_te_loss() -> None:
     (x,) = tensors((2, 3, 7))
     target = torch.tensor([[1, -100, 3], [0, 6, 6]])

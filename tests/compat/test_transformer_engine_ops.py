@@ -155,6 +155,17 @@ def test_gradient_into_main_grad() -> None:
     assert layer.weight.grad is None
 
 
+def test_autocast() -> None:
+    x, scales = torch.randn(3, 4), torch.rand(3)
+    modules = [ops.GELU(), ops.SwiGLU(), ops.GLU(), ops.SiTUGLU(), ops.ClampedSwiGLU(glu_linear_offset=0.0)]
+    for module in (*modules, ops.L2Normalization(), ops.LayerNorm(4, device="cpu")):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x).dtype is torch.bfloat16
+    for module in (ops.ScaledSReLU(), ops.ScaledSwiGLU(), ops.ScaledClampedQGeGLU()):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x, scales).dtype is torch.bfloat16
+
+
 def test_refusals() -> None:
     with pytest.raises(NotImplementedError, match="userbuffers_options"):
         ops.BasicLinear(4, 4, userbuffers_options={})

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
+from powertrain.compat.transformer_engine.pytorch.module.base import in_autocast
 from powertrain.ops.norm import layer_norm, rms_norm
+from powertrain.runtime import checks
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -56,28 +58,37 @@ class _Norm(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, inp: Tensor) -> Tensor:
-        dims = self.weight.dim()
+        shape, op = self.weight.shape, type(self).__name__
+        if inp.shape[inp.dim() - len(shape) :] != shape:
+            checks.fail(op, "inp", f"end in the dims {list(shape)}", list(inp.shape))
+        # as there: autocast's dtype, outside of it the weight's, in the wider of both until then
+        x = in_autocast(inp)
+        result = self.weight.dtype if x is inp else x.dtype
         # our kernels normalize the last dim
-        x, weight = inp.flatten(inp.dim() - dims), self.weight.flatten()
+        x = x.to(torch.promote_types(x.dtype, result)).flatten(inp.dim() - len(shape))
+        weight = self.weight.flatten()
         if self.rms:
             y = rms_norm(x, weight, eps=self.eps, zero_centered=self.zero_centered_gamma)
         else:
             y = layer_norm(x, weight, self.bias.flatten(), eps=self.eps, zero_centered=self.zero_centered_gamma)
         assert isinstance(y, Tensor)
-        return y.view(inp.shape)
+        return y.view(inp.shape).to(result)
 
 
 class LayerNorm(_Norm):
     """Layer norm over the last dims; zero_centered_gamma multiplies by 1 + weight.
 
-    Parameters are made on the GPU, as there.
+    The result has the weight's dtype, under torch.autocast that of it. Parameters are made on the GPU, as there.
     """
 
     rms = False
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square norm over the last dims; zero_centered_gamma multiplies by 1 + weight."""
+    """Root-mean-square norm over the last dims; zero_centered_gamma multiplies by 1 + weight.
+
+    Dtypes as of `LayerNorm`.
+    """
 
     rms = True
 

@@ -1,4 +1,7 @@
-"""Activations as modules: of each element, or of gates and ups. GELU is the tanh approximation, as theirs."""
+"""Activations as modules: of each element, or of gates and ups. GELU is the tanh approximation, as theirs.
+
+Results have the input's dtype, under torch.autocast that of it.
+"""
 
 from typing import Any
 
@@ -7,6 +10,7 @@ from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch.glu import halves_of_blocks
+from powertrain.compat.transformer_engine.pytorch.module.base import in_autocast
 from powertrain.ops.activations import Activation, activation, gated_activation
 from powertrain.ops.conversion import unsupported
 from powertrain.ops.shapes import acc_dtype
@@ -29,7 +33,7 @@ class _Activation(nn.Module):
             unsupported(type(self).__name__, "cache_quantized_input", True, "False: the input is kept as it is")
 
     def forward(self, input: Tensor) -> Tensor:
-        return activation(input, self.kind)
+        return activation(in_autocast(input), self.kind)
 
 
 class _Gated(_Activation):
@@ -42,7 +46,7 @@ class _Gated(_Activation):
         self.glu_interleave_size = glu_interleave_size
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._gated(halves_of_blocks(type(self).__name__, input, self.glu_interleave_size))
+        return self._gated(halves_of_blocks(type(self).__name__, in_autocast(input), self.glu_interleave_size))
 
     def _gated(self, x: Tensor) -> Tensor:
         return gated_activation(x, self.gated)

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from powertrain.compat.transformer_engine.pytorch.glu import halves_of_blocks
+from powertrain.compat.transformer_engine.pytorch.module.base import in_autocast
 from powertrain.compat.transformer_engine.pytorch.ops.basic.activation import clamped, situ
 from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.conversion import unsupported
@@ -41,7 +42,7 @@ class _Scaled(nn.Module):
     def forward(self, input: Tensor, scales: Tensor) -> Tensor:
         op = type(self).__name__
         checks.shape(op, "scales", scales, input.shape[:-1], "shape of the input without its last dim")
-        y = self._activation(input)
+        y = self._activation(in_autocast(input))
         return y * scales.unsqueeze(-1).to(y.dtype)
 
     def _activation(self, x: Tensor) -> Tensor:
