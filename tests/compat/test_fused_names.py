@@ -139,7 +139,11 @@ def test_te_interpolated_angles() -> None:
     # bfloat16 has no 257, nor most of the frequencies
     converted = te.RotaryPositionEmbedding(8).bfloat16()
     assert torch.equal(converted(300), te.RotaryPositionEmbedding(8)(300))
-    torch.testing.assert_close(te.RotaryPositionEmbedding(8, seq_len_interpolation_factor=2.0)(16)[::2], plain[:8])
+    short = te.RotaryPositionEmbedding(8, seq_len_interpolation_factor=2.0, pretrained_max_position_embeddings=8)
+    torch.testing.assert_close(short(16)[::2], plain[:8])
+    # one of the two alone interpolates nothing there
+    assert torch.equal(te.RotaryPositionEmbedding(8, seq_len_interpolation_factor=2.0)(16), plain)
+    assert torch.equal(te.RotaryPositionEmbedding(8, pretrained_max_position_embeddings=4)(16), plain)
     long = te.RotaryPositionEmbedding(8, seq_len_interpolation_factor=2.0, pretrained_max_position_embeddings=4)
     torch.testing.assert_close(long(16)[::4], plain[:4])
 

@@ -13,7 +13,11 @@ __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_r
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles of every position, [s, 1, 1, d] float32, each twice: d = dim * rotary_percent."""
+    """Angles of every position, [s, 1, 1, d] float32, each twice: d = dim * rotary_percent.
+
+    Positions are divided by seq_len_interpolation_factor where pretrained_max_position_embeddings is given too; in a
+    sequence of more than their product they end at pretrained_max_position_embeddings.
+    """
 
     inv_freq: Tensor
 
@@ -45,10 +49,11 @@ class RotaryPositionEmbedding(nn.Module):
                 inv_freq = _frequencies(2 * len(inv_freq), self.rotary_base, inv_freq.device)
             at = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
             trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
-            if factor is not None:
-                longer = trained is not None and max_seq_len > trained * factor
+            # as there: one of the two alone interpolates nothing
+            if factor is not None and trained is not None:
+                longer = max_seq_len > trained * factor
                 # interpolated to the trained length, further if the sequence is longer than the factor allows for
-                at = at * (trained / max_seq_len if longer and trained is not None else 1 / factor)
+                at = at * (trained / max_seq_len if longer else 1 / factor)
             angles = torch.outer(at, inv_freq)
             doubled = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
             # each angle twice, in the order of the rotation
