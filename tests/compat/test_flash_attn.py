@@ -235,6 +235,11 @@ def test_more_than_there_are_pages_for() -> None:
         fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, block_table=table)
     with pytest.raises(ValueError, match="cache_seqlens must be at most 8, the cache's capacity, got 9"):
         fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([3, 9]).int(), block_table=table)
+    # keys beyond it were left out
+    with pytest.raises(
+        ValueError, match="cache_seqlens must be at most 6, the size of the cache, less 2 new keys, got 7"
+    ):
+        fa.flash_attn_with_kvcache(q, k.clone(), v.clone(), k[:2, :2], v[:2, :2], cache_seqlens=7, block_table=table)
     with pytest.raises(ValueError, match="max_seqlen_k must be at most 8, the pages of block_table, got 9"):
         fa.flash_attn_varlen_func(q[:, 0], k, v, cu, cu * 9, 1, 9, block_table=table)
 
@@ -265,6 +270,10 @@ def test_padding() -> None:
     *_, cu_seqlens, longest, used = fa.unpad_input(x, mask, unused)
     assert cu_seqlens.tolist() == [0, 4, 4, 9] and longest == 5 and used.tolist() == [3, 0, 4]
     assert torch.equal(fa.index_first_axis(x.flatten(0, 1), indices), tokens)
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[3, 5\] .*got \[3, 4\]"):
+        fa.unpad_input(x, mask[:, :4])
+    with pytest.raises(ValueError, match=r"unused_mask must have shape \[3, 5\] .*got \[1, 5\]"):
+        fa.unpad_input(x, mask, unused[:1])
 
 
 def test_errors() -> None:

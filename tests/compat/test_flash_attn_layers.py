@@ -217,12 +217,26 @@ def test_cross_entropy(reduction: str, scales: tuple[float, float, float]) -> No
     torch.testing.assert_close(loss(logits, labels)[1], z_part(logits).detach())
 
 
+def test_cross_entropy_scales_in_float32() -> None:
+    (x,) = tensors((6, 11))
+    logits, labels = (50 * x.detach()).bfloat16().requires_grad_(), torch.tensor([0, 3, 10, 10, 5, 5])
+    wide = logits.detach().double().requires_grad_()
+    loss, expected = CrossEntropyLoss(logit_scale=0.3)(logits, labels), F.cross_entropy(0.3 * wide, labels)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    expected.backward()
+    # rounded once, to bfloat16
+    torch.testing.assert_close(logits.grad, wide.grad.bfloat16(), rtol=1e-2, atol=1e-5)
+
+
 def test_concatenated_sequences() -> None:
     x = torch.arange(12.0).reshape(2, 6, 1)
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0]])
     rows, indices, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
     assert rows.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9] and cu.tolist() == [0, 2, 5, 9] and longest == 4
     assert bert_padding.index_first_axis_residual(x, indices[:1])[1] is x
+    with pytest.raises(ValueError, match=r"attention_mask_in_length must have shape \[2, 6\]"):
+        bert_padding.unpad_input_for_concatenated_sequences(x, lengths[:, :3])
 
 
 def test_flash3() -> None:
@@ -243,6 +257,10 @@ def test_flash3() -> None:
     partial = torch.stack([half[0] for half in halves]), torch.stack([half[1].transpose(1, 2) for half in halves])
     whole = flash3.flash_attn_combine(*partial)
     torch.testing.assert_close(whole, (out, lse.transpose(1, 2)))
+    with pytest.raises(ValueError, match=r"out_partial must be \[splits, b, s, h, d\]"):
+        flash3.flash_attn_combine(partial[0][0], partial[1][0])
+    with pytest.raises(ValueError, match="lse_partial must have shape"):
+        flash3.flash_attn_combine(partial[0], partial[1].transpose(2, 3))
     cu = torch.tensor([0, 6, 12], dtype=torch.int32)
     packed = [x.detach().flatten(0, 1) for x in (q, q[:, :, :2], q[:, :, :2])]
     used = torch.tensor([6, 3], dtype=torch.int32)

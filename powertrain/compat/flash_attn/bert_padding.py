@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from powertrain.compat.missing import unknown
+from powertrain.runtime import checks
 
 __all__ = [
     "index_first_axis",
@@ -26,6 +27,9 @@ def unpad_input(
     Returns (tokens [total, ...], their indices in [b * s], cu_seqlens [b + 1] int32, max_seqlen, used lengths [b]
     int32), as flash-attn 2.6.2 and later; before, there were only the first four. Reads max_seqlen on the host.
     """
+    op = "unpad_input"
+    checks.shape(op, "attention_mask", attention_mask, hidden_states.shape[:2], "first dims of hidden_states")
+    checks.shape(op, "unused_mask", unused_mask, attention_mask.shape, "that of attention_mask")
     # lengths without the unused rows: backward kernels need them apart from the packed ones
     used = attention_mask.sum(-1, dtype=torch.int32)
     # unused rows keep their place in the packed tensor, so that it has one shape from step to step
@@ -70,6 +74,10 @@ def unpad_input_for_concatenated_sequences(
     attention_mask_in_length [b, s]: the lengths of a row's sequences, then zeros ([2, 3, 0, 0, 0, 0]: tokens 0 to 4).
     Returns (tokens [total, ...], their indices in [b * s], cu_seqlens [sequences + 1] int32, max_seqlen).
     """
+    checks.shape(
+        "unpad_input_for_concatenated_sequences", "attention_mask_in_length", attention_mask_in_length,
+        hidden_states.shape[:2], "first dims of hidden_states",
+    )  # fmt: skip
     # the sum of a row's lengths is the row's number of tokens
     lengths = attention_mask_in_length.sum(-1)
     kept = torch.arange(hidden_states.shape[1], device=lengths.device) < lengths[:, None]

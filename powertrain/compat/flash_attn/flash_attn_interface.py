@@ -254,13 +254,14 @@ def flash_attn_with_kvcache(
     rotary = None if rotary_cos is None or rotary_sin is None else RopeTable(rotary_cos.float(), rotary_sin.float())
     # pages of one sequence are as many as the table has columns
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    left = room - (0 if k is None else k.shape[1])
     if cache_seqlens is None:
         # without lengths the cache is full once the new keys are in
-        cache_seqlens = room - (0 if k is None else k.shape[1])
+        cache_seqlens = left
     if not isinstance(cache_seqlens, Tensor):
-        checks.require(
-            cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, the size of the cache", cache_seqlens
-        )
+        if not cache_seqlens <= left:
+            taken = "" if left == room else f", less {room - left} new keys"
+            checks.fail(op, "cache_seqlens", f"be at most {left}, the size of the cache{taken}", cache_seqlens)
         # int lengths become a tensor: the kernel reads lengths on the device
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)

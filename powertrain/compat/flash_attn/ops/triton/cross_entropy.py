@@ -6,6 +6,7 @@ from torch.distributed import ProcessGroup
 
 from powertrain.compat.missing import unknown
 from powertrain.ops.cross_entropy import cross_entropy
+from powertrain.ops.shapes import acc_dtype
 
 __all__ = ["cross_entropy_loss"]
 
@@ -25,10 +26,12 @@ def cross_entropy_loss(
 
     Shapes: logits [n, vocabulary], labels [n]; with process_group the vocabulary is sharded over its ranks, in order.
     precomputed_lse and inplace_backward save time or memory there; they change no result and are not needed here.
+    A logit_scale besides 1 makes a float32 copy of the logits.
     Returns (losses, z_losses), [n] float32.
     """
-    # scaled here: the kernel has a softcap but no scale, and one extra pass is what a scale of 1 saves
-    scaled = logits if logit_scale == 1.0 else logits * logit_scale
+    # scaled here: the kernel has a softcap but no scale, and one extra pass is what a scale of 1 saves. In float32, as
+    # there: in bfloat16 a logit of 30 would be off by 0.06, and so the loss
+    scaled = logits if logit_scale == 1.0 else logits.to(acc_dtype(logits.dtype)) * logit_scale
     if process_group is None or process_group.size() == 1:
         losses = cross_entropy(
             scaled, labels, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing,
