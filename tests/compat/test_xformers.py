@@ -503,3 +503,19 @@ def test_errors() -> None:
 def test_errors_of_biases(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 3), (2, 3)], ids=str)
+def test_biases_broadcast_to_groups_and_heads(sizes: tuple[int, int]) -> None:
+    q, k, v = (torch.randn(2, n, 2, 3, 8, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
+    bias = torch.randn(2, *sizes, 4, 5, dtype=torch.float64, requires_grad=True)
+    whole = bias.expand(2, 2, 3, 4, 5).contiguous()
+    ours, expected = (xops.memory_efficient_attention(q, k, v, b) for b in (bias, whole))
+    grad = torch.randn_like(expected)
+    found, wanted = (torch.autograd.grad(out, (q, k, v, bias), grad) for out in (ours, expected))
+    torch.testing.assert_close((ours, *found), (expected, *wanted))
+    causal = [xops.LowerTriangularMask().add_bias(b) for b in (bias, whole)]
+    one, other = (xops.memory_efficient_attention(q, k, v, b) for b in causal)
+    torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="attn_bias must broadcast to query's 2 groups and 3 heads"):
+        xops.memory_efficient_attention(q, k, v, whole.transpose(1, 2))

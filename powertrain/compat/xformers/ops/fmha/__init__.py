@@ -216,7 +216,7 @@ def _backward(
         grads = attention_backward(*given, lse, scale=scale, layout="thd", **options)
         dq, dk, dv = (x[None] for x in grads)
     else:
-        dense = _dense_options(bias, dims)
+        dense = _dense_options(bias, query)
         if dense["attn_bias"] is not None:
             dense["attn_bias"] = dense["attn_bias"].detach()
         dq, dk, dv = attention_backward(*given, lse, scale=scale, **dense)
@@ -300,7 +300,7 @@ def _attend(
         if isinstance(bias, BlockBias):
             out, lse = _in_blocks(q, k, v, bias, options)
         else:
-            out, lse = _dense(q, k, v, bias, dims, options)
+            out, lse = _pair(attention(q, k, v, **_dense_options(bias, query), **options._asdict()))
     except NoBackendError as error:
         # theirs where `op` does not take the call
         raise ValueError(str(error)) from error
@@ -311,15 +311,8 @@ def _pair(result: Any) -> tuple[Tensor, Tensor | None]:
     return (result[0], result[1]) if isinstance(result, tuple) else (result, None)
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | AttentionBias | None, dims: int, options: _Options
-) -> tuple[Tensor, Tensor | None]:
-    """Sequences of equal length, [B, M, H, K] or [B, M, G, H, K]."""
-    return _pair(attention(q, k, v, **_dense_options(bias, dims), **options._asdict()))
-
-
-def _dense_options(bias: Tensor | AttentionBias | None, dims: int) -> dict[str, Any]:
-    """Bias and layout as `attention` takes them."""
+def _dense_options(bias: Tensor | AttentionBias | None, query: Tensor) -> dict[str, Any]:
+    """Bias and layout as `attention` takes them, for sequences of equal length."""
     if not (bias is None or isinstance(bias, Tensor | AttentionBias)):
         checks.fail(_OP, "attn_bias", "be a tensor, a class of fmha.attn_bias or None", type(bias).__name__)
     band, tensor = Band(), bias if isinstance(bias, Tensor) else None
@@ -327,8 +320,8 @@ def _dense_options(bias: Tensor | AttentionBias | None, dims: int) -> dict[str, 
         band = bias.band
         tensor = bias.bias if isinstance(bias, LowerTriangularMaskWithTensorBias) else None
     if tensor is not None:
-        tensor = _tensor_bias(tensor, dims)
-    return {"attn_bias": tensor, "layout": "bmghk" if dims == 5 else "bshd", **_band_options(band)}
+        tensor = _tensor_bias(tensor, query)
+    return {"attn_bias": tensor, "layout": "bmghk" if query.dim() == 5 else "bshd", **_band_options(band)}
 
 
 def _band_options(band: Band) -> dict[str, Any]:
@@ -336,8 +329,9 @@ def _band_options(band: Band) -> dict[str, Any]:
     return {"window_size": (band.left, band.right), "causal_align": aligned}
 
 
-def _tensor_bias(bias: Tensor, dims: int) -> Tensor:
-    """A bias for queries of so many dims as [B, heads, Mq, Mkv], or something that broadcasts to it."""
+def _tensor_bias(bias: Tensor, query: Tensor) -> Tensor:
+    """A bias for these queries as [B, heads, Mq, Mkv], or something that broadcasts to it."""
+    dims = query.dim()
     if not bias.is_floating_point():
         checks.fail(
             _OP, "attn_bias", "be floating point: 0 where a query sees a key, -inf elsewhere", checks.name(bias.dtype)
@@ -345,7 +339,15 @@ def _tensor_bias(bias: Tensor, dims: int) -> Tensor:
     checks.require(bias.dim() == dims, _OP, "attn_bias", f"have {dims} dims, as query", list(bias.shape))
     if dims == 3:
         return bias.unsqueeze(1)
-    return bias.flatten(1, 2) if dims == 5 else bias
+    if dims == 4:
+        return bias
+    groups, heads = query.shape[2:4]
+    if bias.shape[1] not in (1, groups) or bias.shape[2] not in (1, heads):
+        checks.fail(_OP, "attn_bias", f"broadcast to query's {groups} groups and {heads} heads", list(bias.shape))
+    # one for all groups, or for all heads of a group, is not one for all heads
+    if bias.shape[1:3] != (1, 1):
+        bias = bias.expand(-1, groups, heads, -1, -1)
+    return bias.flatten(1, 2)
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options) -> tuple[Tensor, Tensor | None]:
