@@ -144,6 +144,27 @@ def test_sgd_of_16_bit_lists_computes_in_float32(dtype: torch.dtype) -> None:
     assert (p == wide[1].to(dtype)).float().mean() > 0.99 and (m == wide[2].to(dtype)).float().mean() > 0.99
 
 
+def test_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        x = torch.ones(2, 4)
+        for module in (
+            FusedLayerNorm(4),
+            MixedFusedRMSNorm(4),
+            FusedDense(4, 4),
+            FusedDenseGeluDense(4, 6, 4),
+            MLP([4, 4]),
+        ):
+            assert module(x).is_meta
+
+
+def test_autocast_leaves_float64() -> None:
+    x = torch.randn(2, 4).double()
+    for module in (FusedLayerNorm(4).double(), FusedDenseGeluDense(4, 6, 4).double()):
+        expected = module(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(module(x), expected)
+
+
 @pytest.mark.parametrize("activation", ["none", "relu", "sigmoid"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_mlp(activation: str, bias: bool) -> None:

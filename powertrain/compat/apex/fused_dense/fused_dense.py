@@ -48,7 +48,8 @@ class FusedDenseGeluDense(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
-        if torch.is_autocast_enabled(x.device.type):
+        # not float64, and the meta device has no autocast
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # the dtype of the product decides that of the result; F.linear below casts by itself
         hidden = linear_activation(x, self.weight1.to(x.dtype), "gelu_tanh", bias=self.bias1.to(x.dtype))

@@ -187,8 +187,8 @@ def _norm(
     checks.require(
         x.shape[x.dim() - len(shape) :] == shape, op, "input", f"end in the dims {list(shape)}", list(x.shape)
     )
-    # Apex casts all arguments under autocast, weights too
-    if torch.is_autocast_enabled(x.device.type):
+    # Apex casts all arguments under autocast, weights too; the meta device has none
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         # autocast never casts float64
         weight, bias = (t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (weight, bias))
