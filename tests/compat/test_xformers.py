@@ -300,6 +300,7 @@ def test_tensor_lists() -> None:
     bias, row = ab.BlockDiagonalMask.from_tensor_list(parts)
     assert row.shape == (1, 17, 4) and bias.q_seqinfo.seqstart.tolist() == [0, 3, 6, 11, 13, 15, 17]
     assert all(torch.equal(a, b) for a, b in zip(bias.split(row), parts, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(bias.to("cpu").split(row), parts, strict=True))
     keys = tensors((2, 1, 4), (1, 2, 4), (3, 3, 4))
     bias, q, k, v = ab.BlockDiagonalMask.from_tensor_lists_qkv(parts, keys, keys)
     assert v is not None and torch.equal(k, v) and torch.equal(q, row)

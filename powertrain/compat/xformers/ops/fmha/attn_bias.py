@@ -260,8 +260,10 @@ class BlockBias(AttentionBias):
         return Band()
 
     def to(self: _Blocks, device: Device) -> _Blocks:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in moved.items() if hasattr(x, "to")})
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        # what is one object for queries and keys stays one: `split` asks for identity
+        moved = {id(x): x.to(device) for x in every.values() if hasattr(x, "to")}
+        return replace(self, **{name: moved[id(x)] for name, x in every.items() if id(x) in moved})
 
     def materialize(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
