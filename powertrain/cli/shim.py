@@ -21,10 +21,12 @@ def shim(
 
     A library that is installed is used itself, unless --force. What there is of each: docs/names.md.
     """
+    from powertrain.cli.paths import one_line
     from powertrain.shim.folders import plan, python_path
 
     try:
-        shims, installed = plan(names.split(","), force=force)
+        with one_line(OSError):
+            shims, installed = plan(names.split(","), force=force)
     except ValueError as error:
         raise typer.BadParameter(str(error).removeprefix("install: ")) from None
     for library in installed:

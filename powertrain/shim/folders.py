@@ -48,7 +48,8 @@ def install(*names: str, force: bool = False) -> list[Installed]:
                "liger_kernel"
         force  put ours before a library that is installed
     Returns the libraries that are installed themselves and were left as they are.
-    Raises ValueError for another name, RuntimeError where the library has been imported already.
+    Raises ValueError for another name, RuntimeError where the library has been imported already, OSError where the
+    cache folder cannot be written.
     """
     shims, installed = plan(names, force=force)
     for shim in shims:
@@ -70,6 +71,9 @@ def plan(names: tuple[str, ...] | list[str], *, force: bool = False) -> tuple[li
     """The folders of these libraries, written where they are missing; and those that are installed themselves."""
     shims: list[Shim] = []
     installed: list[Installed] = []
+    if isinstance(names, str):
+        # its letters would be the names
+        raise ValueError(f"plan: names must be a list or tuple of names, got {names!r}")
     for name in names:
         if name not in LIBRARIES:
             raise ValueError(f"install: names must be of {', '.join(map(repr, LIBRARIES))}, got {name!r}")
@@ -124,9 +128,14 @@ def _folder(name: str) -> Path:
         path = folder / file
         # compared by text: a version of ours with another stub needs no clean-up
         if not path.is_file() or path.read_text() != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # two processes may write at once
-            write_whole(path, text.encode())
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # two processes may write at once
+                write_whole(path, text.encode())
+            except OSError as error:
+                # without an errno, whose form of the text would quote it
+                why = f"{error.strerror or error}; set XDG_CACHE_HOME to a folder that can be written"
+                raise OSError(f"install: {path} cannot be written: {why}") from error
     return folder
 
 

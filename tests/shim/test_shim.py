@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from powertrain.shim import LIBRARIES
+from powertrain.shim import LIBRARIES, plan
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIME = 300
@@ -172,6 +172,17 @@ def test_mistakes(environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "powertrain", "shim", *arguments]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
         assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_cache_folder_that_cannot_be_written(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "file")
+    command = [sys.executable, "-m", "powertrain", "shim", "apex", "--", "true"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "cannot be written: Not a directory; set XDG_CACHE_HOME" in result.stderr
+    with pytest.raises(ValueError, match="names must be a list or tuple of names, got 'apex'"):
+        plan("apex")  # type: ignore[arg-type]
 
 
 TRANSFORMERS = """
