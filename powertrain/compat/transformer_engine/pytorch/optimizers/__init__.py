@@ -1,4 +1,4 @@
-"""transformer_engine.pytorch.optimizers: Apex's, of which they came; FusedAdam takes exp_avg_dtype as state_dtype."""
+"""transformer_engine.pytorch.optimizers: Apex's, of which they came; FusedAdam has arguments of its own."""
 
 from powertrain.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from powertrain.compat.missing import unknown
@@ -12,7 +12,8 @@ from powertrain.compat.multi_tensor import (
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
-from powertrain.compat.optimizers import FusedAdam, FusedSGD
+from powertrain.compat.optimizers import FusedSGD
+from powertrain.compat.transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
 
 __all__ = [
     "FusedAdam",

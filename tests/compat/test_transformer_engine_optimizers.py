@@ -1,0 +1,56 @@
+"""TransformerEngine's FusedAdam beside torch.optim.AdamW: its order of arguments and the dtypes of its states."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from powertrain.compat.transformer_engine.pytorch.optimizers import FusedAdam
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_arguments_by_position(decay: float) -> None:
+    p, q = (torch.nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64)) for _ in range(2))
+    # the third is betas, not Apex' bias_correction
+    ours, plain = (cls([x], 0.1, (0.5, 0.7), 1e-3, decay) for cls, x in ((FusedAdam, p), (torch.optim.AdamW, q)))
+    for _ in range(3):
+        p.grad = torch.randn(7, dtype=torch.float64)
+        q.grad = p.grad.clone()
+        ours.step()
+        plain.step()
+    torch.testing.assert_close(p, q)
+    assert ours.state[p]["exp_avg"].dtype is torch.float64
+    ours.zero_grad()
+    assert p.grad is None
+
+
+@pytest.mark.parametrize(("master", "states"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+def test_states_have_their_own_dtype(master: bool, states: torch.dtype) -> None:
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = FusedAdam([p], master_weights=master, exp_avg_dtype=states, exp_avg_sq_dtype=states)
+    p.grad = torch.full_like(p, 0.3)
+    optimizer.step()
+    for found in (optimizer, copy.deepcopy(optimizer)):
+        (state,) = found.state.values()
+        assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is states
+        assert ("master" in state) == master
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exp_avg_dtype": torch.float16}, "exp_avg_dtype = torch.float16"),
+        ({"exp_avg_sq_dtype": torch.uint8}, "exp_avg_sq_dtype = torch.uint8"),
+        ({"exp_avg_dtype": torch.bfloat16}, "exp_avg_sq_dtype = torch.float32"),
+        ({"master_weights": True, "master_weight_dtype": torch.float16}, "master_weight_dtype"),
+        ({"use_decoupled_grad": True}, "use_decoupled_grad"),
+        ({"amsgrad": True}, "amsgrad"),
+        ({"bias_correction": False}, "bias_correction"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        FusedAdam([torch.nn.Parameter(torch.ones(2))], **options)
