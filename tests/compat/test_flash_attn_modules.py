@@ -94,3 +94,10 @@ def test_lengths_that_are_missing() -> None:
 def test_alibi_slopes() -> None:
     assert get_alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert get_alibi_slopes(6)[:4] == [2.0 ** (-2 * i) for i in range(1, 5)] and get_alibi_slopes(6)[4:] == [0.5, 0.125]
+
+
+def test_cross_attention_has_their_order_of_arguments() -> None:
+    q, kv = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 2, 8)
+    slopes = torch.tensor(get_alibi_slopes(2))
+    expected = FlashSelfAttention(True, None, 0.0, (2, 0), slopes)(torch.cat((q.unsqueeze(2), kv), 2))
+    torch.testing.assert_close(FlashCrossAttention(True, None, 0.0, slopes, (2, 0))(q, kv), expected)

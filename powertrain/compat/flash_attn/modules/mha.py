@@ -62,6 +62,13 @@ class FlashSelfAttention(_FlashAttention):
 class FlashCrossAttention(_FlashAttention):
     """Of q [B, Sq, H, D] and kv [B, Sk, 2, Hk, D], or sequences one after the other with both cu_seqlens."""
 
+    # there alibi_slopes come before window_size, in FlashSelfAttention after it
+    def __init__(
+        self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0,
+        alibi_slopes: Tensor | None = None, window_size: tuple[int, int] = (-1, -1), deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+
     def forward(
         self, q: Tensor, kv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
