@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
-from powertrain.compat.transformer_engine.pytorch.module.base import in_autocast
 from powertrain.compat.transformer_engine.pytorch.module.norms import LayerNorm, RMSNorm
 from powertrain.compat.transformer_engine.pytorch.ops.basic.activation import (
     GEGLU,
@@ -104,7 +103,7 @@ class L2Normalization(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         size = input.shape[-1]
-        result = rms_norm(in_autocast(input), eps=self.eps / size)  # sqrt(sum / size + eps / size)
+        result = rms_norm(input, eps=self.eps / size)  # sqrt(sum / size + eps / size)
         assert isinstance(result, Tensor)
         return result * size**-0.5
 
