@@ -100,6 +100,10 @@ def test_te_loss() -> None:
         )
         ours = lambda x, r=reduce: te.parallel_cross_entropy(x, target, 0.1, r)  # noqa: E731
         same(lambda x, o=ours: o(x).flatten() if o(x).dim() else o(x), plain, [x])
+    # 0 there where all tokens are ignored
+    loss = te.parallel_cross_entropy(x, torch.full((2, 3), -100), 0.1, True)
+    (grad,) = torch.autograd.grad(loss, x)
+    assert loss == 0 and not grad.any()
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])

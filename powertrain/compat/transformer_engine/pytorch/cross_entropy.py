@@ -24,22 +24,25 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """The loss of inp [b, s, vocabulary / ranks] against target [b, s], float32: [b, s], or [] with reduce_loss.
 
-    reduce_loss: the mean over all tokens that are not ignored. is_cg_capturable and overwrite_input are hints: it can
-    always be captured, and the input stays as it is.
+    reduce_loss: the mean over all tokens that are not ignored, 0 where all are. is_cg_capturable and overwrite_input
+    are hints: it can always be captured, and the input stays as it is.
     """
     # the keyword's older name
     inp = inp if _input is None else _input
+    # not the op's mean, which is nan where all tokens are ignored
+    count = (target != ignore_idx).sum().clamp(min=1) if reduce_loss else 1
     if dist_process_group is None or dist_process_group.size() == 1:
-        return cross_entropy(
-            inp, target, ignore_index=ignore_idx, reduction="mean" if reduce_loss else "none",
+        loss = cross_entropy(
+            inp, target, ignore_index=ignore_idx, reduction="sum" if reduce_loss else "none",
             label_smoothing=label_smoothing,
         )  # fmt: skip
+        return loss / count if reduce_loss else loss
     losses, _ = cross_entropy_loss(
         inp.flatten(0, -2), target.flatten(), label_smoothing=label_smoothing, ignore_index=ignore_idx,
         process_group=dist_process_group,
     )  # fmt: skip
     # the mean over all tokens of all ranks' vocabulary shards: the losses are whole on each rank
-    return losses.sum() / (target != ignore_idx).sum() if reduce_loss else losses.view(target.shape)
+    return losses.sum() / count if reduce_loss else losses.view(target.shape)
 
 
 __getattr__ = unknown(__name__)
