@@ -520,3 +520,10 @@ def test_biases_broadcast_to_groups_and_heads(sizes: tuple[int, int]) -> None:
     torch.testing.assert_close(one, other)
     with pytest.raises(ValueError, match="attn_bias must broadcast to query's 2 groups and 3 heads"):
         xops.memory_efficient_attention(q, k, v, whole.transpose(1, 2))
+
+
+def test_a_window_over_padded_keys() -> None:
+    bias = ab.BlockDiagonalPaddedKeysMask.from_seqlens([2, 1], 6, [5, 3]).make_local_attention(1, 0)
+    expected = ab.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local([2, 1], 6, [5, 3], 1, 0)
+    assert type(bias) is type(expected)
+    assert torch.equal(bias.materialize((3, 12)), expected.materialize((3, 12)))

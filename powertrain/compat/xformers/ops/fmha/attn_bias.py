@@ -431,6 +431,10 @@ class BlockDiagonalPaddedKeysMask(BlockBias):
         """From the lengths of queries and keys, and the room each block of keys has."""
         return cls(**_padded(cls, q_seqlen, kv_padding, kv_seqlen, causal_diagonal, device))
 
+    def make_local_attention(self, window_left: int, window_right: int) -> "BlockDiagonalLocalAttentionPaddedKeysMask":
+        """The same in a window to both sides, from the bottom right of the used keys."""
+        return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
+
     def make_paged(
         self, block_tables: Tensor, page_size: int, paged_type: type["PagedBlockDiagonalPaddedKeysMask"]
     ) -> "PagedBlockDiagonalPaddedKeysMask":
