@@ -8,6 +8,7 @@ table.
 """
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -46,10 +47,13 @@ def initialize_ub(
                                   are. Both may be called after one initialize_ub: nothing is set here
     Raises ValueError naming the argument.
     """
-    good = len(shape) == 2 and all(isinstance(n, int) and n > 0 for n in shape)
-    checks.require(good, _OP, "shape", "be [tokens, hidden size], both above 0", list(shape))
+    # NumPy's integers too
+    sizes = list(shape) if isinstance(shape, Sequence) else []
+    good = len(sizes) == 2 and all(isinstance(n, Integral) and n > 0 for n in sizes)
+    checks.require(good, _OP, "shape", "be [tokens, hidden size], both above 0", sizes or shape)
     # ranks may be checked before torch.distributed is up
     world = dist.get_world_size() if dist.is_initialized() else 1
+    checks.require(isinstance(tp_size, Integral), _OP, "tp_size", "be a whole number", tp_size)
     checks.require(tp_size > 0 and world % tp_size == 0, _OP, "tp_size", f"divide the {world} ranks", tp_size)
     checks.require(dtype in checks.FLOATS, _OP, "dtype", "be float32, float16 or bfloat16", dtype)
     # members of TransformerEngine's enum or strings: the library is not imported
@@ -58,7 +62,7 @@ def initialize_ub(
     checks.require(not unknown, _OP, "quantization_modes", f"be of {', '.join(_MODES)}", unknown)
     fp8 = use_fp8 or "FP8" in modes
     names = _checked_names(ub_cfgs)
-    unneeded = [f"shape {list(shape)}"]
+    unneeded = [f"shape {[int(n) for n in sizes]}"]
     unneeded += [f"ub_cfgs for {', '.join(names)}"] if names else []
     unneeded += [f"bootstrap_backend {bootstrap_backend}"] if bootstrap_backend else []
     unneeded += ["with_cublasmp"] if with_cublasmp else []

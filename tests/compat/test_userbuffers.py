@@ -3,6 +3,7 @@
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,9 @@ def test_what_became_of_it_is_one_line(capfd: pytest.CaptureFixture[str]) -> Non
     )  # fmt: skip
     initialize_ub(shape=(64, 32), tp_size=1, ub_cfgs=[{"qkv_dgrad": {"method": "bulk"}}])
     first, second = capfd.readouterr().err.splitlines()
+    initialize_ub(np.array([64, 32]).tolist(), np.int64(1))
+    initialize_ub((np.int64(64), np.int64(32)), 1)
+    assert capfd.readouterr().err.count("without effect: shape [64, 32]") == 2
     for words in ("shape [8192, 4096]", "ub_cfgs for fc1_fprop", "bootstrap_backend mpi", "with_cublasmp"):
         assert words in first
     assert second.endswith("without effect: shape [64, 32], ub_cfgs for qkv_dgrad")
@@ -33,6 +37,8 @@ def test_what_became_of_it_is_one_line(capfd: pytest.CaptureFixture[str]) -> Non
     [
         ({"shape": [8]}, "shape must be [tokens, hidden size], both above 0, got [8]"),
         ({"shape": [8, 0]}, "got [8, 0]"),
+        ({"shape": 8}, "shape must be [tokens, hidden size], both above 0, got 8"),
+        ({"tp_size": None}, "tp_size must be a whole number, got None"),
         ({"tp_size": 2}, "tp_size must divide the 1 ranks, got 2"),
         ({"dtype": torch.int8}, "dtype must be float32, float16 or bfloat16"),
         ({"quantization_modes": ["MXFP8"]}, "quantization_modes must be of NONE, FP8, got ['MXFP8']"),
