@@ -14,7 +14,8 @@ class FusedAdam(AdamW):
 
     adam_w_mode=False (weight decay added to the gradient) is the same without weight decay, else refused; so are
     bias_correction=False and amsgrad. set_grad_none: zero_grad frees the gradients. Parameter groups may have their
-    own lr, betas, eps and weight_decay.
+    own lr, betas, eps and weight_decay. exp_avg and exp_avg_sq are float32 for 16-bit parameters too, as there, unless
+    state_dtype says another dtype.
     """
 
     def __init__(
@@ -53,6 +54,10 @@ class FusedAdam(AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self._refuse(self.param_groups[-1])
+
+    def _dtype_of(self, p: Tensor) -> torch.dtype:
+        # in bfloat16 a running square would not move by its 1 - 0.999
+        return self.state_dtype or (p.dtype if p.dtype is torch.float64 else torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:

@@ -264,6 +264,13 @@ def test_fused_adam() -> None:
     ours.zero_grad()
     assert others[0].grad is None
     FusedAdam(others, adam_w_mode=False)
+    for dtype, states in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        p = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+        p.grad = torch.ones_like(p)
+        adam = FusedAdam([p])
+        adam.step()
+        adam.load_state_dict(adam.state_dict())
+        assert adam.state[p]["exp_avg"].dtype is adam.state[p]["exp_avg_sq"].dtype is states
     # what a state dict or a scheduler brings into a group is refused too
     theirs = ours.state_dict()
     theirs["param_groups"][0]["bias_correction"] = False

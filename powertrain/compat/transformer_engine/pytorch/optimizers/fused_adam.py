@@ -55,14 +55,12 @@ class FusedAdam(optimizers.FusedAdam):
             unsupported(_OP, "master_weight_dtype", master_weight_dtype, "torch.float32")
         if use_decoupled_grad:
             unsupported(_OP, "use_decoupled_grad", True, "gradients in .grad")
+        # None: float32, but float64 for float64 parameters, which theirs does not take
+        states = None if exp_avg_dtype is torch.float32 else exp_avg_dtype
         super().__init__(
             params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad,
-            set_grad_none is None or set_grad_none, capturable, master_weights, state_dtype=exp_avg_dtype,
+            set_grad_none is None or set_grad_none, capturable, master_weights, state_dtype=states,
         )  # fmt: skip
-
-    def _dtype_of(self, p: Tensor) -> torch.dtype:
-        # float64 parameters, which theirs does not take, keep float64 states
-        return p.dtype if p.dtype is torch.float64 else super()._dtype_of(p)
 
 
 __getattr__ = unknown(__name__)
