@@ -15,6 +15,7 @@ from powertrain.nn.block import Layer
 from powertrain.nn.cache import KVCache
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
+from powertrain.runtime import checks
 
 # FSDP gathers the head's weight only inside its module's forward, so code that needs it is passed in
 # a function of the head's input [B, S, D], its weight [V, D] and its bias
@@ -136,7 +137,11 @@ class CausalLM(nn.Module):
             if tokens.shape[1] > self.config.max_position_embeddings and context.position_ids is None:
                 longest = self.config.max_position_embeddings
                 raise ValueError(f"CausalLM: tokens must be at most {longest} a sequence, got {list(tokens.shape)}")
-            x = x + self.positions(self.sharding.local_part(_positions(tokens, context), tokens))
+            positions = _positions(tokens, context)
+            if positions.dim() > 1:
+                name = "position_ids" if context.cache is None else "positions behind the cache"
+                checks.indices("CausalLM", name, positions, self.config.max_position_embeddings)
+            x = x + self.positions(self.sharding.local_part(positions, tokens))
         return self.sharding.before_layers(F.dropout(x, self.dropout, self.training) if self.dropout else x)
 
     def num_parameters(self) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from powertrain.nn.block_sparsity import BlockSparsity
-from powertrain.nn.cache import KVCache
+from powertrain.nn.cache import KVCache, write_behind
 from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.attention import attention, varlen_attention
@@ -247,11 +247,7 @@ class SelfAttention(nn.Module):
         new, capacity = qkv.shape[1], keys.shape[1]
         positions = cache.lengths[:, None].long() + torch.arange(new, device=qkv.device)
         q, k, v = self._rotated(qkv, positions.clamp(max=capacity - 1))
-        # which new token each row of the cache takes, if any: the host reads nothing, nothing is written behind its end
-        number = torch.arange(capacity, device=qkv.device) - cache.lengths[:, None]
-        takes = ((number >= 0) & (number < new))[..., None, None]
         for rows, added in ((keys, k), (values, v)):
-            index = number.clamp(0, new - 1)[..., None, None].expand(-1, -1, *rows.shape[2:])
-            rows.copy_(torch.where(takes, added.gather(1, index), rows))
+            write_behind(rows, added, cache.lengths)
         out: Tensor = attention(q, keys, values, attn_bias=sparsity.mask_at(positions, capacity))
         return out

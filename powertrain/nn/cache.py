@@ -66,3 +66,15 @@ class KVCache:
         """After all layers: so many rows more of each sequence are filled."""
         self.lengths += lengths
         self.is_empty = False
+
+
+def write_behind(rows: Tensor, new: Tensor, lengths: Tensor) -> None:
+    """Write `new` [B, S, ...] behind the first lengths [B] of rows [B, L, ...], in place; what fits not is dropped."""
+    if not new.shape[1]:
+        return
+    # which new one each row takes, if any: the host reads nothing, and nothing is written behind the end
+    number = torch.arange(rows.shape[1], device=rows.device) - lengths[:, None]
+    apart = (...,) + (None,) * (rows.dim() - 2)
+    takes = ((number >= 0) & (number < new.shape[1]))[apart]
+    index = number.clamp(0, new.shape[1] - 1)[apart].expand(rows.shape)
+    rows.copy_(torch.where(takes, new.gather(1, index), rows))

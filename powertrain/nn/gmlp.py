@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from powertrain.nn.attention import Context
 from powertrain.nn.block import Layer
-from powertrain.nn.cache import CacheRow, KVCache
+from powertrain.nn.cache import CacheRow, KVCache, write_behind
 from powertrain.ops.activations import Activation, activation
 from powertrain.ops.attention import attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.batch_invariance import refuse_invariant
+from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
 
@@ -46,10 +47,11 @@ class SpatialGating(nn.Module):
 
     def decode(self, gate: Tensor, earlier: Tensor, lengths: Tensor) -> Tensor:
         """`forward` for new tokens, gate [B, S, C], behind lengths [B] earlier ones, whose gates are the first rows of
-        `earlier` [B, R, C]. The new ones are written behind them, in place."""
+        `earlier` [B, R, C]. The new ones are written behind them, in place; what does not fit is dropped."""
         places = torch.arange(gate.shape[1], device=gate.device)
         positions = lengths[:, None].long() + places  # [B, S]
-        earlier[torch.arange(len(gate), device=gate.device)[:, None], positions] = gate
+        checks.indices("SpatialGating", "positions behind the cache", positions, len(self.bias))
+        write_behind(earlier, gate, lengths)
         # a cache may have more rows than there are positions
         earlier = earlier[:, : len(self.bias)]
         seen = torch.arange(earlier.shape[1], device=gate.device) <= positions[..., None]  # [B, S, R]
@@ -93,8 +95,8 @@ class GMLP(Layer):
     attention_dim       channels of the tiny attention that is added to the gate (aMLP); None: there is none
     dropout             of the input x before it is added to the residual, as in `Block`
     layer               its number in the model, for the cache
-    Tokens are mixed by position alone, in one product: documents in one row, a rank's part of the tokens and
-    `batch_invariant` raise NotImplementedError.
+    Tokens are mixed by their place in the row alone, in one product: positions of their own, documents in one row, a
+    rank's part of the tokens and `batch_invariant` raise NotImplementedError.
     """
 
     @hinted
@@ -122,7 +124,7 @@ class GMLP(Layer):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        for name in ("document_ids", "document_starts", "shape"):
+        for name in ("position_ids", "document_ids", "document_starts", "shape"):
             if getattr(context, name) is not None:
                 raise NotImplementedError(f"GMLP: context.{name} must be None, got {type(getattr(context, name))}")
         refuse_invariant("gMLP layers", "compute this outside of it")

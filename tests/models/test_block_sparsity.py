@@ -141,6 +141,15 @@ def test_several_tokens_behind_a_cache() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-4)
 
 
+def test_no_tokens_behind_a_cache() -> None:
+    model = make_model(layer_types=("sparse",), sparsity={"block": 4, "before": 1}).eval()
+    tokens = torch.randint(0, 97, (2, 7))
+    with torch.no_grad():
+        cache = model.new_cache(2, 7)
+        parts = [model(part, cache=cache) for part in tokens.split((5, 0, 2), 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-4)
+
+
 def test_rows_behind_a_cache_are_not_written() -> None:
     layer = SelfAttention(16, 2, sparsity=BlockSparsity(4, before=1)).eval()
     cache = KVCache([CacheRow(2, 8, 8)], 2, 6, device=torch.device("cpu"), dtype=torch.float32)

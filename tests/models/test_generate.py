@@ -276,3 +276,12 @@ def test_caches_that_do_not_belong_to_the_tokens(name: str) -> None:
 def test_more_tokens_than_learned_positions() -> None:
     with pytest.raises(ValueError, match=r"tokens must be at most 32 a sequence, got \[1, 33\]"):
         _model(**MODELS["gpt3"])(torch.zeros(1, 33, dtype=torch.int64))
+    model = _model(**MODELS["gpt3"])
+    with torch.no_grad():
+        cache = model.new_cache(1, 40)
+        model(torch.zeros(1, 31, dtype=torch.int64), cache=cache)
+        # they were "index out of range in self"
+        with pytest.raises(ValueError, match=r"CausalLM: positions behind the cache must be in \[0, 32\), got 32"):
+            model(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
+    with pytest.raises(ValueError, match=r"CausalLM: position_ids must be in \[0, 32\), got 33"):
+        model(torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.tensor([[1, 33]]))

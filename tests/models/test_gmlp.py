@@ -121,6 +121,28 @@ def test_a_cache_with_more_rows_than_there_are_positions() -> None:
     torch.testing.assert_close(found, model(tokens), rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_rows_behind_a_cache_are_not_written() -> None:
+    """One row of the batch is full before the other; its padding fits nowhere (it was an IndexError)."""
+    model = model_of("gmlp").eval()
+    tokens, cache = torch.randint(0, 97, (2, 9)), model.new_cache(2, 9)
+    model(tokens[:, :8], cache=cache, lengths=torch.tensor([8, 5], dtype=torch.int32))
+    rows = torch.stack([tokens[0, [8, 0, 0]], tokens[1, 5:8]])
+    found = model(rows, cache=cache, lengths=torch.tensor([1, 3], dtype=torch.int32))
+    whole = model(tokens)
+    torch.testing.assert_close(found[0, :1], whole[0, 8:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], whole[1, 5:8], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_more_tokens_behind_a_cache_than_positions() -> None:
+    model = model_of("gmlp").eval()
+    cache = model.new_cache(1, 40)
+    model(torch.zeros(1, 31, dtype=torch.long), cache=cache)
+    with pytest.raises(ValueError, match=r"SpatialGating: positions behind the cache must be in \[0, 32\), got 32"):
+        model(torch.zeros(1, 2, dtype=torch.long), cache=cache)
+
+
 def test_a_stage_passes_the_stream_on() -> None:
     """Cut behind a gMLP layer, and behind an attention layer."""
     model = model_of("mixed", tie_embeddings=False).eval()
@@ -144,6 +166,9 @@ def test_what_it_cannot_do_is_refused() -> None:
     tokens = torch.zeros(1, 12, dtype=torch.long)
     with pytest.raises(NotImplementedError, match=r"context.document_ids must be None, got <class .torch.Tensor"):
         model(tokens, document_ids=torch.zeros(1, 12, dtype=torch.int32))
+    # the spatial weights go by places in the row: these were ignored
+    with pytest.raises(NotImplementedError, match=r"context.position_ids must be None, got <class .torch.Tensor"):
+        model(tokens, position_ids=torch.arange(12)[None] + 3)
     with pytest.raises(NotImplementedError, match=r"context.document_starts must be None, got <class .torch.Tensor"):
         model(tokens, document_starts=torch.tensor([0, 5, 12], dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="must not be entered for gMLP layers"), batch_invariant():
