@@ -18,6 +18,7 @@ from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
+from powertrain.runtime import checks
 from powertrain.runtime.kept_tensors import Description, kept
 from powertrain.runtime.positional import hinted
 
@@ -133,6 +134,14 @@ class SelfAttention(nn.Module):
         layer: int = 0,
     ) -> None:
         super().__init__()
+        op = "SelfAttention"
+        given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, count in {**given, "sliding_window": sliding_window}.items():
+            checks.require(count is None or count >= 1, op, name, "be at least 1", count)
+        if sparsity is not None:
+            # neither is part of its mask, nor of what it decodes by
+            checks.require(not alibi, op, "alibi", "be False with sparsity", alibi)
+            checks.require(sliding_window is None, op, "sliding_window", "be None with sparsity", sliding_window)
         if head_dim is None and hidden_size % num_heads:
             must = f"be a multiple of num_heads {num_heads} where no head_dim is given"
             raise ValueError(f"SelfAttention: hidden_size must {must}, got {hidden_size}")

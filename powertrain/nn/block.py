@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 from powertrain.nn.attention import Context
 from powertrain.nn.cache import CacheRow
 from powertrain.ops.bias_dropout_add import bias_dropout_add
+from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
 Recompute = Literal["none", "selective", "full"]
@@ -77,6 +78,7 @@ class Block(Layer):
         mlp_dropout: bool = True,
     ) -> None:
         super().__init__(dropout=dropout)
+        checks.require(parallel or mlp_norm is not None, "Block", "mlp_norm", "be a module unless parallel", mlp_norm)
         self.mlp_dropout = mlp_dropout
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp

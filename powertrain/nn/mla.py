@@ -9,6 +9,7 @@ from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns, of_all_tokens
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope
+from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
 _EPS = 1e-6  # of the latents' norms: DeepSeek's, whatever the model's
@@ -45,6 +46,15 @@ class LatentAttention(nn.Module):
         layer: int = 0,
     ) -> None:
         super().__init__()
+        op = "LatentAttention"
+        sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank,
+                 "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim}  # fmt: skip
+        for name, size in sizes.items():
+            checks.require(size is None or size >= 1, op, name, "be at least 1", size)
+        checks.sizes(op, qk_nope_head_dim=qk_nope_head_dim)
+        # a smaller one would leave some of the channels without positions
+        must = f"turn the qk_rope_head_dim {qk_rope_head_dim} channels"
+        checks.require(rotary.dim == qk_rope_head_dim, op, "rotary", must, rotary.dim)
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.num_heads, self.kv_lora_rank, self.v_head_dim = num_heads, kv_lora_rank, v_head_dim
         self.nope, self.rope_dim, self.head_dim = qk_nope_head_dim, qk_rope_head_dim, head_dim

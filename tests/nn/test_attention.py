@@ -1,9 +1,12 @@
 """SelfAttention: what heads and sizes it refuses; its slopes."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from powertrain.nn.attention import SelfAttention, alibi_slopes
+from powertrain.nn.block_sparsity import BlockSparsity
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
@@ -20,3 +23,21 @@ def test_slopes_are_float32_whatever_the_default_dtype() -> None:
         assert alibi_slopes(11, torch.device("cpu")).dtype is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        # a window of 0 keys was none at all: every earlier key was seen
+        ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        # training took them, decoding did not
+        ({"sparsity": BlockSparsity(4, before=1), "alibi": True}, "alibi must be False with sparsity, got True"),
+        ({"sparsity": BlockSparsity(4, before=1), "sliding_window": 2}, "sliding_window must be None .* got 2"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"SelfAttention: {message}"):
+        SelfAttention(**{"hidden_size": 12, "num_heads": 2, **options})

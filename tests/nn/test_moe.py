@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.models.flops import flops_per_token
-from powertrain.nn.attention import Context, Rotary
+from powertrain.nn.attention import Context, Rotary, SelfAttention
+from powertrain.nn.block import Block
 from powertrain.nn.mla import LatentAttention
+from powertrain.nn.mlp import MLP
 from powertrain.nn.moe import MoE, Router
+from powertrain.nn.norm import RMSNorm
 from powertrain.nn.token_choice import TokenChoiceRouter
 from powertrain.ops.moe import moe_route_ref
 
@@ -142,3 +145,20 @@ def test_copies_after_a_forward_in_training() -> None:
     for again in copies:
         assert again.balance_loss is None and torch.equal(again.load, moe.load)
         assert torch.equal(again(x), y)
+
+
+def test_what_latent_attention_cannot_be() -> None:
+    sizes: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    # two of the four channels were left without positions
+    with pytest.raises(ValueError, match="rotary must turn the qk_rope_head_dim 4 channels, got 2"):
+        LatentAttention(16, 2, **sizes, rotary=Rotary(2, 8))
+    for name in ("kv_lora_rank", "q_lora_rank", "v_head_dim", "num_heads"):
+        with pytest.raises(ValueError, match=f"LatentAttention: {name} must be at least 1, got 0"):
+            LatentAttention(**{"hidden_size": 16, "num_heads": 2, **sizes, "rotary": Rotary(4, 8), name: 0})
+
+
+def test_a_block_needs_its_second_norm() -> None:
+    attention, mlp = SelfAttention(16, 2), MLP(16, 32)
+    with pytest.raises(ValueError, match="Block: mlp_norm must be a module unless parallel, got None"):
+        Block(attention, mlp, RMSNorm(16), None)
+    assert Block(attention, mlp, RMSNorm(16), None, parallel=True)(torch.randn(1, 3, 16), None, Context())[0].shape
