@@ -181,6 +181,7 @@ class MoE(nn.Module):
         # not in checkpoints: it is zero after each optimizer step, and only then is one written
         self.register_buffer("load", torch.zeros(sizes[2], dtype=torch.int64), persistent=False)
         self.balance_loss: Tensor | None = None
+        self.register_load_state_dict_post_hook(_count_from_zero)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: without the last forward's loss, part of a graph that PyTorch refuses to copy."""
@@ -209,3 +210,10 @@ class MoE(nn.Module):
             torch.distributed.all_reduce(self.load, group=group)
         moe_update_bias_(self.router.correction_bias, self.load, rate)
         self.load.zero_()
+
+
+def _count_from_zero(moe: MoE, keys: Any) -> None:
+    """After a state dict whose tensors replace those of the meta device (`assign=True`): `load` is not among them."""
+    device = moe.router.weight.device
+    if moe.load.is_meta and device.type != "meta":
+        moe.load = torch.zeros_like(moe.load, device=device)

@@ -29,10 +29,11 @@ def sinkhorn_scores(logits: Tensor, *, tolerance: float = 1e-4, iterations: int 
     eps = 1e-8
     columns = 1 / (E * cost.sum(0))
     rows = cost.new_ones(T)
+    share = 1 / max(T, 1)  # of no tokens there is none
     # where and not break: to leave the loop the host would have to wait for the device
     ended = torch.zeros((), dtype=torch.bool, device=cost.device)
     for _ in range(iterations):
-        next_rows = 1 / T / ((columns * cost).sum(1) + eps)
+        next_rows = share / ((columns * cost).sum(1) + eps)
         next_columns = 1 / E / ((next_rows[:, None] * cost).sum(0) + eps)
         change = (columns - next_columns).abs().mean()
         rows, columns = torch.where(ended, rows, next_rows), torch.where(ended, columns, next_columns)

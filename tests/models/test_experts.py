@@ -1,11 +1,13 @@
 """GPT-NeoX models with experts: numbers against plain PyTorch, sinkhorn against its loops, first weights, decoding."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from powertrain.models import configure
 from powertrain.models.flops import flops_per_token
@@ -58,6 +60,10 @@ def test_sinkhorn(spread: float) -> None:
     torch.testing.assert_close(found, _sinkhorn_by_loops(logits).double(), rtol=1e-6, atol=0)
     longer = sinkhorn_scores(logits.double(), iterations=9)
     assert torch.equal(found, longer) == (spread < 1)
+
+
+def test_sinkhorn_of_no_tokens() -> None:
+    assert sinkhorn_scores(torch.zeros(0, 4)).shape == (0, 4)
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -141,6 +147,27 @@ def test_balance_loss_is_of_training() -> None:
     added = model(tokens, tokens) - plain(tokens, tokens)
     torch.testing.assert_close(added, 0.5 * sum(m.balance_loss for m in model.moe_layers))
     assert torch.equal(model.eval()(tokens, tokens), plain.eval()(tokens, tokens))
+
+
+def test_balance_loss_without_gradients_is_refused() -> None:
+    """Of a checkpoint that runs layers under no_grad, and whose second run the loss does not come from."""
+    model = make_model(num_experts=4, balance_loss=0.5)
+    tokens = torch.randint(0, 97, (2, 20))
+    plain = torch.autograd.grad(model(tokens, tokens), list(model.parameters()))
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"model.balance_loss must be 0 .* use_reentrant=True .* got 0.5"):
+        model(tokens, tokens)
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward.args[0], use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(model(tokens, tokens), list(model.parameters())), plain, strict=True):
+        assert torch.equal(a, b)
+    # a router that is not trained, and a loss that is only read
+    for moe in model.moe_layers:
+        moe.router.weight.requires_grad_(False)
+    model(tokens, tokens).backward()
+    with torch.no_grad():
+        model(tokens, tokens)
 
 
 @pytest.mark.parametrize("router", ["topk", "sinkhorn"])

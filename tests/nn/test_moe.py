@@ -162,3 +162,15 @@ def test_a_block_needs_its_second_norm() -> None:
     with pytest.raises(ValueError, match="Block: mlp_norm must be a module unless parallel, got None"):
         Block(attention, mlp, RMSNorm(16), None)
     assert Block(attention, mlp, RMSNorm(16), None, parallel=True)(torch.randn(1, 3, 16), None, Context())[0].shape
+
+
+def test_state_in_place_of_the_meta_devices() -> None:
+    """The load is in no state dict: it stayed on the meta device, where training counted it, until `balance` failed."""
+    with torch.device("meta"):
+        layer = MoE(Router(H, E, K), H, F)
+    source = _layer(shared_size=0)
+    layer.load_state_dict(source.state_dict(), assign=True)
+    x = torch.randn(2, 5, H)
+    torch.testing.assert_close(layer(x), source(x))
+    assert torch.equal(layer.load, source.load) and int(layer.load.sum()) == 2 * 5 * K
+    pickle.loads(pickle.dumps(copy.deepcopy(layer))).balance(1e-3)
