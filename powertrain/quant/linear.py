@@ -73,6 +73,9 @@ class FP8State(nn.Module):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
         """x Wᵀ + b by `fp8_linear` and the recipe."""
         recipe, is_delayed = self.recipe, self.recipe.is_delayed
+        if not x.is_meta and any(buffer is not None and buffer.is_meta for buffer in self._buffers.values()):
+            # a state dict without them has replaced the other tensors of the meta device (`assign=True`)
+            self.set_recipe(recipe, x.device)
         if isinstance(weight, GatheredWeight):
             copies: Copies | None = self._gathered_copies(x, weight)
             weight = weight.stand_in()

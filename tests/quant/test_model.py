@@ -242,6 +242,24 @@ def test_from_the_meta_device() -> None:
     assert not model.blocks[0][0].fp8_scale.any() and not model.blocks[0][0].fp8_amax_history.any()
 
 
+@every_recipe
+@pytest.mark.parametrize("quantized", [True, False])
+def test_state_in_place_of_the_meta_devices(recipe: Recipe, quantized: bool) -> None:
+    """The last scales are in no state dict, delayed ones in none of a plain model: they stayed on the meta device."""
+    plain = Model()
+    source = _quantized(plain, recipe)
+    with torch.device("meta"):
+        model = Model()
+    quantize_model(model, recipe)
+    state = copy.deepcopy(source if quantized else plain).state_dict()
+    model.load_state_dict(state, assign=True)
+    # assigned apart, they are tied no more
+    model.out.weight = model.embed.weight
+    model.requires_grad_()
+    assert _same(_grads(model), _grads(source))
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
 def test_delayed_scales_follow_the_magnitudes() -> None:
     model = _quantized(nn.Sequential(nn.Linear(16, 16)), DELAYED)
     layer, x = model[0], torch.ones(4, 16)
