@@ -168,6 +168,9 @@ def check_context(config: ModelConfig, size: int) -> None:
         raise ValueError(f"parallel.context must be 1 for model.architecture {config.architecture}, got {size}")
     if isinstance(config, gpt_neox.Config):
         gpt_neox.check_whole_sequences(config, "parallel.context")
+        if config.has_gmlp:
+            # each rank would mix the positions of its own part alone
+            raise ValueError(f"parallel.context must be 1 with gmlp layers (model.layer_types), got {size}")
         if config.sparsity is not None:
             # attention over context ranks has windows, and no masks of blocks
             raise ValueError(f"parallel.context must be 1 with sparse layers (model.layer_types), got {size}")

@@ -9,7 +9,7 @@ from powertrain.models import build, configure
 from powertrain.models.flops import flops_per_token
 from powertrain.models.generate import Sampler, generate
 from powertrain.models.gpt_neox import to_hf_config
-from powertrain.models.parallelize import check_tensor
+from powertrain.models.parallelize import check_context, check_tensor
 from powertrain.models.pipeline import stages_of
 from powertrain.ops.batch_invariance import batch_invariant
 from tests.models.test_gpt_neox import check_against_plain, check_bfloat16_against_plain, gradients, make_model
@@ -177,6 +177,9 @@ def test_what_it_cannot_do_is_refused() -> None:
         model(torch.zeros(1, 33, dtype=torch.long))
     with pytest.raises(ValueError, match=r"parallel\.tensor must be 1 with gmlp layers"):
         check_tensor(model.config, 2)
+    # ranks mixed the positions of their own parts of a sequence, a loss of another model
+    with pytest.raises(ValueError, match=r"parallel\.context must be 1 with gmlp layers .* got 2"):
+        check_context(model.config, 2)
     with pytest.raises(ValueError, match=r"layer_types must be \('attention',\)"):
         to_hf_config(model.config.model_copy(update={"position_embedding": "rotary"}))
 
