@@ -63,7 +63,7 @@ class Config(ModelConfig):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         # an unknown scheme fails here, at the config, and not at the first forward
-        scheme(self.rope_scaling)
+        scheme(self.rope_scaling, self.rope_theta)
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"model.qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         # a group's score is the sum of its two best experts, so it needs two

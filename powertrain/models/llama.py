@@ -50,7 +50,7 @@ class Config(ModelConfig):
         if head_dim % 2:
             name = "hidden_size / num_heads" if self.head_dim is None else "head_dim"
             raise ValueError(f"model.{name} must be even, since channels turn in pairs, got {head_dim}")
-        scheme(self.rope_scaling)
+        scheme(self.rope_scaling, self.rope_theta)
         return self
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from powertrain.ops.rope_table import DynamicNTK, Linear, Llama3, LongRoPE, Scheme, YaRN
+from powertrain.ops.rope_table import DynamicNTK, Linear, Llama3, LongRoPE, Scheme, YaRN, check_scheme
 
 _SCHEMES: dict[str, type] = {
     "linear": Linear,
@@ -15,10 +15,11 @@ _SCHEMES: dict[str, type] = {
 }
 
 
-def scheme(scaling: dict[str, Any] | None) -> Scheme | None:
+def scheme(scaling: dict[str, Any] | None, theta: float | None = None) -> Scheme | None:
     """The scheme of {"rope_type": "llama3", "factor": 8.0, ...}; its other keys are the scheme's fields.
 
-    Raises ValueError for a type or field that is not known, and for a field that is missing.
+    theta   the model's, which a rope_theta among the keys must equal; None: not compared
+    Raises ValueError for a type or field that is not known, for a field that is missing, and for fields without a type.
     """
     if scaling is None:
         return None
@@ -26,8 +27,14 @@ def scheme(scaling: dict[str, Any] | None) -> Scheme | None:
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in scaling.items()}
     # older configs of transformers have `type`
     kind = fields.pop("rope_type", None) or fields.pop("type", None)
-    fields = {key: value for key, value in fields.items() if key not in ("type", "rope_theta")}
+    fields.pop("type", None)
+    given = fields.pop("rope_theta", theta)
+    if theta is not None and given != theta:
+        raise ValueError(f"rope_scaling.rope_theta must be left out, or be model.rope_theta ({theta}), got {given}")
     if kind in (None, "default"):
+        if fields:
+            types = ", ".join(_SCHEMES)
+            raise ValueError(f"rope_scaling.rope_type must be one of {types} with {', '.join(fields)}, got {kind!r}")
         return None
     if kind not in _SCHEMES:
         raise ValueError(f"rope_scaling.rope_type must be default, {', '.join(_SCHEMES)}, got {kind!r}")
@@ -38,6 +45,7 @@ def scheme(scaling: dict[str, Any] | None) -> Scheme | None:
         names = ", ".join(f.name for f in known)
         raise ValueError(f"rope_scaling of type {kind} must have {names}; missing {missing}, unknown {unknown}")
     made: Scheme = _SCHEMES[kind](**fields)
+    check_scheme("model", "rope_scaling", made)
     return made
 
 
@@ -94,10 +102,13 @@ def to_hf_rope(theta: float, scaling: dict[str, Any] | None, fraction: float = 1
 
     Raises ValueError for a scheme whose angles are fixed here and depend on the batch there.
     """
-    kind = (scaling or {}).get("rope_type", "default")
+    rope = dict(scaling or {})
+    # either may have been written in the model's config; transformers 5 reads `rope_type` alone
+    kind = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or kind or "default"
     if kind == "longrope":
         raise ValueError("model.rope_scaling must not be longrope: its angles depend on the batch in transformers")
-    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    rope = {"rope_type": kind, **rope, "rope_theta": theta}
     if fraction != 1.0:
         rope["partial_rotary_factor"] = fraction
     # both spellings: transformers 5 reads rope_parameters, 4 rope_theta and rope_scaling

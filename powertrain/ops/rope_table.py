@@ -9,6 +9,7 @@ sees the same table.
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,6 +36,25 @@ class Scheme(Protocol):
 
     def frequencies(self, rotary_dim: int, base: float, seqlen: int) -> tuple[Tensor, float]:
         """inv_freq [rotary_dim / 2] float32, and the factor on cos and sin, for sequences of up to `seqlen`."""
+
+
+# fields of schemes that divide, or whose logarithm is taken
+_ABOVE_0 = (
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+)
+
+
+def check_scheme(op: str, argument: str, scheme: Scheme) -> None:
+    """Raise ValueError naming a field of a scheme that must be above 0 and finite: angles would be NaN."""
+    for name in _ABOVE_0:
+        value = getattr(scheme, name, 1)
+        good = isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+        checks.require(good, op, f"{argument}.{name}", "be a number above 0 and finite", checks.described(value))
 
 
 def _inv_freq(rotary_dim: int, base: float) -> Tensor:
@@ -232,8 +252,8 @@ def rope_table(
                      Face's rope parameters. None: unscaled.
     Numerics: the formulas and the float32 arithmetic of Hugging Face transformers. Computed on the CPU, so the same
         bits on every device. Made in inference mode, it serves training too.
-    Raises ValueError for an odd rotary_dim, a base that is not above 0, or sections that do not add up to
-        rotary_dim / 2.
+    Raises ValueError for an odd rotary_dim, a base or field of the scheme that is not above 0, or sections that do not
+        add up to rotary_dim / 2.
     """
     checks.require(
         rotary_dim > 0 and rotary_dim % 2 == 0, "rope_table", "rotary_dim", "be even and above 0", rotary_dim
@@ -251,6 +271,7 @@ def rope_table(
     # torch.get_default_device cannot be traced
     device = torch.empty(0).device if device is None else device
     axes = None
+    check_scheme("rope_table", "scheme", scheme.scheme if isinstance(scheme, MRoPE) else scheme)
     if isinstance(scheme, MRoPE):
         axes = scheme.axes().to(device)
         checks.shape("rope_table", "scheme.sections, added up,", axes, (rotary_dim // 2,), "rotary_dim / 2")

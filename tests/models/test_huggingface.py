@@ -157,6 +157,9 @@ def test_both_spellings_of_rotary(old: dict[str, Any], new: dict[str, Any]) -> N
     first, second = from_hf_config({**values, **old}), from_hf_config({**values, **new})
     assert first == second and first.rope_theta == new["rope_parameters"]["rope_theta"]
     written = to_hf_config(first)
+    # a config of ours may have either spelling: `type` was written beside a rope_type default
+    spelled = first.rope_scaling and {"type" if k == "rope_type" else k: v for k, v in first.rope_scaling.items()}
+    assert to_hf_config(first.model_copy(update={"rope_scaling": spelled})) == written
     without_new = {k: v for k, v in written.items() if k != "rope_parameters"}
     without_old = {k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}
     assert from_hf_config(without_new) == from_hf_config(without_old) == from_hf_config(written)

@@ -59,9 +59,14 @@ def test_presets(preset: str, count: int) -> None:
         ({"num_kv_heads": 3}, r"model.num_kv_heads must divide num_heads \(4\), got 3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "missing .*original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_scaling.rope_type must be default, .* got 'spiral'"),
+        # without its type, or with another base than the model's, it was left out without a word
+        ({"rope_scaling": {"factor": 8.0}}, "rope_type must be one of linear, .* with factor, got None"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+         r"rope_scaling.rope_theta must be left out, or be model.rope_theta \(10000.0\), got 500000.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor must be a number above 0 .* 0"),
         ({"activation": "gelu"}, "activation"),
     ],
-)
+)  # fmt: skip
 def test_configs_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_model(**{**LLAMA, **fields})

@@ -217,6 +217,9 @@ def test_errors(device: torch.device) -> None:
         rope_qkv(q, table=table, num_heads=2)
     with pytest.raises(ValueError, match="rotary_dim must be even and above 0, got 7"):
         rope_table(7, 3)
+    for scheme in (Linear(0.0), MRoPE((2, 1, 1), scheme=Linear(0.0))):
+        with pytest.raises(ValueError, match=r"rope_table: scheme.factor must be a number above 0 and finite, got 0.0"):
+            rope_table(8, 4, scheme=scheme)
     with pytest.raises(ValueError, match=r"scheme.sections, added up, must have shape \[4\] \(rotary_dim / 2\), got"):
         rope_table(8, 3, scheme=MRoPE((1, 2)))
 
