@@ -85,7 +85,9 @@ class CausalLM(nn.Module):
         # tensor and context parallelism replace `sharding`; the model itself names no ranks
         packed = Context(position_ids, document_ids, cache, document_starts=document_starts)
         if cache is not None:
-            _check_cached(tokens, packed)
+            _check_cached(tokens, packed, lengths)
+        elif lengths is not None:
+            checks.fail("CausalLM", "lengths", "come with a cache", checks.described(lengths))
         context = self.sharding.context(tokens, packed)
         states = self.hidden_states(tokens, context, stream)
         # the next stage goes on from the residual stream
@@ -214,13 +216,17 @@ def _head(
     return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)
 
 
-def _check_cached(tokens: Tensor, context: Context) -> None:
+def _check_cached(tokens: Tensor, context: Context, lengths: Tensor | None) -> None:
     for name in ("position_ids", "document_ids", "document_starts"):
         if getattr(context, name) is not None:
             # layers count positions from the cache's lengths, and keep no documents apart
             raise NotImplementedError(f"CausalLM: {name} must be None with a KV cache, got a tensor")
     assert context.cache is not None
     context.cache.check(*tokens.shape)
+    checks.integers("CausalLM", "lengths", lengths)
+    checks.shape("CausalLM", "lengths", lengths, tokens.shape[:1], "one of each sequence")
+    # rows that no token has filled would be read as keys
+    checks.indices("CausalLM", "lengths", lengths, tokens.shape[1] + 1)
 
 
 def _positions(tokens: Tensor, context: Context) -> Tensor:

@@ -269,6 +269,16 @@ def test_caches_that_do_not_belong_to_the_tokens(name: str) -> None:
     for argument in ("position_ids", "document_ids"):
         with pytest.raises(NotImplementedError, match=f"{argument} must be None with a KV cache"):
             model(tokens[:, :1], cache=cache, **{argument: torch.zeros(2, 1, dtype=torch.int32)})
+    # two of them were one for both sequences, a larger one counted keys of zeros
+    for lengths, message in (
+        (torch.tensor([3]), r"have shape \[2\] \(one of each sequence\), got \[1\]"),
+        (torch.tensor([3, 7]), r"be in \[0, 7\), got 7"),
+        (torch.tensor([3.0, 2.0]), "be int32 or int64, got float32"),
+    ):
+        with pytest.raises(ValueError, match=f"CausalLM: lengths must {message}"):
+            model(tokens, cache=model.new_cache(2, 8), lengths=lengths)
+    with pytest.raises(ValueError, match="CausalLM: lengths must come with a cache, got a int64 tensor"):
+        model(tokens, lengths=torch.tensor([3, 2]))
     with pytest.raises(ValueError, match="max_length must be at least 0, got -1"):
         model.new_cache(2, -1)
 
