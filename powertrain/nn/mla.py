@@ -1,10 +1,13 @@
 """Multi-head latent attention: keys and values of all heads from one small latent per token, which is all it caches."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from powertrain.nn.attention import Context, Rotary, attend_documents
 from powertrain.nn.cache import KVCache
+from powertrain.nn.lora import LoRALinear
 from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns, of_all_tokens
 from powertrain.ops.attention.decode import decode_attention
@@ -132,7 +135,7 @@ class LatentAttention(nn.Module):
 
     def _decode(self, q: Tensor, latent: Tensor, r: Tensor, cache: KVCache) -> Tensor:
         # kv_up is applied to queries and results, not to the cache: rows stay latents, one for all heads
-        up = self.kv_up.weight.unflatten(0, (-1, self.nope + self.v_head_dim))  # [H, nope + v, latent]
+        up = self._up_weight(latent).unflatten(0, (-1, self.nope + self.v_head_dim))  # [H, nope + v, latent]
         k_up, v_up = up.split((self.nope, self.v_head_dim), 1)
         q_rotated, q = q.split((self.rope_dim, self.nope), -1)
         out = decode_attention(
@@ -142,3 +145,15 @@ class LatentAttention(nn.Module):
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return torch.einsum("bshl,hvl->bshv", out, v_up)
+
+    def _up_weight(self, latent: Tensor) -> Tensor:
+        """[N, latent]: what kv_up multiplies latents by, an adapter included."""
+        up: Any = self.kv_up
+        if isinstance(up, LoRALinear) and up.enabled:
+            return up.merged_weight()
+        if isinstance(up, nn.Linear):
+            return up.weight
+        # another library's layer around it, whose `weight` may be the inner one's: its products with unit vectors
+        units = torch.eye(self.kv_lora_rank, dtype=latent.dtype, device=latent.device)
+        found: Tensor = up(units).T
+        return found

@@ -1,5 +1,6 @@
 """DeepSeek: logits of transformers' DeepseekV3ForCausalLM, weights both ways, decoding from latents, balancing."""
 
+import copy
 import gc
 import json
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from powertrain.models import build, configure
 from powertrain.models.deepseek import Config, Model, from_hf_config, to_hf_config
 from powertrain.models.huggingface import from_hf, to_hf
+from powertrain.nn.lora import lora, without_lora
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.packed import Sample
 from powertrain.train.data.tokenizer import ByteTokenizer
@@ -164,6 +166,46 @@ def test_decoding_from_latents_equals_the_whole_forward(q_lora_rank: int | None)
         assert cache.keys[0].shape == (2, 16, 1, 24 + 8) and cache.values[0] is None
         steps = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 8), (8, 12))]
     torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+class _Around(nn.Module):
+    """As other libraries' adapters: `weight` is the inner layer's."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.more = linear, nn.Linear(linear.in_features, linear.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.more(x)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "around"])
+def test_decoding_with_an_adapter(kind: str) -> None:
+    """kv_up is multiplied into queries and results: its adapter was left out there, by generation alone."""
+    model, tokens = _model().eval(), _tokens(2, 9)
+    base = copy.deepcopy(model)
+    if kind == "around":
+        for layer in model.layers:
+            layer.attention.kv_up = _Around(layer.attention.kv_up)
+    else:
+        lora(model, rank=4, dora=kind == "dora")
+        for name, p in model.named_parameters():
+            if "lora_B" in name or "lora_magnitude" in name:
+                nn.init.normal_(p, std=0.1)
+
+    def check(of: Model) -> None:
+        cache = model.new_cache(2, 9)
+        steps = [model(part, cache=cache) for part in tokens.split((5, 1, 3), 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), of(tokens), rtol=1e-4, atol=1e-4)
+
+    with torch.no_grad():
+        check(model)
+        with without_lora(model):
+            check(model if kind == "around" else base)
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
