@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,12 @@ class FP8State(nn.Module):
     shares: bool = False  # its weight's copies are kept until they are dropped
     keeps: bool = False  # those of a frozen weight are kept until that changes
     copies: Copies | None = None
-    _copied: tuple[int, int] = (-1, -1)  # version and address of the weight that `copies` are of
+    # of the weight that `copies` are of: a weak reference, since another may come to its address, version and address
+    _copied: tuple[Any, int, int] = (lambda: None, -1, -1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or pickle, which makes copies of its own weight."""
+        return {**{k: v for k, v in self.__dict__.items() if k != "_copied"}, "copies": None}
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
         """Use `recipe` from now on. Delayed scaling gets its buffers, which keep their values; current scaling by
@@ -95,8 +101,8 @@ class FP8State(nn.Module):
         keeps = self.keeps and not weight.requires_grad and not weight.is_inference()
         if not self.shares and not keeps:
             return None
-        if keeps and self._copied != (now := (weight._version, weight.data_ptr())):
-            self.copies, self._copied = None, now
+        if keeps and not (self._copied[0]() is weight and self._copied[1:] == (weight._version, weight.data_ptr())):
+            self.copies, self._copied = None, (ref(weight), weight._version, weight.data_ptr())
         if self.copies is None:
             # of a frozen weight by its own values: by delayed scales a resumed run would quantize it otherwise
             is_delayed = self.recipe.is_delayed and not keeps

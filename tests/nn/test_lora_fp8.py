@@ -1,8 +1,10 @@
 """Adapters around FP8 products of a frozen weight, emulated: values, gradients, the weight quantized once, undoing."""
 
 import copy
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,6 +99,22 @@ def test_the_weight_is_quantized_once(recipe: Recipe, monkeypatch: pytest.Monkey
     layer.weight.requires_grad_()
     layer(x).sum().backward()
     assert layer.weight.grad is not None and len(calls) == 3
+
+
+@every_recipe
+def test_a_weight_at_the_address_of_an_earlier_one(recipe: Recipe) -> None:
+    """As the allocator gives freed memory again: version and address of both are equal."""
+    layer, memory, x = _layer(recipe).eval(), np.ones((40, 33), np.float32), torch.randn(6, 33)
+
+    def result() -> Tensor:
+        layer.weight = nn.Parameter(torch.from_numpy(memory), requires_grad=False)
+        return layer(x)
+
+    before = result()
+    memory *= 3
+    after = result()
+    assert not torch.equal(after, before)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), after) and torch.equal(copy.deepcopy(layer)(x), after)
 
 
 def test_delayed_scales_do_not_move_the_frozen_weight() -> None:
