@@ -296,6 +296,23 @@ def test_forgotten_dashes_are_named(words: tuple[str, ...], usage: str) -> None:
     assert code == 2 and "No such option: -" in output and f"powertrain {usage}" in output
 
 
+@pytest.mark.parametrize("words, usage", [
+    (("build", "pip", "install", "--force", "x"), "build -- COMMAND"),
+    (("build", "pip", "install", "--offline", "x", "--", "y"), "build -- COMMAND"),
+    (("shim", "--force", "apex", "no-such-program", "--force"), "shim NAMES -- COMMAND"),
+])  # fmt: skip
+def test_an_option_of_either_command_without_dashes_is_refused(words: tuple[str, ...], usage: str) -> None:
+    """It was taken as ours, and the other program ran without it."""
+    code, output = _run(*words)
+    assert code == 2 and "may be meant for either" in output and f"powertrain {usage}" in output
+
+
+def test_our_options_stand_before_the_other_command() -> None:
+    for words in (("shim", "--force", "apex", "no-such-program"), ("shim", "apex", "--force", "no-such-program")):
+        assert "command must begin with a program" in _run(*words)[1]
+    assert "command must begin with a program" in _run("shim", "apex", "--", "no-such-program", "--force")[1]
+
+
 def test_a_folder_that_was_removed_below_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch ends a process there: `Intel oneMKL FATAL ERROR`."""
     monkeypatch.chdir(tmp_path)

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from inspect import cleandoc
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import powertrain
 from powertrain.cli import (
@@ -132,10 +132,37 @@ _UsageError: Any = typer.BadParameter.__base__
 
 def _name_the_dashes(error: Any) -> None:
     """`powertrain build make -j4`: the option is another program's."""
-    name = error.ctx.info_name if error.ctx is not None else None
-    if name in ("build", "shim") and hasattr(error, "option_name"):
-        usage = "build --" if name == "build" else "shim NAMES --"
-        error.message += f"; a command with options stands behind --: powertrain {usage} COMMAND"
+    if error.ctx is not None and isinstance(error.ctx.command, _OfOtherProgram) and hasattr(error, "option_name"):
+        error.message += f"; {_dashes(error.ctx)}"
+
+
+def _dashes(ctx: Any) -> str:
+    usage = "shim NAMES --" if ctx.info_name == "shim" else "build --"
+    return f"a command with options stands behind --: powertrain {usage} COMMAND"
+
+
+class _OfOtherProgram(TyperCommand):
+    """`build` and `shim`. `powertrain build pip install --force PACKAGE` would take pip's option as ours, and run pip
+    without it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = args[: args.index("--")] if "--" in args else [*args]
+        # first, for it shows the help and refuses options that are not ours
+        rest = super().parse_args(ctx, args)
+        parser = self.make_parser(ctx)
+        # all that follows the first argument is an argument
+        parser.allow_interspersed_args = False
+        command = parser.parse_args(words)[0].get("command")
+        # `shim NAMES --force COMMAND` is clear
+        command = [*dropwhile(_is_option, command if isinstance(command, list | tuple) else ())]
+        option = next(filter(_is_option, command), None)
+        if option is not None:
+            ctx.fail(f"{option} behind {command[0]} may be meant for either; ours stand before it, and {_dashes(ctx)}")
+        return rest
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and word != "-"
 
 
 def _end_without_output(error: OSError) -> None:
@@ -211,4 +238,5 @@ def _help(docstring: str | None) -> str:
 
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
-        app.command(rich_help_panel=_panel, help=_help(_function.__doc__))(_function)
+        _class = _OfOtherProgram if _panel == "Other projects" else TyperCommand
+        app.command(cls=_class, rich_help_panel=_panel, help=_help(_function.__doc__))(_function)
