@@ -136,7 +136,8 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
 
     def open_sinks_here() -> None:
         keep_texts(config.folder() / "config", run, config)
-        trainer.sinks = make_sinks(trainer)
+        with _naming_folder():
+            trainer.sinks = make_sinks(trainer)
 
     decided_by_first(open_sinks_here, group)
     if not begun:
@@ -148,7 +149,10 @@ def _begins_at(config: RunConfig) -> Path | None:
     """The checkpoint of ours that a run of this config begins with: its own newest, else that of checkpoint.load."""
     checkpoint, load = find(config.checkpoint_folder()), config.checkpoint.load
     if checkpoint is None and load is not None:
-        checkpoint = find(Path(load)) or find(Path(load) / "checkpoints")
+        try:
+            checkpoint = find(Path(load)) or find(Path(load) / "checkpoints")
+        except OSError as error:
+            raise ValueError(f"checkpoint.load must name a checkpoint, got {load} ({error.strerror})") from None
     return checkpoint
 
 
@@ -208,15 +212,23 @@ def _refuse_checkpoint(config: RunConfig) -> None:
 
 def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
     """The config files, unchanged and resolved, in the run's folder."""
-    try:
+    with _naming_folder():
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in run.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         write_json(folder / "run.json", config.model_dump(mode="json"))
         write_json(folder / "overrides.json", list(run.overrides))
+
+
+@contextmanager
+def _naming_folder() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        reason = f"{folder} ({error.strerror})"
-        raise ValueError(f"logging.folder must name a folder that can be written, got {reason}") from None
+        if error.errno is None or error.filename is None:
+            raise
+        got = f"{error.filename} ({error.strerror})"
+        raise ValueError(f"logging.folder must name a folder that can be written, got {got}") from None
 
 
 # seconds within which a second SIGINT is the same Ctrl-C, from the terminal and from torchrun

@@ -119,6 +119,19 @@ def test_what_train_refuses(tmp_path: Path) -> None:
         read_config("run.yml")
 
 
+def test_names_that_the_system_refuses_are_named_with_their_key(tmp_path: Path) -> None:
+    """They were raw OSErrors."""
+    file, run = write_config(tmp_path), tmp_path / "run"
+    with pytest.raises(ValueError, match=r"^checkpoint\.load must name a checkpoint, got xx+ \(File name too long\)"):
+        train(file, [f"checkpoint.load={'x' * 5000}"], quiet=True)
+    for name in ("metrics.jsonl", "about.json"):
+        (run / name).mkdir(parents=True)
+        words = rf"^logging\.folder must name a folder that can be written, got {run}/{name} \(Is a directory\)"
+        with pytest.raises(ValueError, match=words):
+            train(file, quiet=True)
+        (run / name).rmdir()
+
+
 def test_a_dictionary_s_errors_say_config_and_its_paths_may_be_of_any_kind(tmp_path: Path) -> None:
     config = yaml.safe_load(write_config(tmp_path).read_text())
     with pytest.raises(ConfigError, match=r"^config: logging\.folder must be text .*, got '3'$"):
