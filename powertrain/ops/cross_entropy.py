@@ -61,7 +61,7 @@ def cross_entropy_ref(
 ) -> Tensor:
     """The specification of `cross_entropy`, in plain PyTorch."""
     z = logits.to(acc_dtype(logits.dtype))
-    if softcap is not None:
+    if softcap:
         z = softcap * torch.tanh(z / softcap)
     lse = torch.logsumexp(z, dim=-1)
     kept = target != ignore_index
@@ -85,8 +85,8 @@ def cross_entropy_bwd_ref(
 ) -> Tensor:
     """The specification of the backward of `cross_entropy` with reduction "none": dlogits."""
     z = logits.to(acc_dtype(logits.dtype))
-    t = torch.tanh(z / softcap) if softcap is not None else torch.zeros_like(z)
-    z = softcap * t if softcap is not None else z
+    t = torch.tanh(z / softcap) if softcap else torch.zeros_like(z)
+    z = softcap * t if softcap else z
     lse = torch.logsumexp(z, dim=-1, keepdim=True)
     kept = (target != ignore_index).unsqueeze(-1)
     one_hot = torch.zeros_like(z).scatter(-1, torch.where(kept, target.unsqueeze(-1), 0).long(), 1.0)

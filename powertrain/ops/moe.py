@@ -321,7 +321,7 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
         logits   [..., S, E]  the router's; with [batch, S, E] every sequence is balanced by itself (DeepSeek-V3)
         experts  [..., S, k]  int32 or int64, from `moe_route`
         score                 "softmax", or "sigmoid", whose scores are divided by their sum over experts
-    Returns a scalar, float32, the mean over leading dims; differentiable in logits.
+    Returns a scalar, float32, the mean over leading dims; differentiable in logits; 0 of no tokens.
     Numerics: float32. Memory: about 8 bytes an element of logits.
     Raises ValueError naming the argument, the expected value and the given one.
     Source: Fedus et al., arXiv:2101.03961, eq. 4, with k > 1 as in Megatron-LM; DeepSeek-V3, arXiv:2412.19437, eq. 17.
@@ -338,6 +338,9 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
     checks.indices(op, "experts", experts, E)
     with without_autocast(logits.device):
         z = logits.to(acc_dtype(logits.dtype))
+        if not logits.numel():
+            # means of nothing are NaN, which would be added to a rank's loss
+            return z.sum()
         s = torch.softmax(z, -1) if score == "softmax" else torch.sigmoid(z)
         s = s if score == "softmax" else s / (s.sum(-1, keepdim=True) + TINY)
         ids = torch.arange(E, device=logits.device)

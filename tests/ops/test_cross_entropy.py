@@ -12,7 +12,7 @@ from torch import Tensor
 import powertrain
 from powertrain.ops import cross_entropy_kernels, cross_entropy_short_rows
 from powertrain.ops.cases.cross_entropy import plain_loss, tokens
-from powertrain.ops.cross_entropy import cross_entropy, cross_entropy_ref
+from powertrain.ops.cross_entropy import cross_entropy, cross_entropy_bwd_ref, cross_entropy_ref
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.ops.linear_log_probs import linear_log_probs
 from powertrain.runtime.settings import settings
@@ -306,3 +306,11 @@ def test_plain_pytorch_names_targets_outside(wrong: int) -> None:
         for _ in range(2):
             with pytest.raises(IndexError, match=rf"^{op}: target must be in \[0, 5\), .* -100, got {wrong}$"):
                 call()
+
+
+def test_the_specification_takes_a_softcap_of_0_for_none() -> None:
+    logits, target = torch.randn(3, 5), torch.tensor([0, 4, -100])
+    assert torch.equal(cross_entropy_ref(logits, target, softcap=0.0), cross_entropy_ref(logits, target))
+    dloss = torch.ones(3)
+    zero = cross_entropy_bwd_ref(dloss, logits, target, softcap=0.0)
+    assert torch.equal(zero, cross_entropy_bwd_ref(dloss, logits, target))

@@ -153,6 +153,15 @@ def test_balancing_loss_is_one_when_even_and_differentiable(device: torch.device
     assert loss > 3.9 and (logits.grad[:, 0] > 0).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (0, 3, 4)])
+def test_balancing_loss_of_no_tokens_is_zero(shape: tuple[int, ...], device: torch.device) -> None:
+    logits = torch.zeros(shape, device=device, requires_grad=True)
+    experts = torch.zeros((*shape[:-1], 2), device=device, dtype=torch.int32)
+    loss = moe_load_balancing_loss(logits, experts)
+    loss.backward()
+    assert loss.item() == 0 and logits.grad is not None and logits.grad.shape == shape
+
+
 def test_balancing_loss_of_sequences_is_the_mean_of_each(device: torch.device) -> None:
     logits = torch.randn(3, 10, 6, device=device)
     experts = torch.randint(0, 6, (3, 10, 2), device=device)
