@@ -113,7 +113,9 @@ def _write_completions(
         refuse_pipes(files, "its first record is looked at for the end of a text, which the tokenizer does not name")
         warn_without_end(next(raw_documents(files), None))
     encoding = CompletionEncoding(tokenizer, form.value)
-    count, bad = write_completions(raw_documents(files), output, encoding, skip_bad=skip_bad, overwrite=overwrite)
+    count, bad = write_completions(
+        raw_documents(files), output, encoding, skip_bad=skip_bad, overwrite=overwrite, least=1
+    )
     for message in bad[:20]:
         console.print(f"left out: {_plain(message)}", soft_wrap=True)
     names = ", ".join(side.tokens for side in files_of(output, form.value))
@@ -175,7 +177,7 @@ def _encoded(
         IndexedWriter(output, encoding.dtype, overwrite=overwrite) as writer,
     ):
         task = bar.add_task("tokenizing", total=total, documents=0)
-        return encode(
+        counts = encode(
             raw_documents(files),
             writer,
             encoding,
@@ -183,6 +185,12 @@ def _encoded(
             skip_bad=skip_bad,
             progress=lambda counts: bar.update(task, completed=counts.bytes, documents=counts.documents),
         )
+        # within: with --overwrite an input that is empty by mistake would replace a data set
+        if not counts.documents:
+            first = f", the first: {counts.bad[0]}" if counts.bad else ""
+            got = f"none in {len(files)} files ({counts.empty} empty, {len(counts.bad)} bad{first})"
+            raise ValueError(f"the input must have a document with tokens, got {got}; nothing was written")
+        return counts
 
 
 @contextmanager

@@ -324,12 +324,12 @@ def files_of(prefix: str | Path, form: Format) -> tuple[CompletionFiles, ...]:
 
 def write_completions(
     documents: Iterable[Raw], prefix: str | Path, encoding: CompletionEncoding, *, skip_bad: bool = False,
-    overwrite: bool = False,
+    overwrite: bool = False, least: int = 0,
 ) -> tuple[int, list[str]]:  # fmt: skip
     """Tokenize records into the data sets of `files_of`: (number of examples, messages about those left out).
 
     Data sets appear whole when all are written, the chosen or only tokens last. A log-probability that is not known is
-    nan. Raises BadDocument without `skip_bad`, FileExistsError.
+    nan. Raises BadDocument without `skip_bad`, FileExistsError, ValueError for fewer than `least` examples.
     """
     # the stack closes in reverse, so the tokens, which were opened first, appear last
     sides, count, bad = files_of(prefix, encoding.format), 0, []
@@ -354,6 +354,9 @@ def write_completions(
                     unknown = np.full(len(completion.ids), np.nan, np.float32)
                     known = completion.log_probs
                     log_probs.add(unknown if known is None else np.array(known, np.float32))
+        if count < least:
+            left_out = f" and {len(bad)} bad, the first: {bad[0]}" if bad else ""
+            raise ValueError(f"the input must have at least {least} records that can be used, got {count}{left_out}")
     return count, bad
 
 

@@ -89,6 +89,22 @@ def test_wrong_arguments(tmp_path: Path, jsonl: Path) -> None:
         assert code == 1 and words in said, said
 
 
+@pytest.mark.parametrize(
+    "text, words", [("", "(0 empty, 0 bad)"), ('{"text": ""}', "(1 empty"), ("no JSON", "(0 empty, 1 bad")]
+)
+def test_an_input_without_documents_replaces_nothing(text: str, words: str, tmp_path: Path, jsonl: Path) -> None:
+    """An empty data set was written, over another one with --overwrite."""
+    output = ("--output", tmp_path / "o", "--tokenizer", "bytes", "--skip-bad", "--overwrite")
+    assert run(jsonl, *output)[0] == 0
+    before = (tmp_path / "o.bin").read_bytes()
+    (tmp_path / "none.jsonl").write_text(text)
+    code, said = run(tmp_path / "none.jsonl", *output)
+    assert code == 1 and "the input must have a document with tokens, got none in 1 files" in said and words in said
+    code, records = run(tmp_path / "none.jsonl", *output, "--completions", "pairs")
+    assert code == 1 and "the input must have at least 1 records that can be used, got 0" in records
+    assert (tmp_path / "o.bin").read_bytes() == before and not list(tmp_path.glob("o_*"))
+
+
 def test_pipes_that_would_be_read_twice(tmp_path: Path) -> None:
     """The second time they are empty: nothing was written, without a word."""
     os.mkfifo(tmp_path / "pipe")
