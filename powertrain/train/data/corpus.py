@@ -15,11 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
 
 # limit of a decompressed line: a longer one is damage, or a file made to exhaust memory
 _MOST_LINE = 256 << 20
 _ZST_BLOCK = 1 << 12
+
+# entries of a folder: about two seconds on a local disk
+_MANY = 100_000
 
 LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".ndjson")
 # records that are not one a line
@@ -50,14 +54,17 @@ class Raw(NamedTuple):
 def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     """The files that `inputs`, files and folders, stand for.
 
-    Raises FileNotFoundError for an input that does not exist, ValueError for a folder with no file.
+    Raises FileNotFoundError for an input that does not exist, ValueError for a folder with no file and for the root of
+    all folders, which `$DATA/` is where DATA is not set.
     """
     files: list[Path] = []
     for name in map(Path, inputs):
         if name.is_dir():
+            if name.resolve() == Path(name.resolve().anchor):
+                raise ValueError(f"{name}: must be a file, a pipe or a folder of texts, got the root of all folders")
             # sorted, because a file system's own order differs between hosts, and the order of documents decides the
             # samples
-            inside = [p for p in sorted(name.rglob("*")) if p.is_file() and not _hidden(p.relative_to(name))]
+            inside = [p for p in sorted(_walked(name)) if p.is_file() and not _hidden(p.relative_to(name))]
             if not inside:
                 raise ValueError(f"{name}: must hold a file that is not hidden, got an empty folder")
             files += inside
@@ -69,6 +76,16 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
         else:
             raise FileNotFoundError(f"{name}: no such file or folder")
     return files
+
+
+def _walked(folder: Path) -> Iterator[Path]:
+    """All that is in a folder; a word on stderr where it is so much that it may be a mistake and takes seconds."""
+    for count, path in enumerate(folder.rglob("*")):
+        if count == _MANY:
+            tracing.warn(
+                f"{folder} holds more than {_MANY} files and folders; all that are not hidden are read as texts"
+            )
+        yield path
 
 
 def _refuse_tables(path: Path) -> None:

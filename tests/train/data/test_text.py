@@ -90,6 +90,25 @@ def test_folders(tmp_path: Path) -> None:
         list(texts([tmp_path / "b.txt"]))
 
 
+def test_the_root_of_all_folders_is_refused_and_a_huge_one_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`data.train: $DATA/` without DATA walked the whole machine without a word."""
+    (tmp_path / "link").symlink_to("/")
+    for root in ("/", tmp_path / "link", "/usr/.."):
+        with pytest.raises(
+            ValueError, match="must be a file, a pipe or a folder of texts, got the root of all folders"
+        ):
+            find_files([root])
+    (tmp_path / "link").unlink()
+    monkeypatch.setattr("powertrain.train.data.corpus._MANY", 3)
+    for number in range(4):
+        assert not capfd.readouterr().err
+        (tmp_path / f"{number}.txt").write_text("a")
+        assert len(find_files([tmp_path])) == number + 1
+    assert f"{tmp_path} holds more than 3 files and folders" in capfd.readouterr().err
+
+
 def test_digest_is_of_contents_and_order(tmp_path: Path) -> None:
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     for path, text in ((a, "1"), (b, "2"), (c, "1")):
