@@ -291,7 +291,11 @@ def _reward_config(architectures: list[str]) -> dict[str, Any]:
 def save(tensors: dict[str, Tensor], path: Path) -> None:
     """A safetensors file. Raises OSError naming it where it cannot be written: the library's own error is none."""
     try:
+        # the library's own file is its owner's alone, whatever the umask
+        path.touch()
+        mode = path.stat().st_mode
         save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {one_line(error)}") from None
 

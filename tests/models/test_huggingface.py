@@ -299,6 +299,9 @@ def test_shards_have_an_index_and_are_read_one_tensor_at_a_time(tmp_path: Path) 
     assert found["embed_out.weight"] is not found["embed_out.weight"]  # not kept
     for name, tensor in from_hf(model.config, found):
         assert torch.equal(model.state_dict()[name], tensor), name
+    # safetensors 0.8 makes files that their owner alone may read
+    modes = {(tmp_path / name).stat().st_mode for name in (*files, "config.json")}
+    assert len(modes) == 1, modes
 
 
 def test_written_in_half_the_bytes(tmp_path: Path) -> None:
