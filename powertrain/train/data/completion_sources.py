@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from powertrain.train.data.sources import (
     open_tokenizer,
     prefix_of,
     refuse_unused,
+    warn_of_empty,
     warn_of_none,
 )
 from powertrain.train.data.tokenizer import Tokenizer
@@ -85,8 +87,10 @@ class _Opener:
         has_own = bool(config.validation or config.test)
         sources = (config.train, config.validation, config.test)[number] if has_own else config.train
         opened: list[_Opened] = []
-        for source in sources:
-            sides = self._sides(source)
+        found = [self._sides(source) for source in sources]
+        if has_own or number == 0:
+            warn_of_empty(config, name, [bool(len(sides[0])) for sides in found], "example")
+        for source, sides in zip(sources, found, strict=True):
             # an own validation set is not split; otherwise each source gives its share of every part
             bounds = split_bounds(config.split, len(sides[0])) if not has_own else (0, len(sides[0]))
             examples = np.arange(*((0, len(sides[0])) if has_own else bounds[number : number + 2]), dtype=np.int64)
@@ -104,8 +108,8 @@ class _Opener:
     def _blend(self, name: str, opened: list[_Opened], wanted: int) -> SampleSource | None:
         """The samples of some sources together; of a held-out part without those of which no example can be used."""
         weights = [weight for _, _, weight in opened]
-        if opened and not sum(weights) > 0:
-            raise ValueError(f"data.{name}: weights must not all be 0, got {weights}")
+        if opened and not 0 < sum(weights) < math.inf:
+            raise ValueError(f"data.{name}: weights must not all be 0 and have a finite sum, got {weights}")
         # a blend may take a little more of a source than its rounded share, hence half a percent in reserve
         counts = samples_wanted(weights, wanted) if len(opened) > 1 else [wanted]
         made = []

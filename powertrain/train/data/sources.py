@@ -6,6 +6,7 @@ Data   train, validation, test  the samples of each part, or None where the conf
 
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -210,6 +211,13 @@ def warn_of_none(config: DataConfig, name: str, what: str) -> None:
         tracing.warn(f"data: no {what} is left for {name} ({why}); there will be none")
 
 
+def warn_of_empty(config: DataConfig, name: str, has_any: Sequence[bool], what: str) -> None:
+    """Say which sources have no `what`, where others of the part have: the blend is then of those alone."""
+    for source, has in zip(getattr(config, name), has_any, strict=True):
+        if source.weight and not has and any(has_any):
+            tracing.warn(f"data.{name}: {source.path} has no {what}; its share goes to the other sources")
+
+
 def _amount(corpora: Sequence[_Text]) -> str:
     known = sum(each.megabytes for each in corpora)
     return f" on {known:.0f} MB of text" if known else ""
@@ -226,7 +234,9 @@ class _Opener:
     def parts(self) -> list[list[_Part]]:
         """The data sets of train, validation and test."""
         config = self.config
-        given = [self._whole(sources) for sources in (config.train, config.validation, config.test)]
+        given = [self._whole(getattr(config, name)) for name in PARTS]
+        for name, wholes in zip(PARTS, given, strict=True):
+            warn_of_empty(config, name, [whole.has_tokens() for whole in wholes], "document with tokens")
         if config.validation or config.test:
             return given
         parts: list[list[_Part]] = [[], [], []]
@@ -295,13 +305,17 @@ class _Opener:
         if not parts:
             warn_of_none(self.config, name, "document")
             return None
-        if len(parts) == 1 and not (self.config.validation or self.config.test):
-            return self._packed(parts[0], wanted)
         weights = [part.weight for part in parts]
         if self.config.weight_by_num_documents:
             weights = weights_by_documents([len(part.documents) for part in parts], self.config.weighted_sampler_alpha)
-        if not sum(weights) > 0:
-            raise ValueError(f"data.{name}: weights must not all be 0, got {weights}")
+        # of a split a part may have documents of sources that are not to be trained on alone
+        if name != "train" and not getattr(self.config, name) and not sum(weights):
+            warn_of_none(self.config, name, "document")
+            return None
+        if not 0 < sum(weights) < math.inf:
+            raise ValueError(f"data.{name}: weights must not all be 0 and have a finite sum, got {weights}")
+        if len(parts) == 1 and not (self.config.validation or self.config.test):
+            return self._packed(parts[0], wanted)
         sources = [self._packed(p, n) for p, n in zip(parts, samples_wanted(weights, wanted), strict=True)]
         shares = normalized(weights)
         about = f"blend {shares} {wanted}".encode()

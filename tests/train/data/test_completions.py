@@ -342,6 +342,11 @@ def test_an_empty_validation_is_named_and_no_split_blamed(tmp_path: Path) -> Non
         texts = [event.text for event in tracing.trace()]
         assert f"data.{given}: no example with tokens in {tmp_path}/none.jsonl; there will be no {given}" in texts
     assert not any("split" in text for text in texts), texts
+    sources = (f"{tmp_path}/train.jsonl", f"{tmp_path}/none.jsonl")
+    config = DataConfig(train=sources, cache_folder=str(tmp_path / "cache"))  # type: ignore[arg-type]
+    open_completions(config, "messages", seq_length=16, num_samples=(4, 0, 0), seed=1)
+    said = f"data.train: {tmp_path}/none.jsonl has no example; its share goes to the other sources"
+    assert said in [event.text for event in tracing.trace()]
 
 
 @pytest.mark.parametrize("own", [False, True])

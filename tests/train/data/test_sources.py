@@ -140,6 +140,23 @@ def test_a_part_without_documents_is_said(tmp_path: Path, capsys: pytest.Capture
         opened(tmp_path, train=str(tmp_path / "d"), split="0, 1, 1")
 
 
+def test_an_empty_source_beside_others_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its share of the blend went to the others without a word."""
+    tracing.clear()
+    full, empty = data_set(tmp_path / "d", [50, 50]), data_set(tmp_path / "empty", [])
+    opened(tmp_path, train=[full, {"path": empty, "weight": 0}], validation=[full])
+    assert not capsys.readouterr().err
+    opened(tmp_path, train=[full, empty], validation=[full])
+    said = f"data.train: {empty} has no document with tokens; its share goes to the other sources"
+    assert said in capsys.readouterr().err
+
+
+def test_a_held_out_part_of_sources_of_weight_0_is_none(tmp_path: Path) -> None:
+    few, many = data_set(tmp_path / "few", [9] * 3), data_set(tmp_path / "many", [9] * 40)
+    data = opened(tmp_path, train=[few, {"path": many, "weight": 0}], split="9, 1, 0")
+    assert data.validation is None and len(data.train)
+
+
 def test_an_empty_validation_or_test_is_named_and_no_split_blamed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +186,12 @@ def test_an_empty_validation_or_test_is_named_and_no_split_blamed(
         ({"train": "d", "tokenizer": "train:300"}, "needs text to train on, got tokens in d"),
         ({"train": {"path": "t.txt", "labels": "d"}}, r"data labels d: need tokens in \.bin/\.idx beside them, got t"),
         ({"train": [{"path": "d", "weight": 0}], "validation": "d"}, r"data\.train: weights must not all be 0"),
+        ({"train": [{"path": "d", "weight": 0}]}, r"data\.train: weights must not all be 0"),
+        ({"train": [{"path": "d", "weight": 0}, "empty"]}, r"data\.train: weights must not all be 0"),
+        (
+            {"train": [{"path": "d", "weight": 1e308}] * 2},
+            r"weights must .* have a finite sum, got \[1e\+308, 1e\+308\]",
+        ),
         ({"train": "d", "tokenizer": "nowhere"}, "tokenizer: no such file nowhere"),
         ({"train": {"path": "d", "documents": 3}}, "data d: documents must be left out, which only text and rows have"),
         ({"train": {"path": "t.txt", "subset": "x"}}, r"data t\.txt: subset must be left out, which only .*, got x"),
