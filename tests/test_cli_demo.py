@@ -34,9 +34,24 @@ def test_only_a_demo_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="other files"):
         demo._clear(tmp_path)
     assert precious.exists()
+    # a run of somebody's, such as `train quickstart logging.folder=runs/demo`, was removed with its checkpoints
     _metrics(tmp_path, 3.0)
-    demo._clear(tmp_path)
-    assert not tmp_path.exists()
+    with pytest.raises(BadParameter, match="must be new or an earlier demo's, got other files"):
+        demo._clear(tmp_path)
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_earlier_demo_is_replaced(is_link: bool, tmp_path: Path) -> None:
+    (tmp_path / "aside").mkdir()
+    (folder := tmp_path / "runs" / "demo").parent.mkdir()
+    if is_link:
+        folder.symlink_to(tmp_path / "aside")
+    demo._clear(folder)
+    (folder / "checkpoints").mkdir()
+    _metrics(folder, 3.0)
+    demo._clear(folder)
+    assert [path.name for path in folder.iterdir()] == [demo._MARK] and folder.is_symlink() == is_link
 
 
 def test_one_config_for_demo_and_reader() -> None:

@@ -17,6 +17,7 @@ from powertrain.runtime.console import Console
 
 VOCABULARY = 256  # bytes
 PROMPT = "def "
+_MARK = ".made-by-powertrain-demo"  # a file in the folders that a demo may remove
 
 
 def demo(
@@ -90,13 +91,19 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove an earlier demo; anything else in the way is an error."""
-    if not folder.exists():
-        return
-    # what follows removes the folder, so one that is not a run's must not get there
-    if any(folder.iterdir()) and not (folder / "metrics.jsonl").is_file():
+    """An empty folder with the demo's mark: an earlier demo in it is removed; anything else in the way is an error, a
+    run that somebody made too."""
+    # a process that is in it, or a link to it, keeps its folder
+    found = [*folder.iterdir()] if folder.exists() else []
+    if found and not (folder / _MARK).is_file():
         raise typer.BadParameter(f"{folder} must be new or an earlier demo's, got other files", param_hint="--folder")
-    shutil.rmtree(folder)
+    for path in found:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _MARK:
+            path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _MARK).touch()
 
 
 def _compare_ranks(folder: Path, console: Console) -> None:
