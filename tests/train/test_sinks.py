@@ -34,6 +34,22 @@ def _step(number: int, loss: float = 2.0, **changed: Any) -> StepRecord:
     return StepRecord(**(fields | changed))
 
 
+def test_the_metrics_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    """A run that began anew beside a finished one, with another checkpoint.folder, replaced them without a word."""
+    file = tmp_path / "metrics.jsonl"
+    for number in (1, 2, 3):
+        sink = JsonLines(file)
+        sink.note("no step was taken")
+        sink.close()
+        sink = JsonLines(file)
+        sink.step(_step(number))
+        sink.close()
+    assert [read_metrics(path).steps[0].step for path in sorted(tmp_path.iterdir())] == [3, 1, 2]
+    JsonLines(file, resumed_at=3).close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["metrics.jsonl", "metrics.jsonl.1", "metrics.jsonl.2"]
+
+
 def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     first = JsonLines(file)

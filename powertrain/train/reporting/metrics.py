@@ -1,6 +1,7 @@
 """Metrics of a step, and the interface of their sinks."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -86,14 +87,16 @@ class Sink(Protocol):
 class JsonLines:
     """metrics.jsonl: a line per step, evaluation, task, kernel table or note.
 
-    A resumed run appends after the step it resumed from; records of later steps are dropped. A damaged line is dropped
-    with a warning, and the original file kept as .damaged. A line that does not fit on the disk is an OSError and
-    leaves nothing in the file, so that later lines stay readable.
+    A resumed run appends after the step it resumed from; records of later steps are dropped. A run that begins anew
+    keeps the file of an earlier one in its folder as metrics.jsonl.1, .2 and so on. A damaged line is dropped with a
+    warning, and the original file kept as .damaged. A line that does not fit on the disk is an OSError and leaves
+    nothing in the file, so that later lines stay readable.
     """
 
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # a run that begins at step 0 replaces the file: its records belong to an earlier run of the same name
+        if not resumed_at:
+            _set_aside(file)
         kept = _kept(file, resumed_at) if resumed_at else b""
         new = AtomicFile(file)
         try:
@@ -178,6 +181,15 @@ def read_metrics(file: Path) -> Metrics:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _not_ours(file, number, error) from None
     return metrics
+
+
+def _set_aside(file: Path) -> None:
+    """Rename the file of an earlier run that took a step: its checkpoints may be elsewhere, or it wrote none."""
+    if not any('"kind": "step"' in line for line in _lines(file)):
+        return
+    aside = next(path for path in (Path(f"{file}.{n}") for n in itertools.count(1)) if not os.path.lexists(path))
+    file.rename(aside)
+    tracing.warn(f"{file} was of an earlier run and is {aside.name} now")
 
 
 def _kept(file: Path, resumed_at: int) -> bytes:
