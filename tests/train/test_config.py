@@ -1,5 +1,6 @@
 """Reading configs of our own: files and lines in every error, merging, overrides; and damaged files of both kinds."""
 
+import os
 import random
 from pathlib import Path
 
@@ -284,3 +285,20 @@ def test_damaged_configs_give_a_config_or_an_error_that_names_the_place(count: i
 def test_a_wrong_model_is_one_error() -> None:
     for override in ("model=3", "model.hiden_size=64"):
         assert _message(FIXTURES / "ours.yml", overrides=(override,)).count("\n") == 0, override
+
+
+def test_a_config_without_a_name_needs_a_folder(tmp_path: Path) -> None:
+    """Two of `powertrain train <(command)` were both runs/63: the second resumed the first."""
+    text = "model: pythia-70m\ndata: {train: quickstart}\ntrain: {steps: 1, seq_length: 8}\n"
+    for folder in ("", "logging: {folder: runs/x}\n"):
+        read, write = os.pipe()
+        os.write(write, (text + folder).encode())
+        os.close(write)
+        try:
+            if folder:
+                assert str(read_config([f"/dev/fd/{read}"]).config.folder()) == "runs/x"
+            else:
+                with pytest.raises(ConfigError, match=rf"logging\.folder must be given where .*, got /dev/fd/{read}"):
+                    read_config([f"/dev/fd/{read}"])
+        finally:
+            os.close(read)

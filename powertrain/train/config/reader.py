@@ -91,6 +91,9 @@ def read_config(
     config, table = _ours(source, files) if kind == "powertrain" else _theirs(source, world_size, files)
     if config.logging.folder is None and config.checkpoint.folder is None:
         # runs of different files do not meet in one folder, where each would find the other's checkpoints
+        if not _found(Path(paths[0])).is_file() or Path(paths[0]).parts[:2] == ("/", "dev"):
+            keys = "logging.folder" if kind == "powertrain" else "save (the run's folder)"
+            raise ConfigError(f"{keys} must be given where the config is no file that has a name, got {paths[0]}")
         folder = f"runs/{Path(paths[0]).stem}"
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"folder": folder})})
     if strict:
