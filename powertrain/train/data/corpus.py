@@ -2,7 +2,7 @@
 
 A line of jsonl is an object with a string (or a list of strings, joined by blank lines) under a key, or just a string,
 as GPT-NeoX's reader takes them; or it has the messages of a chat under the key. A folder is read whole, in the order
-of its sorted paths, hidden files left out.
+of its sorted paths, without hidden files and data sets (.bin/.idx).
 """
 
 import codecs
@@ -64,9 +64,11 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
                 raise ValueError(f"{name}: must be a file, a pipe or a folder of texts, got the root of all folders")
             # sorted, because a file system's own order differs between hosts, and the order of documents decides the
             # samples
-            inside = [p for p in sorted(_walked(name)) if p.is_file() and not _hidden(p.relative_to(name))]
+            found = [p for p in sorted(_walked(name)) if p.is_file() and not _hidden(p.relative_to(name))]
+            inside = _without_tokens(name, found)
             if not inside:
-                raise ValueError(f"{name}: must hold a file that is not hidden, got an empty folder")
+                got = "data sets alone, which are named by their prefix" if found else "an empty folder"
+                raise ValueError(f"{name}: must hold a file that is not hidden, got {got}")
             files += inside
         elif name.is_file() or name.is_fifo():
             _refuse_tables(name)
@@ -76,6 +78,19 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
         else:
             raise FileNotFoundError(f"{name}: no such file or folder")
     return files
+
+
+def _without_tokens(folder: Path, files: list[Path]) -> list[Path]:
+    """Of `preprocess books/ --output books/tokens` the second time: tokens of ASCII bytes are UTF-8 too."""
+    known = {path for path in files if path.suffix in (".bin", ".idx")}
+    prefixes = {path.with_suffix("") for path in known if {path.with_suffix(".bin"), path.with_suffix(".idx")} <= known}
+    texts = [p for p in files if p.suffix not in (".bin", ".idx", ".sum") or p.with_suffix("") not in prefixes]
+    if len(texts) < len(files):
+        names = ", ".join(sorted(str(prefix.relative_to(folder)) for prefix in prefixes))
+        tracing.warn(
+            f"{folder}: the .bin, .idx and .sum of {one_line(ValueError(names), 100)} are left out: they hold tokens"
+        )
+    return texts
 
 
 def _walked(folder: Path) -> Iterator[Path]:

@@ -105,6 +105,22 @@ def test_an_input_without_documents_replaces_nothing(text: str, words: str, tmp_
     assert (tmp_path / "o.bin").read_bytes() == before and not list(tmp_path.glob("o_*"))
 
 
+def test_an_earlier_output_in_the_input_s_folder_is_no_text(tmp_path: Path) -> None:
+    """Tokens of ASCII bytes are UTF-8: .bin, .idx and .sum became documents of the second data set."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name in ("a.txt", "b.idx", "c.bin"):
+        (folder / name).write_text("hello world")
+    for number in range(3):
+        output = folder / "sets" / f"v1.{number % 2}"
+        code, said = run(folder, "--output", output, "--tokenizer", "bytes", "--overwrite")
+        assert code == 0 and "3 documents, 33 tokens" in said, said
+    words = "books: the .bin, .idx and .sum of sets/v1.0, sets/v1.1 are left out: they hold tokens"
+    assert words in said
+    code, said = run(folder / "sets", "--output", tmp_path / "o", "--tokenizer", "bytes")
+    assert code == 1 and "must hold a file that is not hidden, got data sets alone" in said
+
+
 def test_pipes_that_would_be_read_twice(tmp_path: Path) -> None:
     """The second time they are empty: nothing was written, without a word."""
     os.mkfifo(tmp_path / "pipe")
