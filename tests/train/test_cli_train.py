@@ -39,6 +39,7 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
         ("data.split=0,0,0", "data.split must be one to three shares"),
         ("train.seed=-1", "train.seed must be greater than or equal to 0, got '-1'"),
         ("optimizer.betas=[0.9,1.5]", "optimizer.betas must be in [0, 1), got [0.9, 1.5]"),
+        ("optimizer.eps=1e-60", "optimizer.eps must be at least 1.17549e-38, float32's smallest, got 1e-60"),
         ("optimizer.lr=inf", "optimizer.lr must be a finite number"),
         ("train.loss_scale.static=0", "train.loss_scale.static must be greater than 0"),
         ("model.vocab_size=100", "model.vocab_size must be at least the tokenizer's 256, got 100"),

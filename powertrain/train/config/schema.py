@@ -252,6 +252,9 @@ class TrainConfig(Section):
         return self
 
 
+_LEAST_FLOAT32 = 2.0**-126
+
+
 class OptimizerConfig(Section):
     """kind     adamw and lion: decoupled weight decay; sgd: torch.optim.SGD; adamw8bit: AdamW with moments in 8 bits
                (pip install 'powertrain[optimizers]')
@@ -277,6 +280,14 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"optimizer.betas must be in [0, 1), got {list(betas)}")
         return betas
+
+    @field_validator("eps")
+    @classmethod
+    def _in_float32(cls, eps: float) -> float:
+        # it would be added as 0, and a weight without a gradient become 0 / 0
+        if eps < _LEAST_FLOAT32:
+            raise ValueError(f"optimizer.eps must be at least {_LEAST_FLOAT32:g}, float32's smallest, got {eps:g}")
+        return eps
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> "OptimizerConfig":
