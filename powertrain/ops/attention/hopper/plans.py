@@ -16,8 +16,7 @@ class Plan(NamedTuple):
     p_v: tuple[int, ...]  # of that of values
     block_n: int = 128
     stages: int = 2
-    consumers: int = 2  # partitions of warps, each with code of its own
-    warps: int = 4  # of a consumer, 16 rows each
+    consumers: int = 2  # warpgroups, 64 rows each
     store_parts: int = 1  # parts in which results leave
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
@@ -33,17 +32,12 @@ class Plan(NamedTuple):
 
     @property
     def block_m(self) -> int:
-        return self.rows if self.splits_columns else self.rows * self.consumers
-
-    @property
-    def rows(self) -> int:
-        """Of a consumer."""
-        return 16 * self.warps
+        return 64 if self.splits_columns else 64 * self.consumers
 
     @property
     def queries(self) -> int:
-        """Of a tile: a consumer's rows hold whole queries."""
-        return self.rows // self.heads_per_tile * (self.block_m // self.rows)
+        """Of a tile."""
+        return _queries_of(self.block_m, self.heads_per_tile)
 
     def groups_of(self, heads: Heads) -> int:
         """Heads that share tiles, of all kv heads."""
@@ -82,15 +76,13 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     return Plan((256,), p_v, block_n=64, store_parts=p_v[0] // 64, q_slots=1, q_held=False)
 
 
-def with_consumers(plan: Plan, consumers: int, warps: int = 4) -> Plan:
+def with_consumers(plan: Plan, consumers: int) -> Plan:
     """A plan of head dims to 256 with one consumer or two, or to 64 with three."""
     if max(sum(plan.p_qk), sum(plan.p_v)) <= 64:
         plan = Plan(plan.p_qk, plan.p_v, stages=4)
         if consumers == 3:
             return plan._replace(consumers=3, stages=2, q_slots=1, q_held=False)
-    return plan._replace(
-        consumers=consumers, warps=warps, takes_turns=plan.takes_turns and (consumers > 1 or warps > 4)
-    )
+    return plan._replace(consumers=consumers, takes_turns=plan.takes_turns and consumers > 1)
 
 
 def _three_consumers_are_faster(operands: Operands, queries: int) -> bool:
@@ -197,13 +189,12 @@ def plan_of(operands: Operands) -> Plan:
     return _sharing_heads(operands, plan, sequences, queries, is_few)
 
 
-def plans_of_few(plan: Plan, sequences: int) -> tuple[Plan, ...]:
-    """The plans that few queries may have. Packed sequences whose lengths are not known may be long, where tiles of 64
-    rows take 1.3 times as long as those of 128."""
+def consumers_of_few(plan: Plan, sequences: int) -> tuple[int, ...]:
+    """The numbers of consumers that few queries may have. Packed sequences whose lengths are not known may be long,
+    where one consumer takes 1.3 times as long as two."""
     if sequences > 1:
-        return (plan,)
-    consumers = (1, 2, 3) if max(sum(plan.p_qk), sum(plan.p_v)) <= 64 else (1, 2)
-    return *(with_consumers(plan, number) for number in consumers), with_consumers(plan, 1, warps=8)
+        return (plan.consumers,)
+    return (1, 2, 3) if max(sum(plan.p_qk), sum(plan.p_v)) <= 64 else (1, 2)
 
 
 def _fastest_of_few(operands: Operands, plan: Plan, sequences: int, queries: int, keys: int) -> Plan:
@@ -213,13 +204,13 @@ def _fastest_of_few(operands: Operands, plan: Plan, sequences: int, queries: int
     16.1; B1 S1 beside 21372 H28/4 D64 16.8, 21.8, 24.8; B8 S64 beside 23888 H12/12 D112 299, 285; B4 S46 beside 15763
     H32/8 D64 86, 84, 66."""
     found = []
-    for each in plans_of_few(plan, sequences):
-        each = _sharing_heads(operands, each, sequences, queries, is_few=True)
+    for consumers in consumers_of_few(plan, sequences):
+        each = _sharing_heads(operands, with_consumers(plan, consumers), sequences, queries, is_few=True)
         work = work_of(operands, each, queries, keys)
         each = each._replace(num_splits=num_splits_for(work))
         time = time_of(work, each.num_splits)
         # of B4 S160 beside 4096 keys H16/16 D64 the estimate is the same, but three take 45.0 us, two 42.8
-        found.append((time / 0.9 if each.consumers == 3 else time, each))
+        found.append((time / 0.9 if consumers == 3 else time, each))
     return min(found, key=lambda each: each[0])[1]
 
 
@@ -273,4 +264,4 @@ def _block_us(plan: Plan) -> float:
     to calls of few queries: with one consumer 0.8 of that, above head dim 192 0.65; with two 0.9, with three 1.25."""
     us = plan.block_n / 128 * (0.6 + 0.0037 * (sum(plan.p_qk) + sum(plan.p_v)))
     of_one = 0.65 if sum(plan.p_qk) > 192 else 0.8
-    return us * (1.2 if plan.block_n == 64 else 1) * {64: of_one, 128: 0.9, 192: 1.25}[plan.block_m]
+    return us * (1.2 if plan.block_n == 64 else 1) * (of_one, 0.9, 1.25)[plan.consumers - 1]
