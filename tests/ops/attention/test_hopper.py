@@ -205,10 +205,14 @@ def test_heads_share_a_tile_where_that_makes_fewer() -> None:
         return [plans.heads_per_tile_for(repeats, queries, 128) for repeats in (1, 4, 6, 7, 24, 32)]
 
     assert packs(1) == [1, 4, 6, 7, 24, 32]
-    assert packs(96) == [1, 4, 6, 7, 4, 4]
+    assert packs(96) == [1, 4, 6, 7, 8, 32]
     assert packs(128) == [1] * 6
     assert plans.heads_per_tile_for(5, 196, 128) == 1 and plans.heads_per_tile_for(5, 196, 128, most=0.95) == 5
-    assert plans.heads_per_tile_for(4, 300, 128) == 2 and plans.heads_per_tile_for(4, 500, 128) == 1
+    assert plans.heads_per_tile_for(4, 300, 128) == 4 and plans.heads_per_tile_for(4, 500, 128) == 1
+    # as few tiles, with the same number of rows in each
+    assert [plans.heads_per_tile_for(4, n, 128, fullest=fullest) for n in (37, 300) for fullest in (False, True)] == [
+        4, 2, 4, 2,
+    ]  # fmt: skip
 
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:

@@ -101,11 +101,13 @@ def _queries_of(block_m: int, heads_per_tile: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def heads_per_tile_for(
-    repeats: int, queries: int, block_m: int, ragged: bool = False, whole: bool = False, most: float = 0.875
-) -> int:
+    repeats: int, queries: int, block_m: int, ragged: bool = False, whole: bool = False, most: float = 0.875,
+    fullest: bool = False,
+) -> int:  # fmt: skip
     """How many of `repeats` heads that share keys stand in one tile: as many as may, where that makes fewer tiles of so
-    many queries, on average if they are `ragged`. The last tile of a group may have fewer, unless all are to be
-    `whole`. `most`: the share of the tiles up to which that is worth it, 0.97 of ragged ones.
+    many queries, on average if they are `ragged`; `fullest`: as few as make as few tiles. The last tile of a group may
+    have fewer, unless all are to be `whole`. `most`: the share of the tiles up to which that is worth it, 0.97 of
+    ragged ones.
 
     ms, bf16, one H200, B8 D128, 32768 keys, alone and packed: H32/8, 16 queries .67 .35, 64 .70 .40, 96 .73 .73; H64/8,
     16 queries 1.30 .36, 64 1.39 .78. Ragged, one H100, 1, 2, 4 and 8 heads a tile: packed causal self-attention H32/8,
@@ -122,9 +124,7 @@ def heads_per_tile_for(
 
     divisors = {pack for pack in range(1, 33) if repeats % pack == 0}
     packs = divisors if whole else divisors | {pack for pack in (2, 4, 8, 16) if pack < 2 * repeats}
-    # of as many tiles the fullest: tiles that share keys and have the same work read them at the same time
-    most_heads = ragged or whole
-    pack = min(packs, key=lambda pack: (tiles(pack), repeats % pack > 0, -pack if most_heads else pack))
+    pack = min(packs, key=lambda pack: (tiles(pack), repeats % pack > 0, pack if fullest else -pack))
     return pack if tiles(pack) <= (0.97 if ragged else most) * tiles(1) else 1
 
 
@@ -183,9 +183,9 @@ def plan_of(operands: Operands) -> Plan:
     is_few = 4 * queries <= keys
     if is_few and not plan.splits_columns:
         return _fastest_of_few(operands, plan, sequences, queries, keys)
-    if max(operands.d_qk, operands.d_v) <= 64 and not operands.is_packed:
-        if operands.args.left < 0 and operands.args.right < 0:
-            plan = with_consumers(plan, 3 if _three_consumers_are_faster(operands, queries) else 2)
+    is_full = operands.args.left < 0 and operands.args.right < 0
+    if max(operands.d_qk, operands.d_v) <= 64 and not operands.is_packed and is_full:
+        plan = with_consumers(plan, 3 if _three_consumers_are_faster(operands, queries) else 2)
     return _sharing_heads(operands, plan, sequences, queries, is_few)
 
 
@@ -227,7 +227,11 @@ def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int,
         return plan
     # fewer heads in the last tile of a group, by ordinary stores: of few queries alone, others were not timed
     most = 0.95 if args.left < 0 and args.right < 0 and not is_few else 0.875
-    pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, sequences > 1, not is_few, most)
+    ragged = sequences > 1
+    # tiles that share keys and have the same work read them at the same time: S37 32/8 beside 18189 keys B4, 2 heads
+    # and 4, 129 us, 140
+    fullest = is_few and not ragged
+    pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m, ragged, not is_few, most, fullest)
     return plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
 
 
@@ -260,8 +264,8 @@ def _reads_of_keys(plan: Plan, queries: int) -> float:
 
 def _block_us(plan: Plan) -> float:
     """The time of one block of keys on an H200 whose SMs are all busy. A block of 128 keys: head dim 64 1.07 us, with
-    three consumers 1.45, 96 1.31, 128 1.55; a block of 64 keys: 192 1.21, 256 1.50. Fitted
-    to calls of few queries: with one consumer 0.8 of that, above head dim 192 0.65; with two 0.9, with three 1.25."""
+    three consumers 1.45, 96 1.31, 128 1.55; a block of 64 keys: 192 1.21, 256 1.50. Of that, fitted to calls of few
+    queries: one consumer 0.8, above head dim 192 0.65; two 0.9, three 1.25."""
     us = plan.block_n / 128 * (0.6 + 0.0037 * (sum(plan.p_qk) + sum(plan.p_v)))
     of_one = 0.65 if sum(plan.p_qk) > 192 else 0.8
     return us * (1.2 if plan.block_n == 64 else 1) * (of_one, 0.9, 1.25)[plan.consumers - 1]

@@ -21,7 +21,7 @@ _BANDWIDTH, _SPREAD = 0.875, 0.14
 class Work(NamedTuple):
     """The tiles of a call, whose keys may be split."""
 
-    consumers: int
+    consumers: int  # of a tile
     tiles: int
     blocks: int  # of keys, of each tile
     block_us: float  # time of one block
