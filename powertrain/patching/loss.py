@@ -1,11 +1,12 @@
 """Training loss of Hugging Face causal language models without their logits.
 
-Only a call in training mode with labels is replaced; it returns `logits=None`. Evaluation, generation and calls without
-labels run the old forward.
+Only a call in training mode with labels is replaced; it returns `logits=None`. Evaluation, generation, calls without
+labels and those of PEFT's CPT, which reads the logits, run the old forward.
 """
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,8 @@ def find(model: Any) -> tuple[str, Callable[..., Any]] | str:
             return difference
         # the fused loss sums in another order: 8 roundings of the model's dtype
         if difference <= 8 * torch.finfo(model.get_output_embeddings().weight.dtype).eps:
-            return name, _forward(fused, model.loss_function)
+            names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+            return name, _forward(fused, model.loss_function, names)
     return reason
 
 
@@ -129,32 +131,54 @@ class _Loss:
         return loss / num_items_in_batch
 
 
-def _forward(fused: _Loss, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, labels: Tensor | None = None, **options: Any) -> Any:
+def _forward(fused: _Loss, theirs: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """The model's forward; `names` are those of its arguments, in order."""
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | options if args else options
+        labels = given.get("labels")
         # asked first: this is the call of each generated token
         if labels is None or not (self.training and torch.is_grad_enabled()):
-            return type(self).forward(self, *args, labels=labels, **options)
+            return type(self).forward(self, *args, **options)
         head, base = self.get_output_embeddings(), _base(self)
-        keep = options.get("logits_to_keep", 0)
+        keep = given.get("logits_to_keep", 0)
         # each line is a case in which the caller may want more than a loss, or whose parts are not those that were
         # compared
         if (
-            args
+            # an argument twice or too many: Python's own error
+            len(given) < len(args) + len(options)
             or not (isinstance(keep, int) and keep == 0)
-            or options.get("return_dict") is False
-            or options.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
+            or given.get("return_dict") is False
+            or given.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
             or base is None or not is_plain_linear(head)
             # the model's attribute may be set to a function of the user's
             or self.loss_function is not theirs
+            or _is_weighed_by_peft(given)
         ):  # fmt: skip
-            return type(self).forward(self, *args, labels=labels, **options)
-        options = {name: value for name, value in options.items() if name not in _OWN}
+            return type(self).forward(self, *args, **options)
+        options = {name: value for name, value in given.items() if name not in _OWN}
         outputs = base(**options)
         loss_options = {n: options[n] for n in ("num_items_in_batch", "ignore_index", "shift_labels") if n in options}
         loss = fused(head, outputs.last_hidden_state, labels, **loss_options)
         return fused.output_class(loss=loss, **{n: v for n, v in outputs.items() if n in fused.output_fields})
 
     return forward
+
+
+def _is_weighed_by_peft(given: dict[str, Any]) -> bool:
+    """Whether PEFT's CPT calls: it weighs the tokens' losses itself, by the logits, and says so in no argument."""
+    # it gives embeddings; frames cannot be traced by torch.compile
+    if given.get("inputs_embeds") is None or torch.compiler.is_compiling():
+        return False
+    frame = sys._getframe(1)
+    # nn.Module's two, and those of hooks and of accelerate, lie between
+    for _ in range(10):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code.co_name == "_cpt_forward":
+            return True
+    return False
 
 
 def _difference(model: Any, fused: _Loss) -> float | str:

@@ -210,6 +210,9 @@ def _own_configs(model: nn.Module) -> None:
         _exchange(config, copies)
     for module in model.modules():
         _exchange(module, copies)
+        # a part may have been patched by itself before
+        if formers := module.__dict__.get(_FORMER):
+            formers[:] = [(copies.get(id(config), (None, config))[1], name) for config, name in formers]
 
 
 def _exchange(holder: Any, copies: dict[int, tuple[Any, Any]]) -> None:

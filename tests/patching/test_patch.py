@@ -224,6 +224,22 @@ def test_trainer_calls() -> None:
     assert model.eval()(**inputs).logits.shape == (2, 20, 131)
 
 
+def test_positional_arguments() -> None:
+    """Labels by position were a TypeError; with tokens by position, and labels by name, the logits were in memory."""
+    model, inputs = causal("Llama"), batch()
+    right = model(**inputs).loss
+    pt.patch(model)
+    tokens, mask, labels = inputs.values()
+    for arguments in [(tokens, mask, None, None, None, labels), (tokens, mask)]:
+        found = model(*arguments) if len(arguments) > 2 else model(*arguments, labels=labels)
+        torch.testing.assert_close(found.loss, right)
+        assert found.logits is None
+    with torch.no_grad():
+        assert model(tokens, mask, None, None, None, labels).logits is not None
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(tokens, input_ids=tokens, labels=labels)
+
+
 def test_a_loss_function_that_is_set_later() -> None:
     """transformers' models take one by this attribute; the fused loss stood in its place."""
     model, inputs = causal("Llama"), batch()
@@ -347,6 +363,18 @@ def test_pickled_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(run(loaded, inputs)[0], right[0])
     pt.unpatch(loaded)
     assert loaded.config._attn_implementation == "sdpa" and not any("forward" in vars(m) for m in loaded.modules())
+
+
+def test_a_part_and_then_the_model() -> None:
+    """The part's attention stayed ours behind `unpatch`: its configs had been exchanged since."""
+    model, inputs = causal("Llama"), batch()
+    right = run(model, inputs)
+    pt.patch(model.model)
+    pt.patch(model)
+    judge(run(model, inputs), right, right, torch.float32)
+    pt.unpatch(model)
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"sdpa"}
+    assert torch.equal(run(model, inputs)[0], right[0])
 
 
 def test_twice_is_once() -> None:

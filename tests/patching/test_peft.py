@@ -124,6 +124,32 @@ def test_gradient_checkpointing_of_an_adapted_model() -> None:
         torch.testing.assert_close(found[1], right[1], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["patched first", "adapted first"])
+def test_a_loss_from_logits(order: str) -> None:
+    """CPT weighs the tokens' losses by itself, from the logits, which were None. Other prompts need none."""
+    inputs = batch()
+    options = {"task_type": "CAUSAL_LM", "tokenizer_name_or_path": None, "opt_weighted_loss_type": "decay"}
+    tokens = {"cpt_token_ids": [5, 6, 7, 8], "cpt_mask": [1, 1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3, 4]}
+    cpt = peft.CPTConfig(**options, **tokens, opt_loss_decay_factor=0.5)
+    plain, model = causal("Llama"), causal("Llama")
+    if order == "patched first":
+        pt.patch(model)
+    torch.manual_seed(0)
+    plain, model = (peft.get_peft_model(one, copy.deepcopy(cpt)) for one in (plain, model))
+    if order == "adapted first":
+        assert "loss" in {part.kind for part in pt.patch(model).replaced}
+    for one in (plain, model):
+        one.prompt_encoder["default"].delta_embedding.weight.data.fill_(0.01)
+    # it writes into the labels' mask
+    right, found = (run(one, {name: x.clone() for name, x in inputs.items()}) for one in (plain, model))
+    torch.testing.assert_close(found[0], right[0])
+    torch.testing.assert_close(found[1], right[1], rtol=1e-3, atol=1e-6)
+    assert right[1]
+    prompts = peft.get_peft_model(causal("Llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    pt.patch(prompts)
+    assert prompts(**inputs).logits is None
+
+
 class Quantized(nn.Linear):
     """As bitsandbytes' and GPTQ's: a subclass of nn.Linear with packed integers and a product of its own."""
 
