@@ -68,14 +68,25 @@ def test_rope(batched: bool, rotary_dim: int | None) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 0.01, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing": 0.1, "lse_square_scale": 0.01, "softcap": 5.0},
+        # a softcap of 0 is none; the z-loss beside the loss was NaN
+        {"lse_square_scale": 0.01, "softcap": 0.0},
+    ],
+    ids=str,
+)
 def test_losses(reduction: str, options: dict[str, Any]) -> None:
     x, w, b = tensors((6, 4), (11, 4), (11,))
     target = torch.tensor([0, 3, -100, 10, 5, 5])
 
+    def capped(z: Tensor) -> Tensor:
+        return 5.0 * torch.tanh(z / 5.0) if options.get("softcap") else z
+
     def plain(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        z = F.linear(x, w, b)
-        z = z if "softcap" not in options else 5.0 * torch.tanh(z / 5.0)
+        z = capped(F.linear(x, w, b))
         extra = options.get("lse_square_scale", 0.0) * torch.logsumexp(z, -1).square() * (target != -100)
         extra = extra if reduction == "none" else extra.sum() / (5 if reduction == "mean" else 1)
         smoothing = options.get("label_smoothing", 0.0)
@@ -88,6 +99,9 @@ def test_losses(reduction: str, options: dict[str, Any]) -> None:
     asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
     out = liger.LigerCrossEntropyLoss(reduction=reduction, **options, **asked)(F.linear(x, w, b), target)
     torch.testing.assert_close(out.loss, plain(x, w, b))
+    squares = options.get("lse_square_scale", 0.0) * capped(F.linear(x, w, b)).logsumexp(-1).square() * (target != -100)
+    z_loss = squares if reduction == "none" else squares.sum() / (5 if reduction == "mean" else 1)
+    torch.testing.assert_close(out.z_loss, z_loss)
     found = F.linear(x, w, b).argmax(-1)
     assert out.predicted_tokens.tolist() == found.masked_fill(target == -100, -1).tolist()
     right = (found == target).float()
@@ -112,6 +126,35 @@ def test_mlps() -> None:
     torch.testing.assert_close(phi(x), F.linear(F.silu(x @ gate.T) * (x @ up.T), phi.down_proj.weight))
     with pytest.raises(ValueError, match="hidden_act"):
         liger.LigerSwiGLUMLP(types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu"))
+
+
+def test_mlps_whose_layers_were_exchanged() -> None:
+    """LoRA's layers in the places of gate and up: their weight was read, and the adapters had no effect."""
+
+    class Adapted(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.layer, self.weight, self.bias = layer, layer.weight, layer.bias
+            self.adapter = nn.Linear(8, 12, bias=False).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.adapter(x)
+
+    (x,) = tensors((2, 3, 8))
+    config = types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
+    tanh = lambda x: F.gelu(x, approximate="tanh")  # noqa: E731
+    for cls, act in ((liger.LigerSwiGLUMLP, F.silu), (liger.LigerTiledSwiGLUMLP, F.silu), (liger.LigerGEGLUMLP, tanh)):
+        m = cls(config).double()
+        m.up_proj = Adapted(m.up_proj)
+        torch.testing.assert_close(m(x), m.down_proj(act(m.gate_proj(x)) * m.up_proj(x)))
+        m.gate_proj = Adapted(m.gate_proj)
+        same(
+            lambda x, *_, m=m: m(x), lambda x, *_, m=m, f=act: m.down_proj(f(m.gate_proj(x)) * m.up_proj(x)),
+            [x, *m.parameters()],
+        )  # fmt: skip
+    mixtral = liger.LigerBlockSparseTop2MLP(config).double()
+    mixtral.w3 = nn.Linear(8, 12).double()  # with a bias
+    torch.testing.assert_close(mixtral(x), mixtral.w2(F.silu(mixtral.w1(x)) * mixtral.w3(x)))
 
 
 def test_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

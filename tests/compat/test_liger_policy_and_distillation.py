@@ -226,4 +226,6 @@ def test_fused_linear_jsd(beta: float) -> None:
             return LigerFusedLinearJSD(beta, temperature=1.5)(t["x"], t["w"], t["tx"], t["tw"], labels)
 
         compared(found, expected, t, ("x", "w"))
-    assert torch.isfinite(liger_fused_linear_jsd(t["x"], t["w"], t["tx"], t["tw"]))
+    # without labels no row is left out, whatever ignore_index is; with that of 0 all were, and the loss was 0
+    of_all = [liger_fused_linear_jsd(t["x"], t["w"], t["tx"], t["tw"], ignore_index=index) for index in (-100, 0, 1)]
+    assert torch.equal(of_all[1], of_all[0]) and torch.equal(of_all[2], of_all[0]) and of_all[0] > 0

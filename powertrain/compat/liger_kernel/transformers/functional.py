@@ -115,7 +115,7 @@ def liger_cross_entropy(
     with torch.no_grad():
         kept = target != ignore_index
         # the z-loss is that of the capped logits, which the loss has seen
-        capped = input if softcap is None else softcap * torch.tanh(input / softcap)
+        capped = softcap * torch.tanh(input / softcap) if softcap else input
         # tanh is monotonous: the largest capped logit is the largest logit
         found = input.argmax(-1)
         z_loss = lse_square_scale * torch.logsumexp(capped.to(loss.dtype), -1).square().masked_fill(~kept, 0.0)
@@ -357,10 +357,13 @@ def liger_fused_linear_jsd(
     No logits in memory; no gradient of the teacher.
     """
     rows = student_input.shape[0]
-    labels = torch.zeros(rows, dtype=torch.long, device=student_input.device) if shift_labels is None else shift_labels
+    labels, ignored = shift_labels, ignore_index
+    if labels is None:
+        # any that are not ignored
+        labels, ignored = torch.zeros(rows, dtype=torch.long, device=student_input.device), -1
     teacher = Teacher(teacher_input.detach(), teacher_weight.detach(), beta=jsd_beta)
     result = linear_log_probs(
-        student_input, student_weight, labels, temperature=temperature, ignore_index=ignore_index, teacher=teacher
+        student_input, student_weight, labels, temperature=temperature, ignore_index=ignored, teacher=teacher
     )
     assert result.divergence is not None
     return _mean_of_rows(result.divergence, shift_labels, ignore_index)

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from powertrain.compat.liger_kernel.gated import gated
 from powertrain.compat.missing import unknown
-from powertrain.ops.gemm.linear_activation import linear_activation
 
 __all__ = ["LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"]
 
@@ -23,8 +23,7 @@ class LigerGEGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Liger's config has hidden_act, its GEGLU ignores it
-        hidden = linear_activation(x, self.gate_proj.weight, "geglu_tanh", up_weight=self.up_proj.weight)
-        return self.down_proj(hidden)
+        return self.down_proj(gated(x, self.gate_proj, self.up_proj, "geglu_tanh"))
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

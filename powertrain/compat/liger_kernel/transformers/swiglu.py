@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from powertrain.compat.liger_kernel.gated import gated
 from powertrain.compat.missing import unknown
 from powertrain.ops.activations import swiglu
-from powertrain.ops.gemm.linear_activation import linear_activation
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import moe_permute, moe_unpermute
 from powertrain.runtime import checks
@@ -43,8 +43,7 @@ class LigerSwiGLUMLP(nn.Module):
         return config.hidden_act
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = linear_activation(x, self.gate_proj.weight, "swiglu", up_weight=self.up_proj.weight)
-        return self.down_proj(hidden)
+        return self.down_proj(gated(x, self.gate_proj, self.up_proj, "swiglu"))
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
@@ -103,7 +102,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         checks.one_of("LigerBlockSparseTop2MLP", "config.hidden_act", config.hidden_act, _SILU)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(linear_activation(x, self.w1.weight, "swiglu", up_weight=self.w3.weight))
+        return self.w2(gated(x, self.w1, self.w3, "swiglu"))
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
