@@ -233,6 +233,25 @@ def test_divergence_errors() -> None:
         lf.liger_jsd(x, x, beta=2)
     with pytest.raises(ValueError, match="reduction must be one of"):
         lf.liger_tvd(x, x, reduction="max")
+    # these were spread over the rows, or a raw error
+    for function in (lf.liger_jsd, lf.liger_tvd, lf.liger_kl_div):
+        with pytest.raises(ValueError, match=r"target must have shape \[5, 7\] \(shape of input\), got \[1, 7\]"):
+            function(x, x[:1])
+    for function in (lf.liger_jsd, lf.liger_tvd):
+        with pytest.raises(ValueError, match=r"shift_labels must have shape \[5\] .*, got \[5, 1\]"):
+            function(x, x, LABELS[:, None])
+
+
+def test_ignored_rows_of_any_numbers() -> None:
+    """Log-probabilities of -inf in rows without a label, as of padding: their gradients were NaN."""
+    (x, y) = tensors((5, 7), (5, 7))
+    for function, infinite in ((lf.liger_jsd, -torch.inf), (lf.liger_tvd, torch.nan)):
+        rows = [torch.where(KEPT[:, None], t.log_softmax(-1), 0.0).detach() for t in (x, y)]
+        of = [torch.where(KEPT[:, None], t, infinite).requires_grad_() for t in rows]
+        rows[0].requires_grad_()
+        losses = function(*rows, LABELS), function(*of, LABELS)
+        grads = [torch.autograd.grad(loss, q)[0] for loss, q in zip(losses, (rows[0], of[0]), strict=True)]
+        assert torch.equal(losses[0], losses[1]) and torch.equal(grads[0], grads[1]) and grads[0].any()
 
 
 def test_dyt_and_group_norm() -> None:

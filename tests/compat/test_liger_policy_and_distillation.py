@@ -141,6 +141,9 @@ def test_grpo_errors() -> None:
         make()(**t, vllm_is_ratio=torch.ones(3))
     with pytest.raises(ValueError, match="attention_mask must have shape"):
         make()(**{**t, "attention_mask": torch.ones(B, T + 1)})
+    # it was spread over the tokens
+    with pytest.raises(ValueError, match=r"ref_per_token_logps must have shape \[4, 5\] .*, got \[4, 1\]"):
+        make()(**{**t, "ref_per_token_logps": torch.zeros(B, 1)})
 
 
 def divergence(ls: Tensor, lt: Tensor, beta: float) -> Tensor:

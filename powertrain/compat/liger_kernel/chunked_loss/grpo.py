@@ -101,7 +101,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         shape = selected_token_ids.shape
         checks.require(_input.dim() == 3, _OP, "_input", "have shape [B, T, D]", list(_input.shape))
         checks.shape(_OP, "selected_token_ids", selected_token_ids, _input.shape[:2], "[B, T] of _input")
-        for name, value in (("attention_mask", attention_mask), ("old_per_token_logps", old_per_token_logps)):
+        of_tokens = {
+            "attention_mask": attention_mask, "old_per_token_logps": old_per_token_logps,
+            "ref_per_token_logps": ref_per_token_logps,
+        }  # fmt: skip
+        for name, value in of_tokens.items():
             checks.shape(_OP, name, value, shape, "[B, T] of _input")
         checks.shape(_OP, "advantages", advantages, shape[:1], "first dim of _input")
         ratio = ratio_of_tokens(_OP, vllm_is_ratio, shape)

@@ -311,6 +311,7 @@ def liger_kl_div(
     log_target: bool = False, eps: float = 1e-10,
 ) -> Tensor:  # fmt: skip
     """KL divergence of log-probabilities `input` [N, V] from `target`, by PyTorch; no gradient of target."""
+    checks.shape("liger_kl_div", "target", target, input.shape, "shape of input")
     # eps guards a log of 0 in their kernel; PyTorch's function treats target 0 as limit 0
     return F.kl_div(input, target.detach(), reduction=reduction, log_target=log_target)
 
@@ -328,7 +329,8 @@ def liger_jsd(
     Source: Agarwal et al., arXiv:2306.13649.
     """
     checks.require(0 <= beta <= 1, "liger_jsd", "beta", "be between 0 and 1", beta)
-    q, p = input.to(acc_dtype(input.dtype)), target.detach().to(acc_dtype(input.dtype))
+    _check_rows("liger_jsd", input, target, shift_labels)
+    q, p = (_of_kept_rows(x.to(acc_dtype(input.dtype)), shift_labels, ignore_index) for x in (input, target.detach()))
     # the mixture's formula divides by beta or 1 - beta; both ends are plain KL
     if beta == 0:
         by_row = _kl(p, q)
@@ -393,7 +395,9 @@ def liger_fused_linear_kl_div(
     # "none" has no one gradient to compute ahead
     checks.one_of(op, "reduction", reduction, ("batchmean", "mean", "sum"))
     checks.require(temperature > 0, op, "temperature", "be above 0", temperature)
+    checks.require(student_input.dim() == 2, op, "student_input", "have shape [N, D]", list(student_input.shape))
     N, V = student_input.shape[0], student_weight.shape[0]
+    checks.shape(op, "student_weight", student_weight, (V, student_input.shape[1]), "[V, last dim of student_input]")
     checks.shape(op, "target", target, (N, V), "[N, V] of student_input and student_weight")
     checks.shape(op, "shift_labels", shift_labels, (N,), "[N] of student_input")
     kept = None if shift_labels is None else shift_labels != ignore_index
@@ -415,21 +419,32 @@ def liger_tvd(
     `shift_labels` are `ignore_index` count as 0 and are not counted.
     """
     checks.one_of("liger_tvd", "reduction", reduction, ("batchmean", "mean", "sum", "none"))
+    _check_rows("liger_tvd", input, target, shift_labels)
     kind = acc_dtype(input.dtype)
-    distance = (input.to(kind) - target.detach().to(kind)).abs() / 2
+    difference = _of_kept_rows(input.to(kind) - target.detach().to(kind), shift_labels, ignore_index)
+    distance = difference.abs() / 2
     if reduction == "batchmean":
         return _mean_of_rows(distance.sum(-1), shift_labels, ignore_index)
     if reduction == "mean":
         return _mean_of_rows(distance.mean(-1), shift_labels, ignore_index)
-    if shift_labels is not None:
-        # rows without a label are 0, as in Liger
-        distance = torch.where((shift_labels != ignore_index)[:, None], distance, 0.0)
     return distance.sum() if reduction == "sum" else distance
+
+
+def _check_rows(op: str, input: Tensor, target: Tensor, labels: Tensor | None) -> None:
+    """Others would be spread over rows or columns without a word."""
+    checks.require(input.dim() > 0, op, "input", "have shape [N, V]", list(input.shape))
+    checks.shape(op, "target", target, input.shape, "shape of input")
+    checks.shape(op, "shift_labels", labels, input.shape[:-1], "input without its last dim")
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(P || Q) of each row of log-probabilities."""
     return (p.exp() * (p - q)).sum(-1)
+
+
+def _of_kept_rows(x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+    """x, whose rows without a label are 0: what they hold, -inf or NaN too, has no gradient, as in Liger."""
+    return x if labels is None else x.masked_fill((labels == ignore_index)[..., None], 0.0)
 
 
 def _mean_of_rows(values: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
