@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.patching.replace import is_plain_linear
+from powertrain.runtime import checks
 
 KIND = "loss"
 # arguments of a causal language model's own forward, which the base model does not take
@@ -113,13 +114,16 @@ class _Loss:
         shift_labels: Tensor | None = None,
     ) -> Tensor:
         # transformers shifts inside the loss: the label of position i is token i + 1
+        name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+        assert given is not None
+        shape = hidden.shape[:-1]
+        checks.require(given.numel() == shape.numel(), "forward", name, f"have shape {list(shape)}", list(given.shape))
         if shift_labels is None:
-            assert labels is not None
             # padded with ignore_index, so that the last position has no label and no row must be cut out of hidden
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = nn.functional.pad(given, (0, 1), value=ignore_index)[..., 1:]
         hidden = hidden if self.scale == 1.0 else hidden * self.scale
         loss = linear_cross_entropy(
-            hidden, head.weight, shift_labels.to(hidden.device).reshape(hidden.shape[:-1]), bias=head.bias,
+            hidden, head.weight, shift_labels.to(hidden.device).reshape(shape), bias=head.bias,
             # transformers divides by num_items_in_batch itself, which with gradient accumulation is not this batch's
             # count
             ignore_index=ignore_index, softcap=self.softcap, reduction="mean" if num_items_in_batch is None else "sum",

@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter
 from powertrain.runtime.dispatch import has_kernels
 
 _MARK = "_powertrain_replaces"
+_REPLICATE = "_replicate_for_data_parallel"
 OTHERS = "its forward was replaced already, by another library; patch the model before that"
 
 
@@ -49,6 +50,15 @@ def install(module: nn.Module, kind: str, forward: Callable[..., Any]) -> None:
     setattr(replacement, _MARK, kind)
     # a bound method on the instance: nn.Module.__call__ finds it before the class's, and hooks still run
     module.forward = MethodType(replacement, module)
+    setattr(module, _REPLICATE, MethodType(_replicate_for_data_parallel, module))
+
+
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """nn.DataParallel's replica has the attributes of the instance, and with them a forward that ran the original."""
+    replica: nn.Module = getattr(type(self), _REPLICATE)(self)
+    if installed(self):
+        replica.forward = MethodType(self.forward.__func__, replica)  # type: ignore[attr-defined]
+    return replica
 
 
 def where_kernels_run(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +83,7 @@ def installed(module: nn.Module) -> str | None:
 def remove(module: nn.Module) -> None:
     """Put the class's own forward back."""
     del module.__dict__["forward"]
+    module.__dict__.pop(_REPLICATE, None)
 
 
 def is_others(module: nn.Module) -> bool:

@@ -238,6 +238,8 @@ def test_positional_arguments() -> None:
         assert model(tokens, mask, None, None, None, labels).logits is not None
     with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
         model(tokens, input_ids=tokens, labels=labels)
+    with pytest.raises(ValueError, match=r"labels must have shape \[2, 20\], got \[2, 19\]"):
+        model(tokens, labels=labels[:, 1:])
 
 
 def test_a_loss_function_that_is_set_later() -> None:
@@ -375,6 +377,38 @@ def test_a_part_and_then_the_model() -> None:
     pt.unpatch(model)
     assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"sdpa"}
     assert torch.equal(run(model, inputs)[0], right[0])
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """As nn.parallel.replicate makes them, which needs GPUs: parameters are plain tensors."""
+    replica: Any = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        replica._modules[name] = replica_of(child)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            replica._parameters[name] = None
+        else:
+            setattr(replica, name, parameter.detach().clone().requires_grad_())
+    return replica
+
+
+def test_replicas_run_their_own_weights() -> None:
+    """nn.DataParallel, in which Trainer puts a model where several GPUs are visible: replicas ran the original."""
+    model, inputs = causal("Llama"), batch()
+    report = pt.patch(model)
+    right = run(model, inputs)
+    model.zero_grad()
+    replica = replica_of(model)
+    loss = replica(**inputs).loss
+    loss.backward()
+    torch.testing.assert_close(loss.detach().double(), right[0])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    found = {f"{name}.weight": m.weight.grad for name, m in replica.named_modules() if "weight" in vars(m)}
+    assert found.keys() == right[1].keys()
+    torch.testing.assert_close({name: grad.double() for name, grad in found.items()}, right[1])
+    assert {part.kind for part in report.replaced} == set(KINDS)
+    pt.unpatch(model)
+    assert not any({"forward", "_replicate_for_data_parallel"} & vars(m).keys() for m in model.modules())
 
 
 def test_twice_is_once() -> None:
