@@ -186,6 +186,14 @@ def test_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     liger.apply_liger_kernel_to_llama(swiglu=False)
     later = transformers.AutoModelForCausalLM.from_config(config)
     assert {"LlamaRMSNorm", "LlamaAttention"} <= kinds(later) and "LlamaMLP" not in kinds(later)
+    # chosen by those who read the logits: the fused loss stood in its place, whose outputs have none
+    liger.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False)
+    for model in (
+        transformers.AutoModelForCausalLM.from_config(config),
+        liger.AutoLigerKernelForCausalLM.from_config(config, cross_entropy=True, fused_linear_cross_entropy=False),
+    ):
+        tokens = torch.arange(6)[None]
+        assert "LlamaRMSNorm" in kinds(model) and model.train()(input_ids=tokens, labels=tokens).logits is not None
     with pytest.raises(ImportError, match="apply_liger_kernel_to_llama"):
         from powertrain.compat.liger_kernel.transformers import apply_liger_kernel_to_lama  # noqa: F401
 

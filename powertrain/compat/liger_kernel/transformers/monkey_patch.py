@@ -2,7 +2,8 @@
 
 Given `model`, it is patched. Without, models of that type are patched from then on as `from_pretrained` and
 `from_config` make them; one that is made by its class's constructor is not. What `powertrain.patch` cannot replace
-without changing the results it leaves, and attention stays as it is, as there.
+without changing the results it leaves, and attention stays as it is, as there. With cross_entropy=True the model keeps
+its own loss, of logits that its outputs have.
 """
 
 from collections.abc import Callable
@@ -87,9 +88,9 @@ def _apply(model_type: str, model: nn.Module | None = None, **flags: bool) -> No
         wanted.discard("norm")
     if not flags.get("swiglu", flags.get("geglu", True)):
         wanted.discard("mlp")
-    # Liger: cross_entropy or fused_linear_cross_entropy; ours is always the fused one
+    # there one or the other, and this one is chosen by those who read the logits, which the fused loss has not
     if flags.get("cross_entropy"):
-        wanted.add("loss")
+        wanted.discard("loss")
     kinds = sorted(wanted)
     if model is not None:
         patch(model, kinds=kinds)
