@@ -370,10 +370,10 @@ def test_pickled_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_and_then_the_model() -> None:
     """The part's attention stayed ours behind `unpatch`: its configs had been exchanged since."""
     model, inputs = causal("Llama"), batch()
-    right = run(model, inputs)
+    exact, right = run(copy.deepcopy(model).double(), inputs), run(model, inputs)
     pt.patch(model.model)
     pt.patch(model)
-    judge(run(model, inputs), right, right, torch.float32)
+    judge(run(model, inputs), right, exact, torch.float32)
     pt.unpatch(model)
     assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"sdpa"}
     assert torch.equal(run(model, inputs)[0], right[0])
