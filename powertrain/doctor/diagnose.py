@@ -34,7 +34,12 @@ _REAL = re.compile(
     re.I,
 )
 _SOURCE = re.compile(r"\s*(?:raise|assert|except|return)\b|.*\bwarning:", re.I)  # a line of a program
-_WARNING = re.compile(r"\bWARN(?:ING)?\b(?!\[XFORMERS)|\w+Warning: ")
+_WARNING = re.compile(
+    r"\bWARN(?:ING)?\b(?!\[XFORMERS)|\w+Warning: |\[INFO\]|NCCL INFO|: [IW] tensorflow/|"
+    r"without specifying a torch dtype"
+)
+# what libraries look for and do without, on lines that every healthy log has
+_USUAL = re.compile(r"NCCL INFO .{0,200}\blib(?:nccl|ibverbs|mlx5|nvidia-ml|gdrapi|rccl)[\w.-]*\.so")
 # an error, but a later line or none says which
 _WEAK = re.compile(
     r"\bFAILED\b|\bSegmentation fault\b|\bAborted\b|\bKilled\b|\bcore dumped\b|ninja: build stopped|^make.{0,20}\*\*\*|"
@@ -87,6 +92,11 @@ def diagnose(text: "str | bytes | Log") -> list[Diagnosis]:
     return [diagnosis for diagnosis in diagnoses if not _covered(diagnosis.cause.name, names)]
 
 
+def shown_by_a_warning(diagnoses: list[Diagnosis]) -> bool:
+    """Whether lines that did not end the run are all that shows a cause: an error elsewhere is another matter."""
+    return all(_WARNING.search(one.evidence) for one in diagnoses)
+
+
 def _covered(name: str, names: set[str]) -> bool:
     return bool(COVERS.get(name, set()) & names)
 
@@ -112,7 +122,8 @@ def _search_derived(cause: Cause, derive: Derive, log: Log) -> Diagnosis | None:
     matches: list[tuple[int, re.Match[str]]] = []
     for literal in literals_of(cause.pattern):
         lines = ((start, re.search(cause.pattern, log.line_at(start))) for start in log.lines_with(literal))
-        matches += islice(((start, match) for start, match in lines if match), _MOST_DERIVED)
+        telling = ((start, match) for start, match in lines if match and not _USUAL.search(match.string))
+        matches += islice(telling, _MOST_DERIVED)
     for start, match in sorted(matches, key=lambda pair: pair[0]):
         found = _diagnosis(cause, log, start, match)
         groups = derive(found.groups, Passage(log.above(start, _ABOVE), match.string, log.below(start, _BELOW)))
@@ -136,7 +147,7 @@ def _matching(pattern: str, log: Log) -> Iterator[tuple[int, re.Match[str]]]:
     # bytes.find over the whole log, then the expression on single lines: 100 MB take seconds
     for literal in literals_of(pattern):
         for start in log.lines_with(literal):
-            if match := re.search(pattern, log.line_at(start)):
+            if (match := re.search(pattern, log.line_at(start))) and not _USUAL.search(match.string):
                 yield start, match
                 break
 

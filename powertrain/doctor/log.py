@@ -4,12 +4,14 @@ import codecs
 import re
 from collections.abc import Callable, Iterator
 
+from powertrain.doctor.languages import in_english
 from powertrain.doctor.literals import Trigrams
 
 # characters of a line that are searched: a compiler's command line can be longer than a book
 LINE = 2000
 _LINE_BYTES = 4 * LINE
-_COLORS = re.compile(rb"\x1b\[[\d;]*[A-Za-z]")
+# colors and other control sequences, titles and links of a terminal, character sets
+_COLORS = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,2000}(?:\x07|\x1b\\)|[()][0-9A-Z])")
 
 
 def _as_utf_8(data: bytes) -> bytes:
@@ -26,7 +28,7 @@ class Log:
         data = text.encode(errors="replace") if isinstance(text, str) else _as_utf_8(text)
         # a search is cheaper than the substitution, and most logs have no colors
         data = _COLORS.sub(b"", data) if b"\x1b" in data else data
-        self.data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").rstrip()
+        self.data = in_english(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").rstrip())
         self._trigrams = Trigrams(self.data)
 
     def line_at(self, start: int) -> str:

@@ -696,4 +696,31 @@ MESSAGES = [
         "python-lacks",
         "ImportError: cannot import name 'StrEnum' from 'enum' (/usr/lib/python3.10/enum.py)",
     ),
+    (
+        "mxfp8-old-gpu",
+        "AssertionError: Device compute capability 10.0 or higher required for MXFP8 execution.",
+    ),
+    (
+        "fp8-shape",
+        "AssertionError: FP8 execution requires the product of all dimensions except the last to be divisible by 8 and "
+        "the last dimension to be divisible by 16, but got tensor with dims=[3, 1, 100]",
+    ),
+    (
+        "softmax-kernels",
+        "ModuleNotFoundError: No module named 'scaled_upper_triang_masked_softmax_cuda'",
+    ),
+    (
+        "bitsandbytes-library",
+        "RuntimeError: Configured CUDA binary not found at /x/bitsandbytes/libbitsandbytes_cuda128.so",
+    ),
+    (
+        "bitsandbytes-library",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/x/bitsandbytes/libbitsandbytes_cuda126.so'",
+    ),
+    (
+        "oom-other-process",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.69 "
+        "GiB of which 11.75 MiB is free. Process 12345 has 20.00 GiB memory in use. Including non-PyTorch memory, this "
+        "process has 3.00 GiB memory in use.",
+    ),
 ]

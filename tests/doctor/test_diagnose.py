@@ -139,6 +139,75 @@ def test_lines_and_colors() -> None:
     assert "does not know compute_120" in one.says() and "不认识 compute_120" in one.says("zh")
 
 
+@pytest.mark.parametrize("text", [
+    "\x1b[31m\x1b[1mnvcc fatal\x1b[0m\x1b(B\x1b[m   : Unsupported gpu architecture 'compute_120'",
+    "\x1b[?25l\x1b[38:5:1mnvcc fatal   : Unsupported\x1b[0K gpu architecture 'compute_120'",
+    "\x1b]8;;file:///a/b.cu\x1b\\nvcc fatal\x1b]8;;\x07   : Unsupported gpu architecture 'compute_120'",
+])  # fmt: skip
+def test_control_sequences_of_a_terminal(text: str) -> None:
+    (one,) = diagnose(text)
+    assert one.evidence == "nvcc fatal   : Unsupported gpu architecture 'compute_120'"
+
+
+@pytest.mark.parametrize(("text", "name"), [
+    ("/tmp/x.cpp:1:10: 致命错误：cudnn.h：没有那个文件或目录", "cudnn-headers"),
+    ("/tmp/x.cpp:1:10: schwerwiegender Fehler: Python.h: Datei oder Verzeichnis nicht gefunden", "python-headers"),
+    ("/tmp/x.cpp:1:10: erreur fatale : Python.h : Aucun fichier ou dossier de ce type", "python-headers"),
+    ("/usr/bin/ld: 找不到 -lcuda: 没有那个文件或目录", "libcuda-link"),
+    ("/usr/bin/ld: -lcuda kann nicht gefunden werden: Datei oder Verzeichnis nicht gefunden", "libcuda-link"),
+    ("OSError: [Errno 28] Auf dem Gerät ist kein Speicherplatz mehr verfügbar", "disk-full"),
+    ("x: libcudart.so.11.0: 无法打开共享对象文件: 没有那个文件或目录", "library-of-another-cuda"),
+    ("x.o: 在函数‘main’中：对‘nvtxRangePop’未定义的引用", "undefined-reference"),
+])  # fmt: skip
+def test_messages_of_compilers_in_other_languages(text: str, name: str) -> None:
+    assert [one.cause.name for one in diagnose(text)] == [name]
+
+
+NCCL_PLUGIN = ("node1:123:456 [0] NCCL INFO NET/Plugin: Plugin load returned 2 : libnccl-net.so: cannot open shared "
+               "object file: No such file or directory : when loading libnccl-net.so\n")  # fmt: skip
+
+
+def test_a_plugin_that_nccl_does_without_is_no_cause() -> None:
+    """Every healthy log with NCCL_DEBUG=INFO has the line; it was said first, and "certain"."""
+    assert diagnose(NCCL_PLUGIN) == []
+    late = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=15, OpType=ALLREDUCE, Timeout(ms)=6)"
+    assert [one.cause.name for one in diagnose(NCCL_PLUGIN + late)] == ["nccl-timeout"]
+
+
+@pytest.mark.parametrize("hint", [
+    "You are attempting to use Flash Attention 2.0 without specifying a torch dtype. This might lead to trouble",
+    "2022-11-23 10:00:00.1: W tensorflow/stream_executor/platform/default/dso_loader.cc:64] Could not load dynamic "
+    "library 'libcudart.so.11.0'; dlerror: libcudart.so.11.0: cannot open shared object file: No such file",
+])  # fmt: skip
+def test_a_hint_comes_after_an_error(hint: str) -> None:
+    full = (
+        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 79.35 GiB total capacity; 1.19 GiB free)"
+    )
+    first, second = diagnose(f"{hint}\n{full}")
+    assert (first.cause.name, second.line) == ("cuda-out-of-memory", 1)
+
+
+def test_an_unknown_error_is_shown_beside_a_known_warning(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("[INFO] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768\n"
+                   "ZooError: no zebra\n")  # fmt: skip
+    result = CliRunner().invoke(app, ["diagnose", str(log)])
+    assert "overflow-skipped" in result.output and "the first real error (line 2): ZooError: no zebra" in result.output
+
+
+@pytest.mark.parametrize(("found", "cuda", "index"), [("11040", "11.4", "cu118"), ("12020", "12.2", "cu126")])
+def test_the_torch_for_an_old_driver(found: str, cuda: str, index: str) -> None:
+    (one,) = diagnose(f"RuntimeError: The NVIDIA driver on your system is too old (found version {found}).")
+    assert f"({cuda})" in one.says() and one.fix().endswith(f"/whl/{index}")
+
+
+def test_batch_sizes_on_the_next_line() -> None:
+    """GPT-NeoX breaks its message there."""
+    (one,) = diagnose("AssertionError: Check batch related parameters. train_batch_size is not equal to "
+                      "micro_batch_per_gpu * gradient_acc_step * world_size \n32 != 4 * 1 * 4")  # fmt: skip
+    assert one.says().endswith(": 32 != 4 * 1 * 4")
+
+
 def test_a_spinner_is_read_to_its_end() -> None:
     (one,) = diagnose("Building wheel for transformer-engine (setup.py) ... -\rBuilding wheel for transformer-engine "
                       "(setup.py) ... \\\r")  # fmt: skip

@@ -21,6 +21,7 @@ COVERS = {
     "module-missing": {
         "build-package-missing", "pkg-resources", "torch-missing-at-build", "flash-attention-extension",
         "triton-version", "flash-attention-extras", "apex-extensions", "triton-missing", "deepspeed-no-launcher",
+        "softmax-kernels",
         "megatron-helpers", "deepspeed-extension", "te-extension-missing", "distutils-gone", "build-backend",
         "ssl-module",
     },
@@ -191,6 +192,8 @@ COVERS["glibc-cuda-headers"] = COVERS.get("glibc-cuda-headers", set()) | {"gcc-i
 COVERS["gcc-intrinsics"] = {"cpu-instructions"}
 COVERS["file-missing"] |= {"object-missing"}
 COVERS["cuda-out-of-memory"] |= {"oom-other-process"}
+COVERS["file-missing"] = COVERS.get("file-missing", set()) | {"bitsandbytes-library"}
+COVERS["deepspeed-settings"] = COVERS.get("deepspeed-settings", set()) | {"deepspeed-batch"}
 COVERS["oom-other-process"] = {"oom-but-free"}
 COVERS["triton-compiler"] = COVERS.get("triton-compiler", set()) | {"triton-own-assertion"}
 COVERS["nccl-p2p"] = COVERS.get("nccl-p2p", set()) | {"nccl-shared-memory", "nccl-shm-transport"}
@@ -202,7 +205,8 @@ COVERS["import-name"] |= {"megatron-of-another-project"}
 COVERS["module-attribute"] |= {"megatron-of-another-project"}
 COVERS["megatron-of-another-project"] = {"megatron-helpers", "library-older", "library-newer"}
 COVERS["extension-part-missing"] = {
-    "apex-extensions", "causal-conv1d", "flash-attention-extension", "flash-attention-extras", "te-extension-missing",
+    "apex-extensions", "softmax-kernels",
+    "causal-conv1d", "flash-attention-extension", "flash-attention-extras", "te-extension-missing",
     "deepspeed-extension", "vllm-extension",
 }  # fmt: skip
 COVERS["missing-key"] |= {"deepspeed-config-key"}

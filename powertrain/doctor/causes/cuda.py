@@ -14,8 +14,11 @@ def _number(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
 
 
 def _others(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    """Whether processes hold a third of the GPU that torch's allocator here has not got."""
-    own = bytes_of(groups["own"]) + bytes_of(groups.get("reserved") or "0 B")
+    """Whether processes hold a third of the GPU that torch's allocator here, or this process, has not got."""
+    this = re.search(r"this process has ([\d.]+ \wi?B) memory in use", passage.line)
+    if not groups.get("own") and not this:
+        return None
+    own = bytes_of(groups.get("own") or (this[1] if this else "")) + bytes_of(groups.get("reserved") or "0 B")
     rest = sum(map(bytes_of, _HELD.findall(passage.line))) - own
     return {"rest": f"{rest / 2**30:.1f} GiB"} if rest > bytes_of(groups["total"]) / 3 else None
 
@@ -26,8 +29,8 @@ CAUSES = (
     Cause(
         "oom-other-process",
         r"CUDA out of memory\. Tried to allocate (?P<size>[\d.]+ \wi?B)\. GPU \d+ has a total capacity of "
-        r"(?P<total>[\d.]+ \wi?B) of which .{0,600}?Of the allocated memory (?P<own>[\d.]+ \wi?B) is allocated by "
-        r"PyTorch(?:.{0,120}?and (?P<reserved>[\d.]+ \wi?B) is reserved)?",
+        r"(?P<total>[\d.]+ \wi?B) of which (?:.{0,600}?Of the allocated memory (?P<own>[\d.]+ \wi?B) is allocated by "
+        r"PyTorch(?:.{0,120}?and (?P<reserved>[\d.]+ \wi?B) is reserved)?)?",
         "other processes, or libraries outside of torch's allocator, hold {rest} of this GPU: too little is left for "
         "{size} here",
         "nvidia-smi names the processes: end those left over from earlier runs, or take another GPU "

@@ -19,6 +19,18 @@ def bytes_of(size: str) -> float:
     return float(number) * 1024 ** "bkmgt".index(unit[0].lower())
 
 
+# wheels of torch run on every driver of their CUDA's major version
+_TORCH_INDEX = {11: "cu118", 12: "cu126", 13: "cu130"}
+
+
+def _torch_for_driver(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+    """11040 is CUDA 11.4."""
+    version = int(groups["version"])
+    major = version // 1000
+    index = _TORCH_INDEX.get(major, f"cu{major}{version % 1000 // 10}")
+    return {"cuda": f"{major}.{version % 1000 // 10}", "major": str(major), "index": index}
+
+
 CAUSES = (
     Cause(
         "driver-updated",
@@ -32,12 +44,14 @@ CAUSES = (
     Cause(
         "driver-old",
         r"NVIDIA driver on your system is too old \(found version (?P<version>\d+)\)",
-        "the driver supports CUDA up to {version} (11040 is 11.4), torch was built for a newer one",
-        "update the driver, or install torch for a CUDA of that major version: pip install torch --index-url "
-        "https://download.pytorch.org/whl/cu126",
-        "驱动最高支持 CUDA {version}（11040 即 11.4），而 torch 需要更新的版本",
-        "升级驱动，或安装低版本 CUDA 的 torch：pip install torch --index-url https://download.pytorch.org/whl/cu126",
+        "the driver supports CUDA up to {version} ({cuda}), torch was built for a newer one",
+        "update the driver, or install torch for CUDA {major}: pip install torch --index-url "
+        "https://download.pytorch.org/whl/{index}",
+        "驱动最高支持 CUDA {version}（即 {cuda}），而 torch 需要更新的版本",
+        "升级驱动，或安装 CUDA {major} 的 torch：pip install torch --index-url https://download.pytorch.org/whl/{index}",
         "https://github.com/lllyasviel/Fooocus/issues/1313",
+        derive=_torch_for_driver,
+        derives=("cuda", "major", "index"),
     ),
     Cause(
         "kernel-for-another-gpu",
@@ -127,7 +141,8 @@ CAUSES = (
     ),
     Cause(
         "fp8-shape",
-        r"FP8 execution requires 2D input matrices with height divisible by 8 and width divisible by 16",
+        r"FP8 execution requires (?:2D input matrices with height|the product of all dimensions except the last to be) "
+        r"divisible by 8 and ",
         "FP8 tensor cores take rows in eights and columns in sixteens only",
         "pad tokens and features to a multiple of 32, or leave this layer in bf16: fp8_autocast(enabled=False)",
         "FP8 张量核要求行数为 8 的倍数、列数为 16 的倍数",
@@ -336,6 +351,17 @@ CAUSES = (
         "该 GPU 没有 FP8 张量核（sm_89 和 sm_90 起才有）",
         "使用 bf16：fp8_autocast(enabled=False)，或非 FP8 的权重；FP8 需要 sm_89 或更新",
         _TE + "1159",
+    ),
+    Cause(
+        "mxfp8-old-gpu",
+        r"compute capability (?P<arch>[\d.]+\d) or higher required for (?P<format>MXFP8|NVFP4)",
+        "{format} needs a GPU of compute capability {arch} (Blackwell) or newer: this one has no such tensor cores",
+        "an FP8 recipe that this GPU has (DelayedScaling or Float8CurrentScaling from sm_89 on), or bf16: "
+        "fp8_autocast(enabled=False)",
+        "{format} 需要计算能力 {arch}（Blackwell）或更新的 GPU：该 GPU 没有这种张量核",
+        "使用该 GPU 支持的 FP8 recipe（sm_89 起：DelayedScaling、Float8CurrentScaling），或 bf16："
+        "fp8_autocast(enabled=False)",
+        "https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/fp8.py",
     ),
     Cause(
         "flash-attention-dtype",

@@ -34,7 +34,8 @@ CAUSES = (
     ),
     Cause(
         "library-of-another-cuda",
-        r"lib(?:cublas|cublasLt|cudart|nvrtc|cufft|cusparse)\.so\.(?P<major>\d+)[.\d]*: cannot open shared object",
+        r"(?<!dlerror: )lib(?:cublas|cublasLt|cudart|nvrtc|cufft|cusparse)\.so\.(?P<major>\d+)[.\d]*: cannot open "
+        r"shared object",
         "a package for CUDA {major} is installed beside a torch for another CUDA",
         "powertrain doctor --only versions names it; install its build for torch's CUDA (transformer_engine_cu12)",
         "装了面向 CUDA {major} 的包，而 torch 是另一个 CUDA 版本",
@@ -90,8 +91,23 @@ CAUSES = (
         _TORCH + "135013",
     ),
     Cause(
+        "softmax-kernels",
+        r"No module named '?(?P<module>scaled_\w{1,60}_cuda|fused_rotary_positional_embedding)",
+        "{module}, a CUDA extension that GPT-NeoX and older Megatrons compile from their own fused_kernels, and newer "
+        "ones take from Apex, was not built for this Python",
+        "GPT-NeoX: python megatron/fused_kernels/setup.py install in its folder, or without it "
+        "\"scaled_upper_triang_masked_softmax_fusion\": false; Megatron: Apex from source with APEX_CPP_EXT=1 "
+        "APEX_CUDA_EXT=1, or --no-masked-softmax-fusion",
+        "{module} 未为此 Python 编译：GPT-NeoX 与旧版 Megatron 从自己的 fused_kernels 编译，新版 Megatron 用 Apex 中的",
+        "GPT-NeoX：在其目录中 python megatron/fused_kernels/setup.py install，或设 "
+        "\"scaled_upper_triang_masked_softmax_fusion\": false；Megatron：以 APEX_CPP_EXT=1 APEX_CUDA_EXT=1 从源码安装 "
+        "Apex，或 --no-masked-softmax-fusion",
+        "https://github.com/EleutherAI/gpt-neox",
+        confidence="likely",
+    ),
+    Cause(
         "apex-extensions",
-        r"No module named '?(?P<module>amp_C|fused_layer_norm_cuda|fused_weight_gradient_mlp_cuda|scaled_\w+_cuda)|"
+        r"No module named '?(?P<module>amp_C|fused_layer_norm_cuda|fused_weight_gradient_mlp_cuda)|"
         r"(?:apex\.[\w.]{1,60}|Fused\w{1,40}) requires cuda extensions",
         "Apex was installed as Python only, without its CUDA extensions",
         "in its source: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation .   "
@@ -229,6 +245,7 @@ CAUSES = (
     Cause(
         "bitsandbytes-library",
         r"libbitsandbytes_cuda(?P<cuda>\d+)\w*\.so: cannot open shared|Could not find the bitsandbytes CUDA binary at|"
+        r"Configured CUDA binary not found at|No such file or directory: .{0,200}libbitsandbytes_cuda|"
         r"Required library version not found: libbitsandbytes_cuda|CUDA Setup failed despite (?:GPU|"
         r"CUDA) being available",
         "this bitsandbytes has no library for the CUDA that torch uses",

@@ -18,7 +18,7 @@ def _defining(groups: dict[str, str], passage: Passage) -> dict[str, str] | None
 CAUSES = (
     Cause(
         "library-package",
-        r"(?P<library>lib[\w+.-]{1,60}\.so[.\d]*): cannot open shared object file|"
+        r"(?<!dlerror: )(?P<library>lib[\w+.-]{1,60}\.so[.\d]*): cannot open shared object file|"
         r"Library not loaded: \S{0,200}?(?P<dylib>lib[\w+.-]{1,60}\.dylib)|error while loading shared libraries: "
         r"(?P<needed>[\w+.-]{1,60}):",
         "{library}{dylib}{needed} is not installed, or not where the loader looks",
@@ -46,7 +46,7 @@ CAUSES = (
     ),
     Cause(
         "shared-library",
-        r"(?P<library>lib[\w+-]{1,60}\.so[.\d]*): cannot open shared object file",
+        r"(?<!dlerror: )(?P<library>lib[\w+-]{1,60}\.so[.\d]*): cannot open shared object file",
         "{library} is not installed, or not where the loader looks",
         "find / -name '{library}*' 2>/dev/null; add its folder to LD_LIBRARY_PATH, or install the package that has it",
         "没有安装 {library}，或加载器不在其目录中查找",

@@ -1,12 +1,22 @@
 """Configs, checkpoints and numbers of a training or a server."""
 
-from powertrain.doctor.causes.cause import Cause
+import re
+
+from powertrain.doctor.causes.cause import Cause, Passage
+
+
+def _batch_numbers(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+    """The product, which GPT-NeoX has on the next line."""
+    text = "\n".join([passage.line, *passage.below[:1]])
+    numbers = re.search(r"world_size\s*(\d+ != [\d *]*\d)", text)
+    return {"numbers": numbers[1] if numbers else ""}
+
 
 CAUSES = (
     Cause(
         "deepspeed-batch",
-        r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size ?(?P<numbers>[\d "
-        r"!=*]{0,40})|AssertionError: train_batch_size (?P<sizes>[\w !=*]{3,60})|"
+        r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size|"
+        r"AssertionError: train_batch_size (?P<sizes>[\w !=*]{3,60})|"
         r"Train batch size: (?P<size>\d+) (?:has to be|is not) ",
         "DeepSpeed's batch sizes do not multiply: {numbers}{sizes}{size}",
         "train_batch_size = micro batch * accumulation * data-parallel ranks, or leave train_batch_size out "
@@ -15,6 +25,8 @@ CAUSES = (
         "train_batch_size = micro batch × 累积步数 × 数据并行 rank 数，或省略 train_batch_size（\"auto\"）；world "
         "size 为 1 说明没有通过启动器运行",
         "https://github.com/bigcode-project/starcoder/issues/41",
+        derive=_batch_numbers,
+        derives=("numbers",),
     ),
     Cause(
         "deepspeed-config-twice",
