@@ -226,6 +226,32 @@ def test_precisions_that_conflict(keys: dict[str, Any], tmp_path: Path) -> None:
     assert "conflicts" in _error(tmp_path, **keys)
 
 
+def test_the_type_of_fp16_in_older_releases_is_said(tmp_path: Path) -> None:
+    """Older releases of GPT-NeoX computed in bf16 then, and its README says so; today it computes in fp16."""
+    run = _read(tmp_path, fp16={"enabled": True, "type": "bfloat16"})
+    row = _row(run, "fp16.type")
+    assert run.config.train.precision == "fp16" and row.disposition == "changes numerics"
+    assert "bf16.enabled" in row.explanation
+    assert _row(_read(tmp_path, fp16={"enabled": True, "type": "fp16"}), "fp16.type").disposition == "ignored"
+
+
+def test_a_misspelled_key_of_a_section_names_the_nearest(tmp_path: Path) -> None:
+    run = _read(tmp_path, fp16={"enabld": True}, zero_optimization={"stage": 1, "overlap_com": True})
+    assert _row(run, "fp16.enabld").explanation.endswith("; did you mean enabled?")
+    assert _row(run, "zero_optimization.overlap_com").explanation.endswith("; did you mean overlap_comm?")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"train_iters": 100.5}, {"hidden_size": "64"}, {"train_micro_batch_size_per_gpu": "2"},
+        {"save": "ck", "checkpoint_factor": "100"},
+    ],
+)  # fmt: skip
+def test_a_key_of_the_wrong_kind_is_not_called_missing(keys: dict[str, Any], tmp_path: Path) -> None:
+    assert len(_error(tmp_path, **keys).splitlines()) == 1
+
+
 def test_gradients_are_reduced_in_fp32_unless_asked_otherwise(tmp_path: Path) -> None:
     run = _read(tmp_path, precision="bfloat16")
     assert run.config.train.reduce_dtype == "fp32" and _row(run, "fp32_allreduce").disposition == "changes numerics"

@@ -15,7 +15,7 @@ from powertrain.train.config.neox_objective import objective_section
 from powertrain.train.config.neox_optimizer import optimizer
 from powertrain.train.config.neox_source import MISSING, NeoXKeys, is_kind
 from powertrain.train.config.table import Row
-from powertrain.train.config.yaml_source import KeyPath, Source
+from powertrain.train.config.yaml_source import KeyPath, Source, did_you_mean
 
 
 def translate(source: Source, world_size: int) -> tuple[dict[str, Any], tuple[Row, ...], dict[KeyPath, str]]:
@@ -87,6 +87,7 @@ _ZERO_OFFLOAD = {
     "offload_param",
 }
 _ZERO_LOSSY = {"zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"}
+_ZERO = {"stage", "load_from_fp32_weights", *_ZERO_HINTS, *_ZERO_OFFLOAD, *_ZERO_LOSSY}
 
 
 def _parallel(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
@@ -156,7 +157,9 @@ def _zero_stage(keys: NeoXKeys) -> int:
         elif key in _ZERO_LOSSY and value:
             keys.unsupported("zero_optimization", f"{key}: {value}", "set it to false; collectives are not quantized")
         elif key not in ("stage", *_ZERO_LOSSY):
-            keys.add_inner_row(path, value, "ignored", "not a key of ZeRO that changes a result")
+            keys.add_inner_row(
+                path, value, "ignored", f"not a key of ZeRO that changes a result{did_you_mean(key, _ZERO)}"
+            )
     return int(stage)
 
 
@@ -178,7 +181,8 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int, int]:
     elif "gas" in keys.values:
         keys.add_row("gas", "ignored", "gradient_accumulation_steps is set")
     if batch is None and micro is None:
-        keys.wrong(names[1:2], "must be given, or train_batch_size; got neither")
+        if keys.lacks(names[0]) and keys.lacks(names[1]):
+            keys.wrong(names[1:2], "must be given, or train_batch_size; got neither")
         return 1, 1, 1, 1
     if micro is None:
         steps = steps or 1
@@ -236,7 +240,7 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     micro, steps, *_ = _batch(keys, world_size)
     precision = _precision(keys)
     for name in ("train_iters", "seq_length"):
-        if keys.get(name) is None:
+        if keys.lacks(name):
             keys.wrong((name,), "must be given")
     if keys.get("fp16_lm_cross_entropy"):
         keys.add_row("fp16_lm_cross_entropy", "changes numerics", "the loss is computed in fp32 here: more precise")
@@ -345,8 +349,12 @@ def _loss_scale(keys: NeoXKeys) -> dict[str, Any]:
         for key, value in keys.section(section).items():
             if key == "fp16_master_weights_and_grads" and value:
                 keys.unsupported(section, f"{key}: {value}", "set it to false; master weights are fp32")
-            elif key not in (_FP16_KEYS if section == "fp16" else {"enabled"}):
-                keys.add_inner_row((section, key), value, "ignored", "not a key of loss scaling")
+            elif (section, key, value) == ("fp16", "type", "bfloat16"):
+                words = "fp16, as in GPT-NeoX today; older releases computed in bf16: bf16.enabled for that"
+                keys.add_inner_row((section, key), value, "changes numerics", words)
+            elif key not in (known := _FP16_KEYS if section == "fp16" else {"enabled"}):
+                near = did_you_mean(key, known)
+                keys.add_inner_row((section, key), value, "ignored", f"not a key of loss scaling{near}")
     static = keys.inner("fp16", "loss_scale", 0, "float", least=0)
     hysteresis = keys.inner("fp16", "hysteresis", 2, "int", least=1)
     if not keys.section("zero_optimization").get("stage"):
@@ -423,7 +431,8 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     elif "save_interval" in keys.values:
         keys.add_row("save_interval", "ignored", "checkpoint_factor is set")
     extra = keys.get("extra_save_iters")
-    if keys.get("save") is not None and every is None and extra is None:
+    lacks_steps = all(map(keys.lacks, ("checkpoint_factor", "save_interval", "extra_save_iters")))
+    if keys.get("save") is not None and lacks_steps:
         keys.wrong(("save",), "must come with checkpoint_factor or extra_save_iters, got neither")
     if every is not None and every != int(every):
         keys.unsupported("checkpoint_factor", every, "use a whole number")

@@ -30,7 +30,7 @@ _NO_SCALED_ORTHOGONAL = {"scaled_orthogonal": "use orthogonal, or scaled_normal"
 
 def model(keys: NeoXKeys) -> dict[str, Any]:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
-        if keys.get(name) is None:
+        if keys.lacks(name):
             keys.wrong((name,), "must be given")
     layer_types, sparse = _layer_types(keys)
     # GPT-NeoX can share one layer's weights among several; ours never do

@@ -73,6 +73,10 @@ class NeoXKeys:
         value = self.values.get(key)
         return default if value is None else value
 
+    def lacks(self, key: str) -> bool:
+        """Whether the config leaves the key out; one of a wrong kind was given, and noted."""
+        return self.get(key) is None and self.source.values.get(key) is None
+
     def number(self, key: str, default: Any = None, *, above: float | None = None, least: float | None = None) -> Any:
         """A number, checked before it is computed with; a wrong one is noted and the default goes on."""
         value = self.get(key, default)

@@ -353,10 +353,14 @@ def _short(value: object) -> str:
     return "nothing (an empty file)" if value is None else repr(value)[:80]
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean ..." with the nearest known names, or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """ "; did you mean ..." with the nearest known names, or all names where there are few, or nothing."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f"; known: {', '.join(names)}" if 0 < len(names) <= 30 else ""
+    listed = f"; known: {', '.join(names)}" if 0 < len(names) <= 30 else ""
+    return did_you_mean(word, names) or listed
