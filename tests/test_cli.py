@@ -113,6 +113,25 @@ def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(variable.name in output for variable in VARIABLES.values())
 
 
+def test_env_names_variables_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERTRAIN_DISABLED", "all")
+    monkeypatch.setenv("POWERTRAIN_ZZZ", "1")
+    code, output = _run("env")
+    words = " ".join(output.split())
+    assert code == 0 and "POWERTRAIN_DISABLED is set, and nothing reads it; did you mean POWERTRAIN_DISABLE?" in words
+    assert "POWERTRAIN_ZZZ is set, and nothing reads it" in words
+
+
+def test_a_tilde_that_no_shell_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("POWERTRAIN_STORE", "~/kernels")
+    monkeypatch.setenv("POWERTRAIN_PACKS", "~/a.ptp:/b.ptp")
+    monkeypatch.setattr(settings_module, "_current", None)
+    now = settings_module.settings()
+    monkeypatch.undo()
+    assert (now.store, now.packs) == ("/home/me/kernels", ("/home/me/a.ptp", "/b.ptp"))
+
+
 def test_env_with_a_bad_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POWERTRAIN_JOBS", "many")
     monkeypatch.setattr(settings_module, "_current", None)

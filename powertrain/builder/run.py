@@ -43,6 +43,7 @@ from powertrain.builder.status import Outcome, Status, View, size_text
 from powertrain.builder.terminal import Terminal
 from powertrain.builder.watchdog_process import WatchdogProcess
 from powertrain.runtime.jobs import available_memory
+from powertrain.runtime.settings import BUILD_MARK
 
 # bytes a second by which a compiler may grow: cicc on flash-attention was seen to grow by half of that
 _GROWTH = 256 * 2**20
@@ -56,8 +57,6 @@ _LEARN = 3
 _MARGIN = 1.2  # over the largest measured unit
 _REAP = 10  # seconds between checks for ended orphans
 _RETRIES = 3
-# the variable by which the watchdog knows a build's processes
-_MARK = "POWERTRAIN_BUILD"
 _LEAST = 32 * 2**20  # lower bound of a compiler's expected bytes
 
 
@@ -89,14 +88,14 @@ class Builder:
         self.stall_seconds, self.fix = stall_seconds, fix
         self.files = BuildFiles(folder, view.say)
         self.shims = make_shims(self.files.folder / "shims", self.files.sockets, environment, plan.host.nvcc)
-        self.mark = f"{_MARK}={uuid.uuid4().hex}"
+        self.mark = f"{BUILD_MARK}={uuid.uuid4().hex}"
         self.terminal = None if keyboard is None else Terminal(keyboard)
         defaults = {"PYTHONUNBUFFERED": "1"}
         if not is_pip(plan.command):
             defaults["PIP_VERBOSE"] = "1"  # for one that the command calls in turn
         if not self.terminal:
             defaults["GIT_TERMINAL_PROMPT"] = "0"
-        self.environment = {**defaults, **environment, **plan.environment, _MARK: self.mark.partition("=")[2]}
+        self.environment = {**defaults, **environment, **plan.environment, BUILD_MARK: self.mark.partition("=")[2]}
         self.environment |= shimmed(self.environment, self.shims, plan.host.nvcc)
         self.selector = selectors.DefaultSelector()
         self.progress, self.pace = Progress(), Pace()

@@ -6,7 +6,7 @@ import typer
 from rich.table import Table
 
 from powertrain.runtime.console import Console
-from powertrain.runtime.settings import VARIABLES, settings
+from powertrain.runtime.settings import VARIABLES, settings, unknown_variables
 from powertrain.runtime.target import Target, known_cards
 
 
@@ -82,7 +82,12 @@ def env(
         # a variable that differs from its default is what one looks for here
         style = "bold" if value != variable.default else None
         table.add_row(variable.name, _text(value), _text(variable.default), variable.meaning, style=style)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for name, near in unknown_variables().items():
+        console.print(
+            f"{name} is set, and nothing reads it" + (f"; did you mean {near}?" if near else ""), style="yellow"
+        )
 
 
 def environment_page() -> str:

@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from powertrain.cli.check import Dtype
+from powertrain.cli.paths import end_unwritten
 from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
@@ -70,7 +71,12 @@ def tune(
                 faster.setdefault(name, {})[key] = changes
     if faster:
         about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-        console.print(f"kept in {tuning.save(device, faster, about)}", markup=False)
+        path = tuning.table_path(device)
+        try:
+            tuning.save(device, faster, about)
+        except OSError as error:
+            end_unwritten(f"the table {path}", error)
+        console.print(f"kept in {path}", markup=False)
     elif chosen:
         console.print("nothing was found that is 2% faster than the shipped tiles")
     if op == "attention":
@@ -110,6 +116,9 @@ def _tune_case(case: "Case", shape: tuple[int, ...], dtype: Dtype, deadline: flo
                     # too much shared memory, say: not a choice
                     continue
             tuning.forced.pop(name)
+            # none of them runs, the shipped one neither
+            if not times:
+                continue
             before, (after, changes) = times[0][0], min(times, key=lambda pair: pair[0])
             results.append((name, key, changes if after < 0.98 * before else {}, before, after))
     return results

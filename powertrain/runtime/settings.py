@@ -3,6 +3,7 @@
 Values are read when they are first needed and again after `reload()`, so that a test or a launcher may set them.
 """
 
+import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,6 +14,8 @@ from powertrain.runtime.op_names import op_names
 
 # eleven days: no wait is meant to be longer, and the waits of threads and pipes take no infinite one
 _MOST_SECONDS = 1e6
+# set by builder/run.py: the variable by which the watchdog knows a build's processes
+BUILD_MARK = "POWERTRAIN_BUILD"
 
 
 class SettingsError(ValueError):
@@ -55,8 +58,13 @@ def _ops(text: str) -> tuple[str, ...]:
     return op_names(_names(text))
 
 
+def _path(text: str) -> str:
+    # a ~ is as it was written where no shell has read it: ENV of a Dockerfile, a service, a notebook's os.environ
+    return os.path.expanduser(text)
+
+
 def _paths(text: str) -> tuple[str, ...]:
-    return tuple(path for path in text.split(os.pathsep) if path)
+    return tuple(_path(path) for path in text.split(os.pathsep) if path)
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -84,9 +92,9 @@ VARIABLES = {
         "POWERTRAIN_DISABLE", _ops, (), "comma-separated ops that take plain PyTorch instead of our kernel; or 'all'"
     ),
     "log": Variable("POWERTRAIN_LOG", _one_of("info", "debug"), None, "info or debug: print every decision once"),
-    "log_file": Variable("POWERTRAIN_LOG_FILE", str, None, "write the log to this file instead of stderr"),
+    "log_file": Variable("POWERTRAIN_LOG_FILE", _path, None, "write the log to this file instead of stderr"),
     "store": Variable(
-        "POWERTRAIN_STORE", str, None, "directory of compiled kernels (default: the user's cache folder)"
+        "POWERTRAIN_STORE", _path, None, "directory of compiled kernels (default: the user's cache folder)"
     ),
     "packs": Variable("POWERTRAIN_PACKS", _paths, (), "kernel packs to read, separated as in PATH"),
     "compile_timeout": Variable("POWERTRAIN_COMPILE_TIMEOUT", _seconds, 300.0, "seconds one kernel may compile"),
@@ -134,6 +142,13 @@ def _read() -> Settings:
         except ValueError as error:
             raise SettingsError(f"environment variable {variable.name} {error}") from None
     return Settings(**values)
+
+
+def unknown_variables() -> dict[str, str]:
+    """Variables of the environment with our prefix that nothing reads -> the nearest name that is read, or nothing."""
+    known = {variable.name for variable in VARIABLES.values()} | {BUILD_MARK}
+    strange = (name for name in os.environ if name.startswith("POWERTRAIN_") and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known)), "") for name in sorted(strange)}
 
 
 _current: Settings | None = None

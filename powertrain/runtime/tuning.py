@@ -7,14 +7,13 @@ shipped plan, keyed by the plan's arguments with sizes rounded up to a power of 
 
 import functools
 import json
-import os
 import re
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from powertrain.runtime import steering, tracing
+from powertrain.runtime.atomic_file import write_whole
 from powertrain.runtime.compile import kernel_store
 from powertrain.runtime.target import Target
 
@@ -52,12 +51,21 @@ def tunable(measured: str, fields: tuple[str, ...] = ("num_warps",)) -> Callable
             if _tuning:
                 met[name, _key(args)] = default
                 return default._replace(**forced.get(name, {}))
-            table = tuned(args[-1].name).get(name)
-            return default._replace(**table.get(_key(args), {})) if table else default
+            changes = tuned(args[-1].name).get(name, {}).get(_key(args))
+            return default._replace(**_of_this_release(default, name, changes)) if changes else default
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _of_this_release(plan: Any, name: str, changes: Changes) -> Changes:
+    """The changes of fields that the plan has; a table outlives releases."""
+    known = {field: value for field, value in changes.items() if field in plan._fields}
+    if len(known) < len(changes):
+        lost = ", ".join(sorted(changes.keys() - known.keys()))
+        tracing.warn(f"tuned tiles: {name} has no {lost} in this release; run `powertrain tune` again")
+    return known
 
 
 def table_path(device: str) -> Path:
@@ -70,10 +78,13 @@ def tuned(device: str) -> dict[str, dict[str, Changes]]:
     """Tuned fields for a GPU: plan function -> key -> changed fields. An unreadable file is reported once."""
     path = table_path(device)
     try:
-        plans = {str(name): dict(table) for name, table in json.loads(path.read_text())["plans"].items()}
+        plans = {
+            name: {key: _checked(changes) for key, changes in table.items()}
+            for name, table in json.loads(path.read_text())["plans"].items()
+        }
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         tracing.warn(
             f"tuned tiles {path} cannot be read ({error}), so the shipped tiles are used; run `powertrain tune` again"
         )
@@ -82,14 +93,20 @@ def tuned(device: str) -> dict[str, dict[str, Changes]]:
     return plans
 
 
+def _checked(changes: Any) -> Changes:
+    if not all(type(value) is int and value > 0 for value in changes.values()):
+        raise ValueError(f"a plan's fields must be integers above 0, got {changes}")
+    return dict(changes)
+
+
 def save(device: str, plans: dict[str, dict[str, Changes]], about: dict[str, Any]) -> Path:
     """Merge plans into a GPU's file, whole or not at all."""
     path = table_path(device)
+    # read again: another process may have tuned another op meanwhile
+    tuned.cache_clear()
     merged = {name: {**tuned(device).get(name, {}), **table} for name, table in {**tuned(device), **plans}.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    temporary.write_text(json.dumps({**about, "device": device, "plans": merged}, indent=1, sort_keys=True))
-    os.replace(temporary, path)
+    write_whole(path, json.dumps({**about, "device": device, "plans": merged}, indent=1, sort_keys=True).encode())
     tuned.cache_clear()
     steering.changed()
     return path

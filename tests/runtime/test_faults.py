@@ -233,6 +233,20 @@ def test_a_file_system_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert not held
 
 
+def test_a_lock_whose_file_cannot_be_removed_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that became read-only meanwhile: the kernel that was compiled is not lost."""
+
+    def refuse(*args: object, **_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with worker.key_lock(tmp_path / "locks" / "k", deadline=1e12) as held:
+            assert held
+    with worker.key_lock(tmp_path / "locks" / "k", deadline=0.0) as again:
+        assert again
+
+
 def test_a_lock_held_for_ever_is_waited_for_until_the_deadline_only(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "k"
     with worker.key_lock(path, deadline=1e12) as first:

@@ -50,7 +50,10 @@ def test_tables_merge(sample) -> None:
     assert (sample(1, 1, H200).num_warps, sample(2, 2, H200).num_warps) == (1, 2)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"plans": 3}'])
+PLANS_OF_A_STRING = '{"plans": {"x": {"1,1": {"num_warps": "4"}}}}'
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"plans": 3}', '{"plans": {"x": {"1,1": 4}}}', PLANS_OF_A_STRING])
 def test_a_bad_table_is_said_and_left(sample, content: str) -> None:
     path = tuning.table_path(H200.name)
     path.parent.mkdir(parents=True)
@@ -58,6 +61,32 @@ def test_a_bad_table_is_said_and_left(sample, content: str) -> None:
     tracing.clear()
     assert sample(1, 1, H200) == Plan(2, 8)
     assert "powertrain tune" in tracing.trace()[-1].text
+
+
+def test_a_table_of_another_release_has_fields_that_the_plan_has_not(sample) -> None:
+    tuning.save(H200.name, {f"{__name__}._plan": {"1,1": {"num_stages": 3, "num_warps": 4}}}, {})
+    tracing.clear()
+    assert sample(1, 1, H200) == Plan(2, 4)
+    assert "has no num_stages in this release" in tracing.trace()[-1].text
+
+
+def test_two_processes_that_tune_at_once_keep_both_results(sample) -> None:
+    tuning.save(H200.name, {f"{__name__}._plan": {"1,1": {"num_warps": 1}}}, {})
+    assert sample(1, 1, H200).num_warps == 1, "read, and kept"
+    path = tuning.table_path(H200.name)
+    path.write_text(path.read_text().replace('"1,1"', '"2,2"'))  # the other process
+    tuning.save(H200.name, {f"{__name__}._plan": {"4,4": {"num_warps": 4}}}, {})
+    assert (sample(2, 2, H200).num_warps, sample(4, 4, H200).num_warps) == (1, 4)
+
+
+def test_a_table_that_cannot_be_written_leaves_nothing_behind(sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("powertrain.runtime.atomic_file.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        tuning.save(H200.name, {"x": {"1,1": {"num_warps": 1}}}, {})
+    assert list(tuning.table_path(H200.name).parent.iterdir()) == []
 
 
 def test_while_tuning_calls_are_met_and_forced(sample) -> None:

@@ -24,8 +24,6 @@ scripts/attention_times.py makes the rows of random problems from what the bench
 import functools
 import json
 import math
-import os
-import uuid
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -36,6 +34,7 @@ from numpy.typing import NDArray
 
 from powertrain.ops.attention.problem import size_class
 from powertrain.runtime import tracing, tuning
+from powertrain.runtime.atomic_file import write_whole
 
 Array = NDArray[np.float64]
 _SMS = 132  # of an H200; another number shifts all estimates alike
@@ -271,10 +270,8 @@ def save(device: str, rows: list[dict[str, Any]], sources: Mapping[str, Mapping[
     """Write a GPU's table, whole or not at all."""
     path = table_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # renamed into place, so that a process that reads meanwhile sees the old table or the new one
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    temporary.write_text(json.dumps({"device": device, "sources": sources, "rows": rows}, indent=1))
-    os.replace(temporary, path)
+    # a process that reads meanwhile sees the old table or the new one
+    write_whole(path, json.dumps({"device": device, "sources": sources, "rows": rows}, indent=1).encode())
     measured.cache_clear()
     return path
 

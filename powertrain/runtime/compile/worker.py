@@ -174,8 +174,9 @@ def key_lock(path: Path, deadline: float) -> Any:
         yield held
     finally:
         if held:
-            # removed while locked, so that nobody locks a file that is about to go
-            path.unlink(missing_ok=True)
+            # removed while locked, so that nobody locks a file that is about to go; one that stays does no harm
+            with suppress(OSError):
+                path.unlink()
         if descriptor >= 0:
             os.close(descriptor)
 
