@@ -723,4 +723,28 @@ MESSAGES = [
         "GiB of which 11.75 MiB is free. Process 12345 has 20.00 GiB memory in use. Including non-PyTorch memory, this "
         "process has 3.00 GiB memory in use.",
     ),
+    (
+        "host-compiler-range",
+        "RuntimeError: The current installed version of g++ (13.2.0) is greater than the maximum required version by "
+        "CUDA "
+        "12.1. Please make sure to use an adequate version of g++ (>=6.0.0, <13.0).",
+    ),
+    (
+        "host-compiler-range",
+        "RuntimeError: The current installed version of g++ (4.8.5) is less than the minimum required version by "
+        "CUDA 11.7 "
+        "(6.0.0). Please make sure to use an adequate version of g++ (>=6.0.0, <12.0).",
+    ),
+    (
+        "nvrtc-name",
+        "OSError: libnvrtc.so: cannot open shared object file: No such file or directory",
+    ),
+    (
+        "megatron-core-missing",
+        "ModuleNotFoundError: No module named 'megatron.core'",
+    ),
+    (
+        "gloo-peer",
+        "RuntimeError: Rank 3 failed to pass monitoredBarrier in 1800000 ms",
+    ),
 ]

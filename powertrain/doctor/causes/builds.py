@@ -51,6 +51,22 @@ CAUSES = (
         "https://github.com/Eyeline-Labs/FlashDepth/issues/2",
     ),
     Cause(
+        "host-compiler-range",
+        r"current installed version of (?P<compiler>\S{1,200}) \((?P<have>[\d.]+)\) is (?:less than the "
+        r"minimum|greater than "
+        r"the maximum) required version by CUDA (?P<cuda>[\d.]+\d)(?:.{0,300}\((?P<range>>=?[\d.]+(?:, "
+        r"<=?[\d.]+)?)\))?",
+        "nvcc of CUDA {cuda} does not go with {compiler} {have}: it takes versions {range}",
+        "CC=gcc-11 CXX=g++-11 <the same command>, with a version {range} (apt install g++-11; conda install -c "
+        "conda-forge "
+        "gxx=11; scl or module load on clusters); or another CUDA toolkit",
+        "CUDA {cuda} 的 nvcc 不支持 {compiler} {have}：要求版本 {range}",
+        "CC=gcc-11 CXX=g++-11 <原命令>，版本须为 {range}（apt install g++-11；conda install -c conda-forge gxx=11）；"
+        "或换用另一个 "
+        "CUDA 工具包",
+        "https://github.com/pytorch/pytorch/blob/main/torch/utils/cpp_extension.py",
+    ),
+    Cause(
         "torch-missing-at-build",
         r"ModuleNotFoundError: No module named 'torch'",
         "pip builds in an empty environment of its own, and there is no torch in it",

@@ -131,6 +131,20 @@ CAUSES = (
         confidence="possible",
     ),
     Cause(
+        "nvrtc-name",
+        r"libnvrtc\.so: cannot open shared object file",
+        "libnvrtc.so, without a number, is in the CUDA toolkit only: torch's packages have libnvrtc.so.12 (or .13)",
+        "export CUDA_HOME=<the toolkit> LD_LIBRARY_PATH=$CUDA_HOME/lib64:$LD_LIBRARY_PATH (apt install "
+        "cuda-nvrtc-dev-12-x; conda install -c nvidia cuda-nvrtc-dev); or a newer release of the caller, which finds "
+        "torch's",
+        "不带编号的 libnvrtc.so 只在 CUDA 工具包中：torch 的包里只有 libnvrtc.so.12（或 .13）",
+        "export CUDA_HOME=<工具包> LD_LIBRARY_PATH=$CUDA_HOME/lib64:$LD_LIBRARY_PATH（apt install "
+        "cuda-nvrtc-dev-12-x）；"
+        "或升级调用它的库",
+        "https://docs.nvidia.com/cuda/nvrtc/index.html",
+        confidence="likely",
+    ),
+    Cause(
         "nvrtc",
         r"nvrtc: error: |libnvrtc-builtins|NVRTC_ERROR\w*|nvrtc\.so\S{0,20}: undefined symbol",
         "CUDA's run-time compiler (NVRTC) failed: it is older than the GPU, or its libnvrtc-builtins is of another "

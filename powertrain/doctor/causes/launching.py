@@ -206,7 +206,7 @@ CAUSES = (
     Cause(
         "gloo-peer",
         r"gloo/transport/tcp/\w+\.cc:\d+\] (?:Connection cl|Connection reset|Timed out|Read error|Write error|"
-        r"timeout)",
+        r"timeout)|Ranks? [\d, ]{1,80}failed to pass monitoredBarrier",
         "a rank waited over gloo for another that ended, hangs or is late",
         "look for the first error of every other rank; raise the timeout if one loads or compiles for long",
         "某个 rank 通过 gloo 等待另一个已退出、挂起或迟到的 rank",

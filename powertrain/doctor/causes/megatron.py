@@ -6,6 +6,19 @@ _MEGATRON = "https://github.com/NVIDIA/Megatron-LM"
 
 CAUSES = (
     Cause(
+        "megatron-core-missing",
+        r"No module named '?megatron\.core(?:'|$)",
+        "Megatron Core is not in this Python, or another project's package megatron (GPT-NeoX's, one of the index) is "
+        "found first",
+        "pip install megatron-core at the version that the program names, or PYTHONPATH=<the folder of Megatron-LM>; "
+        "python -c 'import megatron; print(megatron.__path__)' names the one found; pip uninstall megatron",
+        "此 Python 中没有 Megatron Core，或先找到了别的项目的 megatron 包（GPT-NeoX 或索引上的同名包）",
+        "按程序要求的版本 pip install megatron-core，或 PYTHONPATH=<Megatron-LM 目录>；python -c 'import megatron; "
+        "print(megatron.__path__)' 查看实际使用的包；pip uninstall megatron",
+        _MEGATRON,
+        confidence="likely",
+    ),
+    Cause(
         "megatron-of-another-project",
         r"(?:cannot import name '(?P<name>\w+)' from|module) '(?P<module>megatron(?:\.(?!core\b)[\w.]+)?)'|"
         r"No module named '?(?P<gone>megatron\.(?!core\b|data\.helpers)[\w.]{1,80})",
