@@ -140,3 +140,10 @@ def test_the_tour_fails_where_ranks_cannot_meet(own_store: Path, monkeypatch: py
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-link")
     said = " ".join(_run("tour", "overlap", code=1).replace("│", " ").split())
     assert "no-such-link" in said and "did not come to the end" in said and "kill -9" not in said
+
+
+def test_a_store_that_others_can_write_is_not_listed_as_an_empty_one(own_store: Path) -> None:
+    """It was listed as `/dev/null/none: 0 kernels whole`."""
+    (own_store / "store").mkdir(mode=0o777)
+    (own_store / "store").chmod(0o777)
+    assert "whole" not in _run("kernels", code=1) + _run("kernels", "clear", code=1)

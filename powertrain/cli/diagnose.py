@@ -50,7 +50,7 @@ def diagnose(
     Each cause is certain (the message states it), likely (its usual reason) or possible (a symptom only, and the first
     error line is shown too). Exit code 0: a cause was found; 1: none is known, and the first error line is shown.
     """
-    from powertrain.doctor.diagnose import attention_call, shown_by_a_warning
+    from powertrain.doctor.diagnose import attention_call, leaves_an_error
     from powertrain.doctor.diagnose import diagnose as search
     from powertrain.doctor.log import Log
 
@@ -66,7 +66,7 @@ def diagnose(
     words = _WORDS[lang.value]
     for one in diagnosis:
         _show(console, one, lang)
-    if all(one.cause.confidence == "possible" for one in diagnosis) or shown_by_a_warning(diagnosis):
+    if leaves_an_error(diagnosis, text):
         _show_error(console, text, lang, known=bool(diagnosis))
     if not diagnosis:
         raise typer.Exit(1)

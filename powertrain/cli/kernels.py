@@ -36,7 +36,7 @@ def kernels(
     if pack is not None and action is Action.clear:
         raise typer.BadParameter("a pack is read-only; delete the file", param_hint="--pack")
     must_exist([] if pack is None else [pack], code=1)
-    from powertrain.runtime.compile.kernel_store import Pack, user_store
+    from powertrain.runtime.compile.kernel_store import REFUSED, Pack, user_store
     from powertrain.runtime.errors import StoreError
 
     console = Console()
@@ -45,6 +45,9 @@ def kernels(
     except StoreError as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from None
+    # refused: said as a warning
+    if pack is None and user_store().trouble == REFUSED:
+        raise typer.Exit(1)
     where = str(pack or user_store().root)
     if action is Action.clear:
         console.print(f"{where}: {user_store().clear()} files deleted", markup=False)

@@ -33,13 +33,19 @@ _REAL = re.compile(
     r"Assertion .{0,200} failed|\bCUDA error\b|\bError response from daemon:|^OMP: Error|^\s*Error \d{3}:",
     re.I,
 )
-_SOURCE = re.compile(r"\s*(?:raise|assert|except|return)\b|.*\bwarning:", re.I)  # a line of a program
+# a line of a program, a warning, or a probe of CMake
+_SOURCE = re.compile(r"\s*(?:raise|assert|except|return)\b|-- Performing Test |.*\bwarning:", re.I)
 _WARNING = re.compile(
     r"\bWARN(?:ING)?\b(?!\[XFORMERS)|\w+Warning: |\[INFO\]|NCCL INFO|: [IW] tensorflow/|"
     r"without specifying a torch dtype"
 )
 # what libraries look for and do without, on lines that every healthy log has
-_USUAL = re.compile(r"NCCL INFO .{0,200}\blib(?:nccl|ibverbs|mlx5|nvidia-ml|gdrapi|rccl)[\w.-]*\.so")
+_USUAL = re.compile(
+    r"NCCL INFO .{0,200}\blib(?:nccl|ibverbs|mlx5|nvidia-ml|gdrapi|rccl)[\w.-]*\.so|^\s*-- Could NOT find|"
+    r"Ignoring this choice"
+)
+# of ranks that waited for one that failed
+_CONSEQUENCES = {"nccl-timeout", "nccl-peer-gone", "gloo-peer", "store-timeout", "store-unreachable"}
 # an error, but a later line or none says which
 _WEAK = re.compile(
     r"\bFAILED\b|\bSegmentation fault\b|\bAborted\b|\bKilled\b|\bcore dumped\b|ninja: build stopped|^make.{0,20}\*\*\*|"
@@ -92,9 +98,18 @@ def diagnose(text: "str | bytes | Log") -> list[Diagnosis]:
     return [diagnosis for diagnosis in diagnoses if not _covered(diagnosis.cause.name, names)]
 
 
-def shown_by_a_warning(diagnoses: list[Diagnosis]) -> bool:
-    """Whether lines that did not end the run are all that shows a cause: an error elsewhere is another matter."""
-    return all(_WARNING.search(one.evidence) for one in diagnoses)
+def leaves_an_error(diagnoses: list[Diagnosis], text: "str | bytes | Log") -> bool:
+    """Whether the first real error is to be shown beside the causes, which leave it unexplained.
+
+    They name a symptom only, come from lines that did not end the run, or from ranks that waited for another, whose
+    error stands above.
+    """
+    if all(one.cause.confidence == "possible" or _WARNING.search(one.evidence) for one in diagnoses):
+        return True
+    if not all(one.cause.name in _CONSEQUENCES for one in diagnoses):
+        return False
+    first = first_error(text)
+    return first is not None and first[0] < min(one.line for one in diagnoses)
 
 
 def _covered(name: str, names: set[str]) -> bool:
@@ -136,9 +151,10 @@ def _search_tail(cause: Cause, log: Log) -> Diagnosis | None:
     tail = log.tail(TAIL)
     for index, start in enumerate(tail):
         if match := re.search(cause.pattern, log.line_at(start)):
-            later = map(log.line_at, tail[index + 1 :])
+            later = [log.line_at(after) for after in tail[index + 1 :]]
             # the last error is the cause only if none follows it
-            return None if any(map(_is_error, later)) else _diagnosis(cause, log, start, match)
+            ends = any(map(_is_error, later)) or (cause.unless and any(re.search(cause.unless, line) for line in later))
+            return None if ends else _diagnosis(cause, log, start, match)
     return None
 
 

@@ -89,7 +89,8 @@ def code_line(above: list[str]) -> str:
     """The line of the program that the last frame shows, at most 100 characters; "" where none is shown."""
     for line in reversed(above[-4:]):
         code = re.sub(r"^(?:\[\w+\d*\]:|\(\w+ pid=\d+\))?[\s>│❱|-]*\d*\s*", "", line).strip(" │")
-        if _FRAME.search(line):
+        # a warning's line is no code of this error
+        if _FRAME.search(line) or "Warning: " in line:
             return ""
         if _CODE.search(code) and not re.fullmatch(r"[\s^~]*", code) and not code.startswith("raise "):
             return code if len(code) <= 100 else code[:97] + "..."

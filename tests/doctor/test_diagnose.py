@@ -195,6 +195,36 @@ def test_an_unknown_error_is_shown_beside_a_known_warning(tmp_path: Path) -> Non
     assert "overflow-skipped" in result.output and "the first real error (line 2): ZooError: no zebra" in result.output
 
 
+def test_the_error_of_the_rank_that_others_waited_for_is_shown(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("[rank2]: ZooError: no zebra in shard 3\n[Rank 0] Watchdog caught collective operation timeout: "
+                   "WorkNCCL(SeqNum=88, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600010 ms\n")  # fmt: skip
+    result = CliRunner().invoke(app, ["diagnose", str(log)])
+    assert "nccl-timeout" in result.output and "(line 1): [rank2]: ZooError: no zebra in shard 3" in result.output
+
+
+@pytest.mark.parametrize("log", [
+    "Building extension module fused_adam...\nninja: no work to do.\nLoading extension module fused_adam...\nstep 1",
+    "  Building wheel for flash-attn (setup.py): started\n  Building wheel for flash-attn (setup.py): finished with "
+    "status 'done'\nSuccessfully built flash-attn",
+    "-- Could NOT find NCCL (missing: NCCL_INCLUDE_DIR)\n-- Configuring done",
+    "Runtime error during autotuning: No valid triton configs. OutOfMemoryError: out of resource: triton_mm. Ignoring "
+    "this choice.\nstep 5 loss 3.0",
+])  # fmt: skip
+def test_a_healthy_log_has_no_cause(log: str) -> None:
+    assert diagnose(log) == []
+
+
+def test_a_probe_of_cmake_is_no_error() -> None:
+    assert first_error("-- Performing Test CMAKE_HAVE_LIBC_PTHREAD - Failed\n-- Configuring done") is None
+
+
+def test_a_warning_is_no_line_of_code() -> None:
+    (one,) = diagnose("/opt/te/__init__.py:10: UserWarning: Detected a Jax (found = 2)\n"
+                      "RuntimeError: shape '[2, 8, 128]' is invalid for input of size 1024")  # fmt: skip
+    assert "Jax" not in one.says()
+
+
 @pytest.mark.parametrize(("found", "cuda", "index"), [("11040", "11.4", "cu118"), ("12020", "12.2", "cu126")])
 def test_the_torch_for_an_old_driver(found: str, cuda: str, index: str) -> None:
     (one,) = diagnose(f"RuntimeError: The NVIDIA driver on your system is too old (found version {found}).")

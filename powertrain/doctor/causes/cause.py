@@ -31,6 +31,7 @@ class Cause:
     source: str
     also: str = ""  # a regular expression that some line must match, too
     last: bool = False  # only among the last lines: the log stops there
+    unless: str = ""  # with last: a regular expression that no later line may match, for then it went on
     # certain: the message states it; likely: it is the usual reason; possible: the message names a symptom only
     confidence: Confidence = "certain"
     # further groups, from the pattern's groups and the lines around the match; None: this is not the cause

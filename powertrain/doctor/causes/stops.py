@@ -19,6 +19,7 @@ CAUSES = (
         "进程随即继续",
         "https://github.com/EleutherAI/gpt-neox/issues/1334",
         last=True,
+        unless=r"Loading extension module|Time to load \w+ op|ninja: no work to do",
         confidence="likely",
     ),
     Cause(
@@ -30,6 +31,7 @@ CAUSES = (
         "powertrain build -- <原命令>   # 显示每个文件的时间和内存，且不会耗尽内存",
         _TE + "976",
         last=True,
+        unless=r"finished with status|Created wheel for|Successfully (?:built|installed)",
         confidence="likely",
     ),
 )  # fmt: skip

@@ -37,6 +37,7 @@ _MANIFEST_NAME = "pack.json"
 # bytes of an entry; the largest of ours have less than 2 MiB
 _MOST = 256 << 20
 _MOST_MANIFEST = 16 << 20
+REFUSED = "refused"  # the trouble of a store that other users could have written
 
 
 class Damaged(Exception):
@@ -308,7 +309,7 @@ def user_store() -> Store:
         return store.open()
     except StoreError as error:
         tracing.warn(f"{error}; kernels live in memory only")
-        return Store(Path(os.devnull) / "none", trouble="refused")
+        return Store(Path(os.devnull) / "none", trouble=REFUSED)
 
 
 @cache
