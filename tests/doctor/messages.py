@@ -747,4 +747,18 @@ MESSAGES = [
         "gloo-peer",
         "RuntimeError: Rank 3 failed to pass monitoredBarrier in 1800000 ms",
     ),
+    (
+        "oom-larger-than-gpu",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 GiB. GPU 0 has a total capacity of "
+        "79.11 "
+        "GiB of which 70.00 GiB is free. Including non-PyTorch memory, this process has 9.00 GiB memory in use.",
+    ),
+    (
+        "flash-attention-3-missing",
+        "ModuleNotFoundError: No module named 'flash_attn_interface'",
+    ),
+    (
+        "flash-attention-3-missing",
+        "ModuleNotFoundError: No module named 'flash_attn_3_cuda'",
+    ),
 ]

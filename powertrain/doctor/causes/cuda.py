@@ -25,7 +25,28 @@ def _others(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
 
 _HELD = re.compile(r"(?:Process \d+ has|this process has) ([\d.]+ \wi?B) memory in use")
 
+
+def _larger_than_the_gpu(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    total = groups.get("total") or groups["all"]
+    return {"whole": total} if bytes_of(groups["size"]) > bytes_of(total) else None
+
+
 CAUSES = (
+    Cause(
+        "oom-larger-than-gpu",
+        r"out of memory\. Tried to allocate (?P<size>[\d.]+ \wi?B)(?:\. GPU \d+ has a total capacity of "
+        r"(?P<total>[\d.]+ \wi?B)| \(GPU \d+; (?P<all>[\d.]+ \wi?B) total capacity)",
+        "one tensor of {size} was asked for, and the whole GPU has {whole}: freeing other memory would not help",
+        "the line of code above names it: attention scores of a long sequence (attn_implementation=\"sdpa\", "
+        "powertrain.attention), logits (powertrain.linear_cross_entropy), a mask, or a size that is wrong",
+        "请求了一个 {size} 的张量，而整块 GPU 只有 {whole}：释放其他内存无济于事",
+        "上方的代码行说明是哪个张量：长序列的注意力分数（attn_implementation=\"sdpa\"、powertrain.attention）、logits"
+        "（powertrain.linear_cross_entropy）、mask，或错误的尺寸",
+        "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",
+        confidence="likely",
+        derive=_larger_than_the_gpu,
+        derives=("whole",),
+    ),
     Cause(
         "oom-other-process",
         r"CUDA out of memory\. Tried to allocate (?P<size>[\d.]+ \wi?B)\. GPU \d+ has a total capacity of "

@@ -91,6 +91,17 @@ CAUSES = (
         _TORCH + "135013",
     ),
     Cause(
+        "flash-attention-3-missing",
+        r"No module named '?(?P<module>flash_attn_interface|flash_attn_3(?:_cuda)?|flashattn_hopper_cuda)\b",
+        "{module} is FlashAttention-3's, for Hopper GPUs; pip install flash-attn does not have it",
+        "in flash-attention's source: cd hopper && python setup.py install; or use flash_attn (FlashAttention-2); "
+        "powertrain.compat.flash_attn_interface needs no build",
+        "{module} 属于 FlashAttention-3（Hopper GPU）；pip install flash-attn 不包含它",
+        "在 flash-attention 源码中：cd hopper && python setup.py install；或使用 flash_attn（FlashAttention-2）；"
+        "powertrain.compat.flash_attn_interface 无需编译",
+        "https://github.com/Dao-AILab/flash-attention#flashattention-3-beta-release",
+    ),
+    Cause(
         "softmax-kernels",
         r"No module named '?(?P<module>scaled_\w{1,60}_cuda|fused_rotary_positional_embedding)",
         "{module}, a CUDA extension that GPT-NeoX and older Megatrons compile from their own fused_kernels, and newer "
