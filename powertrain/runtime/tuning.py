@@ -51,7 +51,9 @@ def tunable(measured: str, fields: tuple[str, ...] = ("num_warps",)) -> Callable
             if _tuning:
                 met[name, _key(args)] = default
                 return default._replace(**forced.get(name, {}))
-            changes = tuned(args[-1].name).get(name, {}).get(_key(args))
+            table = tuned(args[-1].name).get(name)
+            # the key of every call would cost host time
+            changes = table.get(_key(args)) if table else None
             return default._replace(**_of_this_release(default, name, changes)) if changes else default
 
         return call  # type: ignore[return-value]
