@@ -49,7 +49,7 @@ _MESSAGES: tuple[tuple[str, str, str], ...] = tuple(
 
 
 def in_english(data: bytes) -> bytes:
-    """A log with these messages in English; its lines stay what they are otherwise."""
+    """The log with these messages replaced by the English ones. All other text, and the number of lines, stays."""
     for part, pattern, english in _MESSAGES:
         if part.encode() in data:
             data = re.sub(pattern.encode(), english.encode(), data)

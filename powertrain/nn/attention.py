@@ -139,7 +139,7 @@ class SelfAttention(nn.Module):
         for name, count in {**given, "sliding_window": sliding_window}.items():
             checks.require(count is None or count >= 1, op, name, "be at least 1", count)
         if sparsity is not None:
-            # neither is part of its mask, nor of what it decodes by
+            # decoding with a sparsity pattern applies neither
             checks.require(not alibi, op, "alibi", "be False with sparsity", alibi)
             checks.require(sliding_window is None, op, "sliding_window", "be None with sparsity", sliding_window)
         if head_dim is None and hidden_size % num_heads:

@@ -69,7 +69,7 @@ class KVCache:
 
 
 def write_behind(rows: Tensor, new: Tensor, lengths: Tensor) -> None:
-    """Write `new` [B, S, ...] behind the first lengths [B] of rows [B, L, ...], in place; what fits not is dropped."""
+    """Write `new` [B, S, ...] behind the first lengths [B] of rows [B, L, ...], in place; what does not fit is lost."""
     if not new.shape[1]:
         return
     # which new one each row takes, if any: the host reads nothing, and nothing is written behind the end

@@ -125,7 +125,7 @@ def test_lists_without_elements_and_in_place() -> None:
     amp_C.multi_tensor_axpby(1, flag, [[empty, x], [empty, x], [empty, x]], 2.0, 1.0, -1)
     assert x.tolist() == [6.0, 6.0]
     amp_C.multi_tensor_novograd(1, flag, [[empty]] * 3, torch.zeros(1), 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.0, 1, 1, 0)
-    # finite inputs: what is written over them does not count
+    # the inputs are finite, the results that replace them are not: only inputs set the flag
     big = torch.full((2,), 1e38)
     amp_C.multi_tensor_scale(1, flag, [[big], [big]], 10.0)
     wide = torch.full((2,), 1e300, dtype=torch.float64)

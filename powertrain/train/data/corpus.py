@@ -94,7 +94,8 @@ def _without_tokens(folder: Path, files: list[Path]) -> list[Path]:
 
 
 def _walked(folder: Path) -> Iterator[Path]:
-    """All that is in a folder; a word on stderr where it is so much that it may be a mistake and takes seconds."""
+    """All entries of a folder and of those within; a warning if there are so many that it takes seconds and may be a
+    mistake."""
     for count, path in enumerate(folder.rglob("*")):
         if count == _MANY:
             tracing.warn(

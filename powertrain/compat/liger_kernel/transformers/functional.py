@@ -431,7 +431,7 @@ def liger_tvd(
 
 
 def _check_rows(op: str, input: Tensor, target: Tensor, labels: Tensor | None) -> None:
-    """Others would be spread over rows or columns without a word."""
+    """Raise ValueError for shapes that PyTorch would broadcast."""
     checks.require(input.dim() > 0, op, "input", "have shape [N, V]", list(input.shape))
     checks.shape(op, "target", target, input.shape, "shape of input")
     checks.shape(op, "shift_labels", labels, input.shape[:-1], "input without its last dim")
@@ -443,7 +443,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _of_kept_rows(x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-    """x, whose rows without a label are 0: what they hold, -inf or NaN too, has no gradient, as in Liger."""
+    """x with zeros in the rows that have no label: those rows get no gradient, even if they hold -inf or NaN."""
     return x if labels is None else x.masked_fill((labels == ignore_index)[..., None], 0.0)
 
 

@@ -29,8 +29,8 @@ def cross_entropy_loss(
     A logit_scale besides 1 makes a float32 copy of the logits.
     Returns (losses, z_losses), [n] float32.
     """
-    # scaled here: the kernel has a softcap but no scale, and one extra pass is what a scale of 1 saves. In float32, as
-    # there: in bfloat16 a logit of 30 would be off by 0.06, and so the loss
+    # scaled here, because the kernel takes a softcap but no scale; a scale of 1 needs no pass. In float32, as
+    # flash-attn does: in bfloat16 a logit of 30 would be off by 0.06, and the loss with it
     scaled = logits if logit_scale == 1.0 else logits.to(acc_dtype(logits.dtype)) * logit_scale
     if process_group is None or process_group.size() == 1:
         losses = cross_entropy(

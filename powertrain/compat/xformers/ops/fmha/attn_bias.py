@@ -261,7 +261,7 @@ class BlockBias(AttentionBias):
 
     def to(self: _Blocks, device: Device) -> _Blocks:
         every = {f.name: getattr(self, f.name) for f in fields(self)}
-        # what is one object for queries and keys stays one: `split` asks for identity
+        # queries and keys may share one object, and share one afterwards: `split` compares them with `is`
         moved = {id(x): x.to(device) for x in every.values() if hasattr(x, "to")}
         return replace(self, **{name: moved[id(x)] for name, x in every.items() if id(x) in moved})
 
