@@ -33,7 +33,9 @@ NAME = "powertrain"
 _OP = "attention"
 _MARK = "_powertrain_mask"
 _STARTS = "starts"  # of a mark: where the sequences of packed rows begin
-_BEYOND_SDPA = frozenset(("softcap", "s_aux", "cu_seq_lens_q", "cache", "head_mask", "output_attentions", "sinks"))
+_BEYOND_SDPA = frozenset((
+    "softcap", "s_aux", "cu_seq_lens_q", "cache", "head_mask", "output_attentions", "sinks", "indices", "block_indices",
+))  # fmt: skip
 _imported: dict[str, Any] = {}  # by `_transformers`
 
 
@@ -127,6 +129,8 @@ def our_forward(
     cache: Any = None,
     head_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **model_arguments: Any,
 ) -> tuple[Tensor, None]:
     """A layer's attention by our op: (out [b, queries, h, dv], None).
@@ -135,10 +139,12 @@ def our_forward(
     h|1, queries, keys], bool (True sees) or added, or [b] lengths of the sequences; position_bias the same, added, with
     its gradient; s_aux [h]. Without a mask, or with lengths, is_causal (else the module's) counts from the top left,
     and sliding_window holds; one query sees every key within it. cu_seq_lens_q, [n + 1], are sequences packed in a
-    batch of 1, which see themselves only.
+    batch of 1, which see themselves only. indices [b, queries, k], beside a mask, are the keys that each query may see.
     A model's other keyword arguments pass through here, as transformers has it, and say nothing about attention.
     """
-    _refuse(output_attentions, cache, head_mask, sinks)
+    _refuse(output_attentions, cache, head_mask, sinks, block_indices)
+    if indices is not None:
+        attention_mask = _among(indices, attention_mask)
     queries = query.shape[2]
     # `**model_arguments` takes the rest: transformers 5 passes whatever the model's forward was given
     marks = getattr(attention_mask, _MARK, None)
@@ -169,7 +175,9 @@ def our_forward(
     return attention(*(x.transpose(1, 2) for x in (query, key, value)), attn_bias=bias, **options), None
 
 
-def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None, sinks: Tensor | None) -> None:
+def _refuse(
+    output_attentions: bool, cache: Any, head_mask: Tensor | None, sinks: Tensor | None, block_indices: Tensor | None
+) -> None:
     # the probabilities that eager attention returns are never in memory here
     if output_attentions:
         unsupported(_OP, "output_attentions", True, 'attn_implementation="eager"')
@@ -181,6 +189,19 @@ def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None, sinks
     # Inkling 2's: one for each query; those of gpt-oss, one a head, come as s_aux
     if sinks is not None:
         unsupported(_OP, "sinks", list(sinks.shape), 'attn_implementation="eager"')
+    # MiniMax-M3's: the size of a block, and which are always seen, are known to its indexer alone
+    if block_indices is not None:
+        unsupported(_OP, "block_indices", list(block_indices.shape), 'attn_implementation="sdpa"')
+
+
+def _among(indices: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask where only the keys of these indices are seen. DeepSeek-V3.2 and its kin put them into the masks of
+    "eager" and "sdpa" by themselves, and leave them to others."""
+    if mask is None or mask.dim() != 4:
+        checks.fail(_OP, "attention_mask", "be [b, h, q, k] beside indices", None if mask is None else list(mask.shape))
+    shape = (*indices.shape[:2], mask.shape[-1])
+    hidden = torch.ones(shape, dtype=torch.bool, device=mask.device).scatter(-1, indices.long(), False)[:, None]
+    return mask & ~hidden if mask.dtype is torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 def _without_mask(

@@ -122,6 +122,42 @@ def test_a_model_that_adds_keys_in_its_layers(padding: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def _chooses_keys(attn_implementation: str) -> Any:
+    """DeepSeek-V3.2: its indexer chooses 3 keys for each query, and gives them to attention as `indices`."""
+    config = transformers.DeepseekV32Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, head_dim=8, n_routed_experts=2, num_experts_per_tok=1, n_group=1,
+        topk_group=1, n_shared_experts=1, first_k_dense_replace=2, index_n_heads=2, index_head_dim=16, index_topk=3,
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config._attn_implementation = attn_implementation
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+@pytest.mark.skipif(settings().interpret, reason="masks are made outside of kernels")
+@pytest.mark.parametrize("device", ["as a GPU", "CPU"])
+@pytest.mark.parametrize("theirs", ["eager", "sdpa"])
+def test_a_model_that_chooses_keys(theirs: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query saw all keys before it."""
+    if device == "CPU":
+        monkeypatch.setattr(implementation, "has_kernels", lambda x: False)
+        monkeypatch.setattr(implementation, "_has_kernels_on", lambda device: False)
+    model, ids = _chooses_keys(theirs), torch.randint(1, 60, (2, 9))
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    with torch.no_grad():
+        expected = model(ids).logits, *model.generate(ids, **options).logits
+        model.set_attn_implementation("powertrain")
+        found = model(ids).logits, *model.generate(ids, **options).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_generate(name: str, cache: str) -> None:
@@ -320,6 +356,9 @@ def test_errors() -> None:
         ({"cache": object()}, "cache = 'object' is not supported"),
         ({"head_mask": torch.ones(4)}, r"head_mask = \[4\] is not supported; nearest: scaling"),
         ({"sinks": torch.ones(2, 4, 5, 1)}, r"sinks = \[2, 4, 5, 1\] is not supported; nearest: attn_implementation="),
+        ({"block_indices": torch.ones(2, 5, 1)}, r"block_indices = \[2, 5, 1\] is not supported; nearest: attn_impl"),
     ]:
         with pytest.raises(NotImplementedError, match=message):
             _layer()(*x, **options)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[b, h, q, k\] beside indices, got None"):
+        _layer()(*x, indices=torch.zeros(2, 5, 1).long())
