@@ -42,11 +42,12 @@ Call = Callable[[], Any]
 
 class Variant(NamedTuple):
     splits: int | None = None  # None: those that are chosen
-    consumers: int | None = None
+    plan: int | None = None  # of `plans_of_few`
+    tile: str = ""
 
     @property
     def name(self) -> str:
-        return "powertrain" if self.splits is None else f"{self.splits} splits, {self.consumers} consumers"
+        return "powertrain" if self.splits is None else f"{self.splits} splits, {self.tile}"
 
 
 def draw(source: random.Random) -> Problem:
@@ -62,16 +63,17 @@ def draw(source: random.Random) -> Problem:
 @contextmanager
 def _planned(variant: Variant, seen: list[Work]) -> Iterator[None]:
     """Calls within have this plan; `seen` gets the work whose number of splits was asked for."""
-    consumers_of_few = plans.consumers_of_few
+    plans_of_few = plans.plans_of_few
 
     def splits_for(work: Work) -> int:
         seen.append(work)
         return num_splits_for(work) if variant.splits is None else variant.splits
 
-    def consumers_for(plan: plans.Plan, sequences: int) -> tuple[int, ...]:
-        return consumers_of_few(plan, sequences) if variant.consumers is None else (variant.consumers,)
+    def plans_for(plan: plans.Plan, rows: int | None = None) -> tuple[plans.Plan, ...]:
+        found = plans_of_few(plan, rows)
+        return found if variant.plan is None else found[variant.plan : variant.plan + 1]
 
-    with patch.object(plans, "num_splits_for", splits_for), patch.object(plans, "consumers_of_few", consumers_for):
+    with patch.object(plans, "num_splits_for", splits_for), patch.object(plans, "plans_of_few", plans_for):
         yield
 
 
@@ -83,13 +85,14 @@ def _launch(problem: Problem, variant: Variant, seen: list[Work]) -> None:
 
 def variants_of(problem: Problem, target: Target) -> list[Variant]:
     found = [Variant()]
-    for consumers in (1, 2, 3) if problem.head_dim <= 64 else (1, 2):
+    plan = plans.plan_for(problem.head_dim, problem.head_dim, 1)
+    for number, each in enumerate(plans.plans_of_few(plan)):
         seen: list[Work] = []
         with record(target):
-            _launch(problem, Variant(1, consumers), seen)
-        work = seen[0]
+            _launch(problem, Variant(1, number), seen)
+        work, tile = seen[0], f"{each.consumers} x {each.warps} warps"
         most = min(max(1, work.blocks // 2), ROUNDS_OF_TILES * work.sms // work.tiles)
-        found += [Variant(splits, consumers) for splits in SPLITS if splits <= most]
+        found += [Variant(splits, number, tile) for splits in SPLITS if splits <= most]
     return found
 
 

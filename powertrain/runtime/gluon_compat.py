@@ -25,8 +25,10 @@ from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
 __all__ = [
+    "address_of",
     "async_copy",
     "await_next_tile",
+    "await_phase",
     "barrier",
     "fence_proxy_async",
     "fetch_next_tile_async",
@@ -47,6 +49,7 @@ __all__ = [
     "tma_store",
     "tma_store_add",
     "trouble",
+    "warpgroup_index",
 ]
 
 tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
@@ -148,6 +151,86 @@ def prefetch(ptr):  # type: ignore[no-untyped-def]
     """Ask for the line at `ptr`, for a later load to find it in the L1; one that may not be read is ignored."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+# Triton sets a barrier of the whole partition between two waits for the same mbarriers. Two warpgroups of one partition
+# that are not to wait for one another wait by these two instead.
+
+
+@gluon.jit
+def address_of(bars):  # type: ignore[no-untyped-def]
+    """Where mbarriers [COUNT, 1] lie, as an address of shared memory, before they are initialized. Gluon does not give
+    it: a mark is stored in the first, and looked for from the end of shared memory on, where Triton puts what is small.
+
+    The mark is removed by an ordinary store. `mbarrier.init` does not remove it for ordinary loads: another call, or
+    the next kernel on the SM, would find it."""
+    MARK: gl.constexpr = 0x5A17C0DE3B9F2E00
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
+    words = reinterpret(bars, gl.int64, [bars.shape[0], 1], plain)
+    words.slice(0, 1).store(gl.full([1, 1], MARK, gl.int64, layout))
+    barrier()
+    address = gl.inline_asm_elementwise(
+        # each warp by itself, 32 words at a time
+        """{
+        .reg .pred none;
+        .reg .b32 at, lane, found;
+        .reg .b64 word;
+        mov.u32 at, global_smem;
+        mov.u32 found, %dynamic_smem_size;
+        add.u32 at, at, found;
+        and.b32 at, at, -8;
+        mov.u32 lane, %laneid;
+        shl.b32 lane, lane, 3;
+        sub.u32 at, at, lane;
+        add.u32 at, at, 248;
+        SEARCH:
+        sub.u32 at, at, 256;
+        ld.shared.b64 word, [at];
+        setp.eq.b64 none, word, $1;
+        vote.sync.ballot.b32 found, none, 0xffffffff;
+        setp.eq.u32 none, found, 0;
+        @none bra.uni SEARCH;
+        bfind.u32 found, found;
+        shfl.sync.idx.b32 $0, at, found, 31, 0xffffffff;
+        }""",
+        "=r,l",
+        [gl.to_tensor(MARK)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    barrier()
+    words.slice(0, 1).store(gl.full([1, 1], 0, gl.int64, layout))
+    barrier()
+    return address
+
+
+@gluon.jit
+def await_phase(address, parity):  # type: ignore[no-untyped-def]
+    """`mbarrier.wait`, by each warp for itself, for the mbarrier at an address of shared memory."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred done;
+        WAIT:
+        mbarrier.try_wait.parity.shared.b64 done, [$1], $2;
+        @!done bra.uni WAIT;
+        mov.b32 $0, 0;
+        }""",
+        "=r,r,r",
+        [address, parity],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def warpgroup_index():  # type: ignore[no-untyped-def]
+    """Of the calling warp, in a CTA: a number that differs between the warpgroups of a partition."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x; shr.u32 $0, $0, 7;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=True, pack=1
     )
 
 

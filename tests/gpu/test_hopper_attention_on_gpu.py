@@ -56,6 +56,12 @@ def _is_taken(config: Config, seed: int) -> bool:
     raise AssertionError("nobody was asked")
 
 
+@pytest.fixture
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 128 rows, where tiles of 64 are faster because all run at once."""
+    monkeypatch.setattr(plans, "_is_faster_in_small_tiles", lambda operands, small, plan: False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_sweep(config: Config) -> None:
@@ -96,6 +102,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("dims", [(64, 64), (72, 80), (128, 128), (96, 128), (192, 128), (160, 136)], ids=str)
 def test_diagonals_from_corner_to_corner(dims: tuple[int, int]) -> None:
     """Of a tile's masked block the first half of the queries see the first half of the keys, and multiply no more."""
@@ -119,6 +126,7 @@ def test_diagonals_from_corner_to_corner(dims: tuple[int, int]) -> None:
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160])
 def test_packed_diagonals_are_those_of_each_sequence(head_dim: int) -> None:
     lengths = [1, 127, 128, 129, 64, 300, 0, 193]
@@ -132,6 +140,13 @@ def test_packed_diagonals_are_those_of_each_sequence(head_dim: int) -> None:
 
 
 FEW = ("causal", "mqa", "window", "softcap", "thd-causal", "causal-d128", "full-d128", "causal-192-128", "causal-d256")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_sweep_in_large_tiles(config: Config) -> None:
+    test_sweep(config)
 
 
 @pytest.mark.slow
@@ -151,6 +166,7 @@ def test_three_consumers(config: Config, monkeypatch: pytest.MonkeyPatch) -> Non
     """The plan of long sequences at head dim 64."""
     plan = plans.plan_for(64, 64, 8192)
     monkeypatch.setattr(plans, "plan_for", lambda d_qk, d_v, queries: plan)
+    monkeypatch.setattr(plans, "_is_faster_in_small_tiles", lambda operands, small, plan: False)
     monkeypatch.setattr(plans, "_three_consumers_are_faster", lambda operands, queries: True)
     test_sweep(config)
 

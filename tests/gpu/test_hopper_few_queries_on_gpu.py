@@ -29,7 +29,7 @@ PLAIN = problems._Plain.name  # registered there
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
 CUTS = (1, 2, 3, 40)  # parts; of the most some are empty
-CONSUMERS = (1, 2)
+CONSUMERS = ((1, 4), (1, 8), (2, 4))  # of so many warps
 
 
 class Case(NamedTuple):
@@ -110,19 +110,18 @@ def _errors(
     return numerics.errors(*three, tensors, backward=backward, slack=20)
 
 
-def _plan(monkeypatch: pytest.MonkeyPatch, cuts: int, consumers: int) -> None:
-    """Few queries have so many parts, and so many consumers where the head dim allows it."""
+def _plan(monkeypatch: pytest.MonkeyPatch, cuts: int, consumers: int, warps: int) -> None:
+    """Few queries have so many parts and consumers."""
     monkeypatch.setattr(plans, "num_splits_for", lambda *sizes: cuts)
-    allowed = plans.consumers_of_few
-    monkeypatch.setattr(plans, "consumers_of_few", lambda plan, _: (min(consumers, max(allowed(plan, 1))),))
+    monkeypatch.setattr(plans, "plans_of_few", lambda plan, *_: (plans.with_consumers(plan, consumers, warps),))
 
 
 @pytest.mark.parametrize("sms", [132, 2])
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("consumers", CONSUMERS)
-def test_sweep(consumers: int, cuts: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("consumers, warps", CONSUMERS)
+def test_sweep(consumers: int, warps: int, cuts: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each CTA with a tile or so, and with many."""
-    _plan(monkeypatch, cuts, consumers)
+    _plan(monkeypatch, cuts, consumers, warps)
     here = replace(Target.of(CUDA), num_sms=sms)
     monkeypatch.setattr(operands, "Target", SimpleNamespace(of=lambda device: here))
     with record() as wanted:
@@ -164,11 +163,15 @@ PACKED = [
 
 
 @pytest.mark.parametrize(
-    "head_dim, consumers", [(64, 1), (64, 2), (64, 3), (128, 1), (128, 2), (192, 1), (256, 1), (256, 2)]
-)
+    "head_dim, consumers, warps",
+    [(64, 1, 4), (64, 2, 4), (64, 3, 4), (64, 1, 8), (128, 1, 4), (128, 2, 4), (128, 1, 8), (192, 1, 8), (256, 1, 4),
+     (256, 2, 4)],
+)  # fmt: skip
 @pytest.mark.parametrize("cuts", CUTS)
-def test_packed_sequences(cuts: int, head_dim: int, consumers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _plan(monkeypatch, cuts, consumers)
+def test_packed_sequences(
+    cuts: int, head_dim: int, consumers: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _plan(monkeypatch, cuts, consumers, warps)
     bad = []
     for n, case in enumerate(PACKED):
         torch.manual_seed(n)
@@ -200,10 +203,12 @@ def test_packed_sequences(cuts: int, head_dim: int, consumers: int, monkeypatch:
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("consumers", CONSUMERS)
+@pytest.mark.parametrize("consumers, warps", CONSUMERS)
 @pytest.mark.parametrize("cuts", CUTS)
-def test_nothing_leaks_from_behind_lengths(cuts: int, consumers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _plan(monkeypatch, cuts, consumers)
+def test_nothing_leaks_from_behind_lengths(
+    cuts: int, consumers: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _plan(monkeypatch, cuts, consumers, warps)
     starts, q_starts = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([0, 700, 700, 1500], [0, 16, 20, 60]))
     used, q_used = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([611, 0, 130], [16, 4, 33]))
     behind, q_behind = torch.ones(1600, dtype=torch.bool, device=CUDA), torch.ones(70, dtype=torch.bool, device=CUDA)

@@ -27,12 +27,15 @@ from tests.ops.attention.machine_code import instructions
 compiled = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 
 
+BATCH = 32  # more tiles of 64 rows than run at once
+
+
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _forward(d_qk: int, d_v: int, length: int, packed: bool = False, **options: Any) -> list[Spec]:
-    q, k, v = (_empty(2, length, 4, d) for d in (d_qk, d_qk, d_v))
+    q, k, v = (_empty(BATCH, length, 4, d) for d in (d_qk, d_qk, d_v))
     with record("sm_90") as wanted:
         if packed:
             starts = _empty(3, dtype=torch.int32)
@@ -57,7 +60,7 @@ PLANS = [
     ((160, 160), 512, False, False, 2),
     ((192, 192), 512, False, True, 2),
     ((128, 128), 513, False, False, 2),
-    ((64, 64), 4150, False, False, 2),
+    ((64, 64), 1058, False, False, 2),
     ((64, 64), 12050, False, False, 3),
     ((80, 80), 150, False, False, 2),
     ((192, 192), 600, False, False, 2),
@@ -149,6 +152,30 @@ def test_products_above_256_are_not_serialised(dims: tuple[int, int], packed: bo
     assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected_d512(spec.constants["P_QK"], p_v)
 
 
+@compiled
+@pytest.mark.parametrize("dims, packed, causal", [((64, 64), False, True), ((192, 128), False, True),
+                                                  ((256, 256), True, False)])  # fmt: skip
+def test_products_of_small_tiles_are_not_serialised(dims: tuple[int, int], packed: bool, causal: bool) -> None:
+    q, k, v = (_empty(2, 200, 4, d) for d in (dims[0], *dims))
+    with record("sm_90") as wanted:
+        if packed:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            varlen_attention(q, k, v, _empty(3, dtype=torch.int32), is_causal=causal, backend="hopper")
+        else:
+            attention(q, k, v, is_causal=causal, backend="hopper")
+    _assert_products(wanted.specs, warps=4)
+
+
+def _assert_products(specs: list[Spec], warps: int) -> None:
+    """Of one consumer of so many warps."""
+    assert specs[0].constants["CONSUMERS"] == 1
+    entry, _ = entry_for(specs[0])
+    assert entry.manifest["launch"]["stack"] <= 128
+    assert entry.manifest["launch"]["num_warps"] == warps + 4
+    code = instructions(entry.members["cubin"])
+    assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected(specs[0].constants)
+
+
 def _few_queries(batch: int, queries: int, keys: int, heads: tuple[int, int] = (32, 8), **options: Any) -> list[Spec]:
     q, k = _empty(batch, queries, heads[0], 128), _empty(batch, keys, heads[1], 128)
     with record("sm_90") as wanted:
@@ -164,19 +191,26 @@ def _packed_and_cut(specs: list[Spec]) -> tuple[int, bool]:
 
 @compiled
 @pytest.mark.parametrize(
-    "batch, queries, heads, cut, consumers",
-    [(2, 16, 4, True, 1), (1, 1, 4, True, 1), (16, 16, 4, False, 1), (8, 64, 2, False, 2), (4, 37, 2, True, 2)],
+    "batch, queries, heads, cut, warps",
+    [(2, 16, 4, True, 4), (1, 1, 4, True, 4), (16, 16, 4, False, 4), (8, 64, 2, False, 8), (4, 37, 2, True, 8)],
 )
 def test_products_of_few_queries_are_not_serialised(
-    batch: int, queries: int, heads: int, cut: bool, consumers: int
+    batch: int, queries: int, heads: int, cut: bool, warps: int
 ) -> None:
     specs = _few_queries(batch, queries, 4096)
     assert _packed_and_cut(specs) == (heads, cut)
-    assert specs[0].constants["CONSUMERS"] == consumers
-    entry, _ = entry_for(specs[0])
-    assert entry.manifest["launch"]["stack"] <= 128
-    code = instructions(entry.members["cubin"])
-    assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected(specs[0].constants)
+    _assert_products(specs, warps)
+
+
+@compiled
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_products_of_shared_code_are_not_serialised(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = plans.with_consumers(plans.plan_for(head_dim, head_dim, 64), 1, warps=8)
+    monkeypatch.setattr(plans, "plans_of_few", lambda plan, *_: (shared,))
+    q, k = (_empty(4, n, 8, head_dim) for n in (64, 4096))
+    with record("sm_90") as wanted:
+        attention(q, k, k, is_causal=True, backend="hopper")
+    _assert_products(wanted.specs, warps=8)
 
 
 @compiled
@@ -192,7 +226,8 @@ def test_what_is_packed_and_cut() -> None:
     assert _packed_and_cut(_few_queries(8, 16, 4096, (37, 1))) == (8, True)  # three are missing in the last tile
     assert _packed_and_cut(_few_queries(64, 16, 200, (37, 1))) == (8, False)  # and leave without a combination
     assert _packed_and_cut(_few_queries(8, 16, 60, (56, 8))) == (7, False)
-    assert _packed_and_cut(_few_queries(8, 64, 64)) == (4, False)  # training: half as many tiles
+    assert _packed_and_cut(_few_queries(64, 64, 64)) == (4, False)  # training: half as many tiles
+    assert _packed_and_cut(_few_queries(8, 64, 64)) == (1, False)  # as many tiles of 64 rows as with four
     assert _packed_and_cut(_few_queries(1, 16, 32768, causal_align="top_left")) == (4, False)  # 16 keys are seen
     assert _packed_and_cut(_few_queries(1, 16, 32768, window_size=(200, -1), is_causal=False, causal_align="top_left"))[
         1
@@ -217,7 +252,7 @@ def test_heads_share_a_tile_where_that_makes_fewer() -> None:
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
     def cuts(tiles: int, blocks: int, rows: int = 2048, keys_bytes: int = 10**7) -> int:
-        return num_splits_for(Work(2, tiles, blocks, 1.55, keys_bytes, rows * 128 * 4, 132, 4.8e12))
+        return num_splits_for(Work(128, tiles, blocks, 1.55, keys_bytes, rows * 128 * 4, 132, 4.8e12))
 
     assert [cuts(tiles, 256) for tiles in (8, 16, 64, 128, 132, 192, 264)] == [16, 8, 2, 1, 1, 2, 1]
     assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 4, 8]
@@ -230,17 +265,37 @@ def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
 
 
 @compiled
-def test_consumers_of_few_queries() -> None:
-    def consumers(batch: int, queries: int, keys: int, heads: int, causal: bool = False) -> int:
+def test_rows_of_tiles_of_few_queries() -> None:
+    def rows(batch: int, queries: int, keys: int, heads: int, causal: bool = False) -> int:
         q, k = (torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
         with record("H200") as wanted:
             attention(q, k, k, is_causal=causal, backend="hopper")
-        return int(wanted.specs[0].constants["CONSUMERS"])
+        entry, _ = entry_for(wanted.specs[0])
+        return 16 * (int(entry.manifest["launch"]["num_warps"]) - 4)
 
-    assert consumers(2, 148, 16384, 16) == 3
-    assert consumers(1, 2000, 8192, 12, causal=True) == 3
-    assert consumers(4, 160, 4096, 16) == consumers(1, 1100, 8192, 12, causal=True) == 2
-    assert consumers(2, 64, 16384, 16) == 1  # each head's queries are one tile of 64
+    assert rows(2, 148, 16384, 16) == 192
+    assert rows(1, 2000, 8192, 12, causal=True) == 192
+    assert rows(4, 160, 4096, 16) == rows(1, 1100, 8192, 12, causal=True) == 128
+    assert rows(2, 64, 16384, 16) == 64  # each head's queries are one tile of 64
+
+
+@compiled
+def test_rows_of_tiles_where_few_run_at_once() -> None:
+    def rows(batch: int, queries: int, heads: int, causal: bool, packed: bool = False) -> int:
+        q = _empty(batch * queries, heads, 128) if packed else _empty(batch, queries, heads, 128)
+        with record("H200") as wanted:
+            if packed:
+                varlen_attention(q, q, q, _empty(batch + 1, dtype=torch.int32), is_causal=causal, backend="hopper")
+            else:
+                attention(q, q, q, is_causal=causal, backend="hopper")
+        return 64 * int(wanted.specs[0].constants["CONSUMERS"])
+
+    assert rows(1, 128, 32, causal=False) == rows(1, 128, 32, causal=True) == 64
+    assert rows(1, 300, 32, causal=True) == 64 and rows(1, 300, 32, causal=False) == 128
+    assert rows(32, 31, 12, causal=False) == 64  # as few tiles of 64 rows
+    assert rows(32, 31, 12, causal=False, packed=True) == 128  # a sequence may have 900 of the queries
+    assert rows(4, 64, 12, causal=False, packed=True) == 64
+    assert rows(1, 1300, 8, causal=False) == rows(2, 739, 28, causal=True) == 128
 
 
 @compiled
@@ -285,8 +340,8 @@ def test_two_slots_of_queries_are_refused_where_two_loops_read_them(monkeypatch:
         entry_for(spec)
 
 
-def _first_block(queries: int, keys: int, **options: Any) -> str:
-    q, k = _empty(2, queries, 4, 128), _empty(2, keys, 4, 128)
+def _first_block(queries: int, keys: int, batch: int = BATCH, **options: Any) -> str:
+    q, k = _empty(batch, queries, 4, 128), _empty(batch, keys, 4, 128)
     with record("sm_90") as wanted:
         attention(q, k, k, backend="hopper", **{"is_causal": True} | options)
     # the combination of parts may follow
@@ -299,7 +354,7 @@ def _aligned(queries: int, keys: int, **options: Any) -> bool:
 
 @compiled
 def test_last_blocks_of_half_the_keys() -> None:
-    lengths = torch.empty(2, dtype=torch.int32, device=META)
+    lengths = torch.empty(BATCH, dtype=torch.int32, device=META)
     full = {"is_causal": False}
     assert [_first_block(300, keys, **full) for keys in (256, 257, 320, 321, 384)] == [
         "any",
@@ -314,12 +369,12 @@ def test_last_blocks_of_half_the_keys() -> None:
         == "any"
     )
     # keys in parts, whose first blocks are any
-    assert _first_block(16, 32769, **full) == "any"
+    assert _first_block(16, 32769, batch=2, **full) == "any"
 
 
 @compiled
 def test_diagonals_from_corner_to_corner() -> None:
-    lengths = torch.empty(2, dtype=torch.int32, device=META)
+    lengths = torch.empty(BATCH, dtype=torch.int32, device=META)
     assert _aligned(300, 300) and _aligned(300, 300, causal_align="top_left")
     assert _aligned(300, 556) and not _aligned(300, 557) and not _aligned(300, 430)
     assert _aligned(428, 300) and not _aligned(429, 300)
@@ -332,7 +387,7 @@ def test_diagonals_from_corner_to_corner() -> None:
 @compiled
 def test_packed_diagonals_are_aligned_where_queries_and_keys_have_the_same_lengths() -> None:
     starts, others = (_empty(3, dtype=torch.int32) for _ in range(2))
-    x = _empty(600, 4, 128)
+    x = _empty(30000, 4, 128)
 
     def aligned(key: Tensor = x, **options: Any) -> bool:
         with record("sm_90") as wanted:
@@ -341,7 +396,7 @@ def test_packed_diagonals_are_aligned_where_queries_and_keys_have_the_same_lengt
         return bool(spec.constants["FIRST_BLOCK"] == "diagonal")
 
     assert aligned() and aligned(cu_seqlens_q_padded=others, cu_seqlens_k_padded=others)
-    assert not aligned(_empty(700, 4, 128))  # where lengths beyond the queries' room would differ
+    assert not aligned(_empty(30100, 4, 128))  # where lengths beyond the queries' room would differ
     assert not aligned(cu_seqlens_k=others) and not aligned(seqused_q=_empty(2, dtype=torch.int32))
 
 
@@ -355,8 +410,8 @@ def test_packed_diagonals_are_aligned_where_queries_and_keys_have_the_same_lengt
         {"softcap": 30.0},
         {"alibi_slopes": torch.empty(4, device=META)},
         {"sinks": torch.empty(4, device=META)},
-        {"seqused_k": torch.empty(2, dtype=torch.int32, device=META)},
-        {"seqused_q": torch.empty(2, dtype=torch.int32, device=META)},
+        {"seqused_k": torch.empty(BATCH, dtype=torch.int32, device=META)},
+        {"seqused_q": torch.empty(BATCH, dtype=torch.int32, device=META)},
         {"layout": "sbhd"},
     ],
     ids=lambda options: "-".join(options),

@@ -59,6 +59,7 @@ from powertrain.ops.attention.hopper.primitives import (
     Lengths,
     Window,
     alloc_mbarriers,
+    alloc_mbarriers_at,
     alloc_pipeline_stages,
     int32,
 )
@@ -67,13 +68,8 @@ from powertrain.ops.attention.operands import Operand, Operands
 from powertrain.ops.attention.triton.launch_arguments import alibi_kind
 from powertrain.ops.attention.triton.sequences import SMALL
 from powertrain.ops.early_start import starts_early
-from powertrain.runtime.gluon_compat import (
-    gl,
-    hopper,
-)
+from powertrain.runtime.gluon_compat import gl, hopper
 from powertrain.runtime.launch import gluon_kernel
-
-_ROWS = gl.constexpr(64)  # of queries, that a consumer has of a tile
 
 
 @gluon_kernel(archs=(90,), unaligned=SMALL)
@@ -106,6 +102,7 @@ def _hopper_attention_fwd_kernel(
         D[1],
         Q_HELD,
         CONSUMERS,
+        CONSUMERS * gl.num_warps() // 4,
         TAKES_TURNS,
         HEADS_PER_TILE,
         PAGE_SIZE,
@@ -113,7 +110,7 @@ def _hopper_attention_fwd_kernel(
         k_starts_ptr is not None,
         list_ptr is not None,
     )
-    ROWS: gl.constexpr = _ROWS
+    ROWS: gl.constexpr = 16 * gl.num_warps()  # of queries, that a consumer has of a tile
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
     gl.static_assert(Q_SLOTS == 1 or Q_HELD or FIRST_BLOCK != "any", "Q_SLOTS must be 1 where q is read in two loops")
     q_smem = ()
@@ -131,14 +128,20 @@ def _hopper_attention_fwd_kernel(
     FIELDS: gl.constexpr = LISTED_FIELDS if list_ptr is not None else TILE_FIELDS
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], tile_layout)
     q_full = alloc_mbarriers(CONSUMERS * Q_SLOTS, 1)
-    k_full = alloc_mbarriers(STAGES, 1)
-    v_full = alloc_mbarriers(STAGES, 1)
+    k_at = None
+    v_at = None
+    if CONFIG.warpgroups == CONFIG.consumers:
+        k_full = alloc_mbarriers(STAGES, 1)
+        v_full = alloc_mbarriers(STAGES, 1)
+    else:
+        k_full, k_at = alloc_mbarriers_at(STAGES, 1)
+        v_full, v_at = alloc_mbarriers_at(STAGES, 1)
     tile_full = alloc_mbarriers(2, 1)
     # each consumer says when it has read a descriptor
     tile_empty = alloc_mbarriers(2, CONSUMERS)
     hopper.fence_async_shared()
     buffers = ForwardBuffers(q_smem, k_smem, v_smem)
-    sync = ForwardSync(tile_smem, q_full, k_full, v_full, tile_full, tile_empty)
+    sync = ForwardSync(tile_smem, q_full, k_full, v_full, tile_full, tile_empty, k_at, v_at)
 
     # int64 where a stride needs it
     batch, queries, keys, kv_heads = int32(batch), int32(queries), int32(keys), int32(kv_heads)
@@ -227,9 +230,9 @@ def launch_forward(
     into = _results_of(operands, plan, listed, out, lse, o)
     queries = queries_of(operands, q, operands.d_qk)
     if plan.heads_per_tile == 1:
-        q_maps = rows_maps(queries, _ROWS.value, plan.p_qk)
+        q_maps = rows_maps(queries, plan.rows, plan.p_qk)
     else:
-        q_maps = packed_maps(queries, _ROWS.value, plan.p_qk, plan.heads_per_tile)
+        q_maps = packed_maps(queries, plan.rows, plan.p_qk, plan.heads_per_tile)
     k_maps, v_maps = _keys_maps(operands, plan, page_table is not None, listed is not None)
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
@@ -246,7 +249,7 @@ def launch_forward(
         Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, TAKES_TURNS=plan.takes_turns, HEADS_PER_TILE=plan.heads_per_tile,
         SPLIT_KV=listed is None and plan.num_splits > 1, FIRST_BLOCK=first_block,
         PAGE_SIZE=0 if page_table is None else k.tensor.shape[1], STARTS_EARLY=starts_early(operands.target),
-        num_warps=4,
+        num_warps=plan.warps,
     )  # fmt: skip
     if listed is not None and into.partial is not None:
         partial, partial_lse = results_in(into.partial, plan.queries * plan.heads_per_tile)
@@ -267,7 +270,7 @@ def _results_of(
     parts = tuple(columns // plan.store_parts for columns in plan.p_v)
     # a box of more heads than share keys would reach into the next kv head's
     none: MaybeMaps = (None, None)
-    maps = none if plan.partial else results_maps(operands, o, _ROWS.value, parts, plan.heads_per_tile)
+    maps = none if plan.partial else results_maps(operands, o, plan.rows, parts, plan.heads_per_tile)
     partial = None
     if listed is not None:
         rows = plan.queries * plan.heads_per_tile
@@ -307,7 +310,8 @@ def _last_keys_fill_half(operands: Operands, plan: Plan) -> bool:
 def _diagonals_are_aligned(operands: Operands, plan: Plan) -> bool:
     """Whether each tile has one block with hidden scores, whose diagonal goes from corner to corner."""
     args = operands.args
-    if plan.heads_per_tile > 1 or args.right != 0 or (plan.block_m, plan.block_n) != (128, 128):
+    # the first consumer has the first half of the queries
+    if plan.heads_per_tile > 1 or plan.warps > 4 or args.right != 0 or (plan.block_m, plan.block_n) != (128, 128):
         return False
     if args.query_starts is not args.key_starts or args.query_used is not args.key_used:
         return False

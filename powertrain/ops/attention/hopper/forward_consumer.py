@@ -38,6 +38,7 @@ from powertrain.ops.attention.hopper.softmax import (
 from powertrain.ops.attention.triton.scores import ScoreScale
 from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
+    await_phase,
     barrier,
     gl,
     gluon,
@@ -46,7 +47,39 @@ from powertrain.runtime.gluon_compat import (
     named_barrier_arrive,
     named_barrier_sync,
     tma,
+    warpgroup_index,
 )
+
+
+@gluon.jit
+def _await_keys(at, sync, CONFIG: gl.constexpr):
+    """Until block number `at` of keys is there."""
+    STAGES: gl.constexpr = sync.k_full.shape[0]
+    stage = at & (STAGES - 1)
+    if CONFIG.warpgroups > CONFIG.consumers:
+        await_phase(sync.k_at + 8 * stage, phase_parity(at, STAGES))
+    else:
+        mbarrier.wait(sync.k_full.index(stage), phase_parity(at, STAGES))
+
+
+@gluon.jit
+def _await_values(at, sync, CONFIG: gl.constexpr):
+    """The same of its values."""
+    STAGES: gl.constexpr = sync.v_full.shape[0]
+    stage = at & (STAGES - 1)
+    if CONFIG.warpgroups > CONFIG.consumers:
+        await_phase(sync.v_at + 8 * stage, phase_parity(at, STAGES))
+    else:
+        mbarrier.wait(sync.v_full.index(stage), phase_parity(at, STAGES))
+
+
+@gluon.jit
+def _place_of(CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """Whose turn the calling warpgroup has."""
+    place = CONSUMER
+    if CONFIG.warpgroups > CONFIG.consumers:
+        place = warpgroup_index()
+    return place
 
 
 @gluon.jit
@@ -77,7 +110,7 @@ def _queries_at(slot, q_smem):
 def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
     """q kᵀ under way for the first KEYS of a block: [rows, keys]. q: pieces of its channels, as k's are, in shared
     memory or in registers."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
     ROWS: gl.constexpr = q[0].shape[0]
     s = gl.zeros([ROWS, KEYS], gl.float32, layout)
     k = _first_rows(k_smem[0].index(stage), KEYS)  # [KEYS, PIECE]
@@ -92,7 +125,7 @@ def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
 @gluon.jit
 def _no_results(v_smem, ROWS: gl.constexpr):
     COLS: gl.constexpr = v_smem.shape[2]
-    return gl.zeros([ROWS, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
+    return gl.zeros([ROWS, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLS, 16]))
 
 
 @gluon.jit
@@ -135,28 +168,29 @@ def _step(
     CONFIG: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Block number `at`: its scores and its weights, beside the product of the block before."""
-    k_smem, v_smem, k_full, v_full = buffers.k, buffers.v, sync.k_full, sync.v_full
-    CONSUMERS: gl.constexpr = CONFIG.consumers
+    k_smem, v_smem, v_full = buffers.k, buffers.v, sync.v_full
     STAGES: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = v_smem[0].shape[1]
     dtype: gl.constexpr = v_smem[0].dtype
     stage = at & (STAGES - 1)
     last = (at - 1) & (STAGES - 1)
     p, v = _value_operands(o, weights, v_smem, last)
-    mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
-    # consumers take turns at the tensor cores: one's exponentials beside another's products
+    _await_keys(at, sync, CONFIG)
+    # warpgroups take turns at the tensor cores: one's exponentials beside another's products
+    place = _place_of(CONFIG, CONSUMER)
     if CONFIG.takes_turns and not MASKED:
-        named_barrier_sync(TURN + CONSUMER, 256)
+        named_barrier_sync(TURN + place, 256)
     # two products are under way: the exponentials of this block run beside the product of the one before
     s_later = _times_keys(q, k_smem, stage, BLOCK_N)  # [64, BLOCK_N]
-    mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
+    _await_values(at - 1, sync, CONFIG)
     o_later = _add_values(p, v, o)
     if CONFIG.takes_turns and not MASKED:
-        named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
-    barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
+        named_barrier_arrive(TURN + (place + 1) % CONFIG.warpgroups, 256)
+    if CONFIG.warpgroups == CONFIG.consumers:
+        barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
     s = hopper.warpgroup_mma_wait(len(v_smem), deps=[s_later])
     # s is complete, so k is no longer read: no need to wait for o
-    give_back(KEYS_FREE, stage, CONSUMERS)
+    give_back(KEYS_FREE, stage, CONFIG.warpgroups)
     s = apply_softcap_alibi(
         s, start, scores.positions, scores.factors, scores.slope, scores.p_first, CONFIG.has_softcap, CONFIG.alibi
     )
@@ -176,7 +210,7 @@ def _step(
     weights = to_p16(weights, dtype)
     # behind the exponentials, which need no o
     o = _added(o_later, p, 0)
-    give_back(VALUES_FREE, last, CONSUMERS)
+    give_back(VALUES_FREE, last, CONFIG.warpgroups)
     if CONFIG.ragged and MASKED:
         if start + BLOCK_N > scores.k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(at, STAGES))
@@ -230,7 +264,7 @@ def _other_blocks(
     begin, end, full_end, at_right, masked = blocks
     ROWS: gl.constexpr = buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = buffers.v[0].shape[1]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     done = gl.to_tensor(1)
     if HALF:
@@ -265,7 +299,7 @@ def _other_blocks(
 def _first_scores(visited, taken, buffers, sync, FIRST_N: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
     """The head of tile number `taken`, or -1, and the scores of its first block, number `visited`, under way: unused
     after the last tile."""
-    tile_smem, q_full, k_full, _, tile_full, _ = sync
+    tile_smem, q_full, tile_full = sync.tile, sync.q_full, sync.tile_full
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = buffers.k[0].shape[0]
     pair = taken & 1
@@ -275,7 +309,7 @@ def _first_scores(visited, taken, buffers, sync, FIRST_N: gl.constexpr, CONFIG: 
     slot = _slot_of(pair, buffers.q, CONSUMERS, CONSUMER)
     if head >= 0:
         mbarrier.wait(q_full.index(slot), phase_parity(taken, buffers.q[0].shape[0] // CONSUMERS))
-        mbarrier.wait(k_full.index(stage), phase_parity(visited, STAGES))
+        _await_keys(visited, sync, CONFIG)
     return head, _times_keys(_queries_at(slot, buffers.q), buffers.k, stage, FIRST_N)  # [64, FIRST_N]
 
 
@@ -305,7 +339,7 @@ def _pass_tile(
     pair = taken & 1
     _, _, _, blocks = keys_of_tile(pair, sync.tile, sizes.num_splits, window, QUERIES, BLOCK_N, CONFIG)
     begin, end, _, _, masked = blocks
-    give_back(KEYS_FREE, visited & (STAGES - 1), CONSUMERS)
+    give_back(KEYS_FREE, visited & (STAGES - 1), CONFIG.warpgroups)
     for n in range(1, end - begin):
         at = visited + n
         stage = at & (STAGES - 1)
@@ -317,12 +351,12 @@ def _pass_tile(
                 named_barrier_sync(TURN + CONSUMER, 256)
                 named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
         mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
-        give_back(KEYS_FREE, stage, CONSUMERS)
-        give_back(VALUES_FREE, last, CONSUMERS)
+        give_back(KEYS_FREE, stage, CONFIG.warpgroups)
+        give_back(VALUES_FREE, last, CONFIG.warpgroups)
     visited += end - begin
     last = (visited - 1) & (STAGES - 1)
     mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
-    give_back(VALUES_FREE, last, CONSUMERS)
+    give_back(VALUES_FREE, last, CONFIG.warpgroups)
     mbarrier.arrive(sync.tile_empty.index(pair), count=1)
     taken += 1
     head, s = _first_scores(visited, taken, buffers, sync, FIRST_N, CONFIG, CONSUMER)
@@ -348,7 +382,7 @@ def _consume_tile(
     ROWS: gl.constexpr = q_smem[0].shape[1]
     QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE  # of a consumer
     FIRST_N: gl.constexpr = s.shape[1]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     pair = taken & 1
     first, offset, k_len, blocks = keys_of_tile(
@@ -370,7 +404,7 @@ def _consume_tile(
         slope = gl.load(results.slopes + b * strides.slopes + head, mask=b < batch, other=0.0) * LOG2E
     scores = Scores(positions, row + offset, k_len, window, factors, factor, slope)
 
-    give_back(KEYS_FREE, visited & (STAGES - 1), CONSUMERS)
+    give_back(KEYS_FREE, visited & (STAGES - 1), CONFIG.warpgroups)
     start = block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
     o, m, l, weights = _first_block(s, visited, start, masked, scores, v_smem, v_full, CONFIG)  # noqa: E741
     o, m, l, weights = _other_blocks(  # noqa: E741
@@ -378,7 +412,7 @@ def _consume_tile(
     )
     visited += end - begin
     last = (visited - 1) & (STAGES - 1)
-    mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
+    _await_values(visited - 1, sync, CONFIG)
     p, v = _value_operands(o, weights, v_smem, last)
     o_later = _add_values(p, v, o)
 
@@ -412,7 +446,7 @@ def _consume_tile(
     lse = gl.where(i < rows.q_len, lse, MINUS_INF)
     store_lse(lse, i, lane, rows, results, sizes, storage, CONFIG, CONSUMER)
     o = _added(o_later, p, len(k_smem))
-    give_back(VALUES_FREE, last, CONSUMERS)
+    give_back(VALUES_FREE, last, CONFIG.warpgroups)
     store_rows(o, inverse, i, rows, o_desc, o_smem, results, sizes, storage, strides, CONFIG, CONSUMER)
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
     return visited, taken, next_head, s
@@ -426,8 +460,7 @@ def consume(
     """A consumer warpgroup: 64 rows of every tile of this CTA."""
     await_kernel_before(CONFIG.starts_early)
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    tile_smem, q_full, k_full, tile_full = sync.tile, sync.q_full, sync.k_full, sync.tile_full
-    CONSUMERS: gl.constexpr = CONFIG.consumers
+    tile_smem, q_full, tile_full = sync.tile, sync.q_full, sync.tile_full
     BLOCK_N: gl.constexpr = v_smem[0].shape[1]
     # of a diagonal block, the first half of the queries see the first half of the keys
     HALF: gl.constexpr = CONFIG.first_block == "half" or (CONFIG.first_block == "diagonal" and CONSUMER == 0)
@@ -445,14 +478,15 @@ def consume(
 
     visited = gl.to_tensor(0)
     taken = gl.to_tensor(0)
-    if CONFIG.takes_turns and CONSUMER == CONSUMERS - 1:
-        # consumer 0 begins: its turn is passed on once ahead of the loop
-        named_barrier_arrive(TURN, 256)
+    if CONFIG.takes_turns:
+        # the first begins: its turn is passed on once ahead of the loop
+        if _place_of(CONFIG, CONSUMER) == CONFIG.warpgroups - 1:
+            named_barrier_arrive(TURN, 256)
     mbarrier.wait(tile_full.index(0), 0)
     head = read_tile_field(tile_smem, 0, TILE_HEAD)
     if head >= 0:
         mbarrier.wait(q_full.index(CONSUMER), 0)
-        mbarrier.wait(k_full.index(0), 0)
+        _await_keys(visited, sync, CONFIG)
     s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)  # [64, FIRST_N]
     barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])

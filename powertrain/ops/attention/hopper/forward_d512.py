@@ -66,8 +66,8 @@ def _hopper_attention_fwd_d512_kernel(
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
     CONFIG: gl.constexpr = ForwardConfig(
-        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, "any", PACKED, RAGGED, D[0], D[1], False, 2, False, 1, 0, STARTS_EARLY,
-        PACKED, False,
+        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, "any", PACKED, RAGGED, D[0], D[1], False, 2, 2, False, 1, 0,
+        STARTS_EARLY, PACKED, False,
     )  # fmt: skip
     ROWS: gl.constexpr = _ROWS
     COLS: gl.constexpr = _COLS

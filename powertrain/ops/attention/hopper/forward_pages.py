@@ -17,7 +17,7 @@ from torch import Tensor
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import TileList
 from powertrain.ops.attention.hopper.forward import launch_forward
-from powertrain.ops.attention.hopper.plans import Plan, heads_per_tile_for, plan_for, work_of
+from powertrain.ops.attention.hopper.plans import Plan, heads_per_tile_for, plan_for, with_consumers, work_of
 from powertrain.ops.attention.hopper.splits import num_splits_for
 from powertrain.ops.attention.operands import Heads, OpArguments, Operand, Operands
 from powertrain.runtime import checks, gluon_compat
@@ -146,6 +146,11 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
     heads = operands.heads
     mean = max(1, operands.queries // operands.batch) if operands.is_packed else operands.queries
     plan = plan_for(operands.d_qk, operands.d_v, max_queries)
+    if max(operands.d_qk, operands.d_v) > 64:
+        # warpgroups that share their code: us, one H200, with two consumers and so: 100 chunks of 20 to 600 queries
+        # beside 2600 keys H28/4 1018, 954; 32 chunks of 256 H32/8 2054, 1999; 32 single tokens 347, 342. But 4 chunks
+        # of 512 beside 28 tokens 436, 464: a consumer without rows passes a tile
+        plan = with_consumers(plan, 1, warps=8)
     # a tile has one slope
     if operands.args.slopes is not None:
         return plan

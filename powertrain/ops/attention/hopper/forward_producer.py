@@ -36,9 +36,9 @@ from powertrain.runtime.gluon_compat import (
 
 
 @gluon.jit
-def take_stage(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
+def take_stage(first: gl.constexpr, stage, WARPGROUPS: gl.constexpr):
     """By the loader, once for each round of a stage but the first."""
-    named_barrier_sync(first + stage, 32 + 128 * CONSUMERS)
+    named_barrier_sync(first + stage, 32 + 128 * WARPGROUPS)
 
 
 @gluon.jit
@@ -116,7 +116,7 @@ def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, k_len, pages, CO
     BYTES: gl.constexpr = v_smem[0].shape[1] * COLS * v_smem[0].dtype.primitive_bitwidth // 8
     stage = (at - 1) & (STAGES - 1)
     if at > STAGES:
-        take_stage(VALUES_FREE, stage, CONFIG.consumers)
+        take_stage(VALUES_FREE, stage, CONFIG.warpgroups)
     bar = v_full.index(stage)
     mbarrier.expect(bar, BYTES)
     _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
@@ -197,7 +197,7 @@ def _load_blocks(
         # k's stage: the consumers gave it back at a numbered barrier, for in Triton 3.6 an arrival at an mbarrier
         # is a barrier of the whole warpgroup
         if emptied <= at:
-            take_stage(KEYS_FREE, stage, CONSUMERS)
+            take_stage(KEYS_FREE, stage, CONFIG.warpgroups)
             emptied += 1
         bar = k_full.index(stage)
         mbarrier.expect(bar, K_BYTES)
@@ -206,7 +206,7 @@ def _load_blocks(
             if Q_SLOTS == 1:
                 # who has given back the last block of keys has done with the queries
                 while emptied < at + STAGES:
-                    take_stage(KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
+                    take_stage(KEYS_FREE, emptied & (STAGES - 1), CONFIG.warpgroups)
                     emptied += 1
                 _load_queries(q_desc, q_smem, q_full, b_at, head, q_row, 0, CONSUMERS, HEADS_PER_TILE)
         else:

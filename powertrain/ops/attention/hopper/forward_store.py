@@ -177,7 +177,7 @@ def parts_of(o, STORE_PARTS: gl.constexpr):
     else:
         ROWS: gl.constexpr = o.shape[0]
         COLS: gl.constexpr = o.shape[1]
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS // 2, 16])
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLS // 2, 16])
         left, right = o.reshape([ROWS, 2, COLS // 2]).permute(0, 2, 1).split()
         parts = parts_of(gl.convert_layout(left, layout), STORE_PARTS // 2)
         parts += parts_of(gl.convert_layout(right, layout), STORE_PARTS // 2)
@@ -254,7 +254,7 @@ def _copy_out(o_smem, base, rows, first, stride, stride_h, D: gl.constexpr, HEAD
     ROWS: gl.constexpr = o_smem.shape[0]
     COLS: gl.constexpr = o_smem.shape[1]
     WIDTH: gl.constexpr = min(COLS, 64)
-    HEIGHT: gl.constexpr = 16
+    HEIGHT: gl.constexpr = 4 * gl.num_warps()
     # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
     swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], o_smem.dtype)
     pieces = reinterpret(o_smem, o_smem.dtype, [COLS // WIDTH * ROWS // HEIGHT, HEIGHT, WIDTH], swizzle)
@@ -280,7 +280,7 @@ def _copy_piece(
 ):  # fmt: skip
     HEIGHT: gl.constexpr = pieces.shape[1]
     WIDTH: gl.constexpr = pieces.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = piece * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
     c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     query = query_of(r, HEADS_PER_TILE)

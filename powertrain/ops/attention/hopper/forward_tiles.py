@@ -49,8 +49,9 @@ class ForwardConfig(NamedTuple):
     d_qk: int
     d_v: int
     q_held: bool  # queries are read from registers
-    consumers: int  # warpgroups, 64 rows each
-    takes_turns: bool  # consumers issue their products in a fixed order
+    consumers: int  # partitions of warps, each with code of its own
+    warpgroups: int  # of all consumers, 64 rows each: as many, or two of one consumer
+    takes_turns: bool  # warpgroups issue their products in a fixed order
     heads_per_tile: int  # heads that share keys in one tile
     page_size: int  # keys of a page, a multiple of 16; 0: keys do not lie in pages
     starts_early: bool  # jobs wait for the kernel before
@@ -122,6 +123,8 @@ class ForwardSync(NamedTuple):
     v_full: Any
     tile_full: Any
     tile_empty: Any
+    k_at: Any  # addresses of k_full and v_full where one consumer has two warpgroups; else None
+    v_at: Any
 
 
 class Scores(NamedTuple):
@@ -238,9 +241,9 @@ def phase_parity(count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def give_back(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
+def give_back(first: gl.constexpr, stage, WARPGROUPS: gl.constexpr):
     """By each warp of the consumers, once for each round of a stage: who takes it meets them all."""
-    named_barrier_arrive(first + stage, 32 + 128 * CONSUMERS)
+    named_barrier_arrive(first + stage, 32 + 128 * WARPGROUPS)
 
 
 @gluon.jit
@@ -270,7 +273,7 @@ def clear_behind(v_smem, count):
     """Zeros in the rows of v [rows, columns] from `count`, less than all, on."""
     GROUPS: gl.constexpr = v_smem.shape[0] // 8
     WIDTH: gl.constexpr = min(v_smem.shape[1], 64)
-    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, 8, gl.SliceLayout(1, layout))
     for panel in gl.static_range(v_smem.shape[1] // WIDTH):
         cleared = count // 8

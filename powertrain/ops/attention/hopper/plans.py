@@ -16,7 +16,8 @@ class Plan(NamedTuple):
     p_v: tuple[int, ...]  # of that of values
     block_n: int = 128
     stages: int = 2
-    consumers: int = 2  # warpgroups, 64 rows each
+    consumers: int = 2  # partitions of warps, each with code of its own
+    warps: int = 4  # of a consumer, 16 rows each
     store_parts: int = 1  # parts in which results leave
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
@@ -32,12 +33,17 @@ class Plan(NamedTuple):
 
     @property
     def block_m(self) -> int:
-        return 64 if self.splits_columns else 64 * self.consumers
+        return self.rows if self.splits_columns else self.rows * self.consumers
+
+    @property
+    def rows(self) -> int:
+        """Of a consumer."""
+        return 16 * self.warps
 
     @property
     def queries(self) -> int:
-        """Of a tile."""
-        return _queries_of(self.block_m, self.heads_per_tile)
+        """Of a tile: a consumer's rows hold whole queries."""
+        return self.rows // self.heads_per_tile * (self.block_m // self.rows)
 
     def groups_of(self, heads: Heads) -> int:
         """Heads that share tiles, of all kv heads."""
@@ -76,13 +82,15 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     return Plan((256,), p_v, block_n=64, store_parts=p_v[0] // 64, q_slots=1, q_held=False)
 
 
-def with_consumers(plan: Plan, consumers: int) -> Plan:
-    """A plan of head dims to 256 with one consumer or two, or to 64 with three."""
+def with_consumers(plan: Plan, consumers: int, warps: int = 4) -> Plan:
+    """A plan of head dims to 256 with one consumer or two, or to 64 with three. One of 8 warps has two warpgroups."""
     if max(sum(plan.p_qk), sum(plan.p_v)) <= 64:
         plan = Plan(plan.p_qk, plan.p_v, stages=4)
         if consumers == 3:
             return plan._replace(consumers=3, stages=2, q_slots=1, q_held=False)
-    return plan._replace(consumers=consumers, takes_turns=plan.takes_turns and consumers > 1)
+    # warpgroups that share their code stay in step without turns: D192 B1 S509 beside 5417 keys H32/8 137 us, 109 with
+    takes_turns = warps > 4 or (plan.takes_turns and consumers > 1)
+    return plan._replace(consumers=consumers, warps=warps, takes_turns=takes_turns)
 
 
 def _three_consumers_are_faster(operands: Operands, queries: int) -> bool:
@@ -180,37 +188,68 @@ def plan_of(operands: Operands) -> Plan:
     # of packed sequences on average
     queries, keys = max(1, operands.queries // sequences), max(1, operands.keys // sequences)
     plan = plan_for(operands.d_qk, operands.d_v, queries)
-    is_few = 4 * queries <= keys
-    if is_few and not plan.splits_columns:
+    if plan.splits_columns:
+        return plan
+    if 4 * queries <= keys:
         return _fastest_of_few(operands, plan, sequences, queries, keys)
     is_full = operands.args.left < 0 and operands.args.right < 0
     if max(operands.d_qk, operands.d_v) <= 64 and not operands.is_packed and is_full:
         plan = with_consumers(plan, 3 if _three_consumers_are_faster(operands, queries) else 2)
-    return _sharing_heads(operands, plan, sequences, queries, is_few)
+    small = _sharing_heads(operands, with_consumers(plan, 1), sequences, queries, is_few=False)
+    plan = _sharing_heads(operands, plan, sequences, queries, is_few=False)
+    return small if _is_faster_in_small_tiles(operands, small, plan) else plan
 
 
-def consumers_of_few(plan: Plan, sequences: int) -> tuple[int, ...]:
-    """The numbers of consumers that few queries may have. Packed sequences whose lengths are not known may be long,
-    where one consumer takes 1.3 times as long as two."""
-    if sequences > 1:
-        return (plan.consumers,)
-    return (1, 2, 3) if max(sum(plan.p_qk), sum(plan.p_v)) <= 64 else (1, 2)
+def _is_faster_in_small_tiles(operands: Operands, small: Plan, plan: Plan) -> bool:
+    """Whether tiles of 64 rows, with one consumer and half of the code, are faster than those of `plan`.
+
+    us, one H200, behind other kernels, tiles of 128 rows and of 64: B1 S128 H32/8 D128 full 12.2, 8.6; B1 S335 H16/16
+    D256 full 17.5, 13.8; B8 S6 H32/8 D128 full 9.0, 7.5; B1 S823 H16/16 D192 causal 25.0, 20.0; B2 S203 H32/32 D128
+    full 15.6, 13.8. But a tile of 128 rows takes less than two of 64: B1 S452 H32/32 D128 full, 128 and 256 tiles,
+    behind calls of itself 15.5, 16.9; B1 S1291 H8/8 D128 full, 88 and 168 tiles, 24.0, 29.6; B2 S739 H28/4 D128
+    causal, 336 and 672, 26.9, 31.3."""
+    tiles = _most_tiles(operands, small)
+    # under a causal mask tiles differ, so that some end early
+    at_once = operands.target.num_sms * (2 if operands.args.right >= 0 else 1)
+    return tiles <= at_once or (not operands.is_packed and tiles == _most_tiles(operands, plan))
+
+
+def _most_tiles(operands: Operands, plan: Plan) -> int:
+    if operands.is_packed:
+        # however the queries are distributed among the sequences
+        return plan.groups_of(operands.heads) * (operands.queries // plan.queries + operands.batch)
+    return operands.storage * plan.groups_of(operands.heads) * cdiv(operands.queries, plan.queries)
+
+
+def plans_of_few(plan: Plan, rows: int | None = None) -> tuple[Plan, ...]:
+    """The plans that few queries may have. `rows`: of packed sequences, queries times heads that share keys, on
+    average; some may be long, where tiles of 64 rows take 1.3 times as long as those of 128.
+
+    Code that two warpgroups share is fetched once: behind other kernels such a call takes 2 to 3 us less than with two
+    consumers, long ones as long, 109 and 109, 712 and 712. But at head dim 64 packed sequences take longer: 3 of 5 to
+    78 queries beside 4000 to 15816 keys H16/16 73 us, 63."""
+    is_narrow = max(sum(plan.p_qk), sum(plan.p_v)) <= 64
+    one, both = with_consumers(plan, 1), with_consumers(plan, 1, warps=8)
+    if rows is None:
+        return (one, both, with_consumers(plan, 3)) if is_narrow else (one, both)
+    large = plan if is_narrow else both
+    return (one, large) if 2 * rows <= one.block_m else (large,)
 
 
 def _fastest_of_few(operands: Operands, plan: Plan, sequences: int, queries: int, keys: int) -> Plan:
     """Few queries beside many keys, with as many consumers and splits as is fastest by the estimate.
 
-    us, one H200, behind other kernels, with one consumer, two and three: B1 S16 beside 1475 keys H12/12 D128 12.7,
-    16.1; B1 S1 beside 21372 H28/4 D64 16.8, 21.8, 24.8; B8 S64 beside 23888 H12/12 D112 299, 285; B4 S46 beside 15763
-    H32/8 D64 86, 84, 66."""
+    us, one H200, behind other kernels, with one consumer, with two that share code and with three: B1 S16 beside 1475
+    keys H12/12 D128 12.9, 15.4; B1 S64 beside 32768 H32/8 D128 79.1, 62.7; B1 S1 beside 21372 H28/4 D64 17.0, 19.1,
+    24.9; B4 S46 beside 15763 H32/8 D64 86.5, 77.3, 67.9."""
     found = []
-    for consumers in consumers_of_few(plan, sequences):
-        each = _sharing_heads(operands, with_consumers(plan, consumers), sequences, queries, is_few=True)
+    for each in plans_of_few(plan, queries * operands.heads.q_per_kv if sequences > 1 else None):
+        each = _sharing_heads(operands, each, sequences, queries, is_few=True)
         work = work_of(operands, each, queries, keys)
         each = each._replace(num_splits=num_splits_for(work))
         time = time_of(work, each.num_splits)
         # of B4 S160 beside 4096 keys H16/16 D64 the estimate is the same, but three take 45.0 us, two 42.8
-        found.append((time / 0.9 if consumers == 3 else time, each))
+        found.append((time / 0.9 if each.consumers == 3 else time, each))
     return min(found, key=lambda each: each[0])[1]
 
 
@@ -245,7 +284,7 @@ def work_of(operands: Operands, plan: Plan, queries: int, keys: int) -> Work:
     blocks = cdiv(max(1, end - begin), plan.block_n)
     row_bytes = (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
     return Work(
-        plan.consumers, operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries), blocks, _block_us(plan),
+        plan.block_m, operands.batch * plan.groups_of(heads) * cdiv(queries, plan.queries), blocks, _block_us(plan),
         # in whole blocks, so that `num_splits_for` finds its result when one key more is there
         operands.batch * blocks * plan.block_n * heads.kv * row_bytes * _reads_of_keys(plan, queries),
         operands.batch * queries * heads.kv * heads.q_per_kv * operands.d_v * 4,
@@ -268,4 +307,4 @@ def _block_us(plan: Plan) -> float:
     queries: one consumer 0.8, above head dim 192 0.65; two 0.9, three 1.25."""
     us = plan.block_n / 128 * (0.6 + 0.0037 * (sum(plan.p_qk) + sum(plan.p_v)))
     of_one = 0.65 if sum(plan.p_qk) > 192 else 0.8
-    return us * (1.2 if plan.block_n == 64 else 1) * (of_one, 0.9, 1.25)[plan.consumers - 1]
+    return us * (1.2 if plan.block_n == 64 else 1) * {64: of_one, 128: 0.9, 192: 1.25}[plan.block_m]

@@ -6,7 +6,7 @@ read its fields. There are two descriptors, used alternately.
 
 from typing import Any, NamedTuple
 
-from powertrain.runtime.gluon_compat import gl, gluon, mbarrier, reinterpret
+from powertrain.runtime.gluon_compat import address_of, gl, gluon, mbarrier, reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -92,6 +92,16 @@ def alloc_mbarriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=arrivals)
     return bars
+
+
+@gluon.jit
+def alloc_mbarriers_at(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """The same, and their address (`address_of`)."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    address = address_of(bars)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars, address
 
 
 @gluon.jit

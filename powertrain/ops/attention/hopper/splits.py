@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from powertrain.ops.shapes import cdiv
 
-# us, fitted to times of calls that followed other kernels (`python -m benchmarks.ops.few_queries`). With one, two and
-# three consumers, each of which fetches code of its own: the launch, and what splits cost beside. Then a tile's time
-# without its blocks; the latency of the first keys; each split in the kernel that combines them
-_LAUNCH, _SPLITTING = (3.0, 5.5, 5.5), (3.0, 4.9, 4.9)
+# us, fitted to times of calls that followed other kernels (`python -m benchmarks.ops.few_queries`). By the rows of a
+# tile: the launch, and what splits cost beside. Then a tile's time without its blocks; the latency of the first keys;
+# each split in the kernel that combines them
+_LAUNCH, _SPLITTING = {64: 3.0, 128: 5.5, 192: 5.5}, {64: 3.0, 128: 4.9, 192: 4.9}
 _TILE, _FIRST_KEYS, _EACH_SPLIT = 2.0, 1.6, 0.04
 # gained by a split without keys: of 157 pairs of calls that differ in nothing else, 114 are faster with such a split,
 # by up to 3.2 us. Not because it executes a tile's last instructions first: a program that does only that gained 0.15
@@ -21,7 +21,7 @@ _BANDWIDTH, _SPREAD = 0.875, 0.14
 class Work(NamedTuple):
     """The tiles of a call, whose keys may be split."""
 
-    consumers: int  # of a tile
+    rows: int  # of a tile
     tiles: int
     blocks: int  # of keys, of each tile
     block_us: float  # time of one block
@@ -51,9 +51,9 @@ def time_of(work: Work, splits: int) -> float:
     products = cdiv(tiles, work.sms) * (share * work.block_us + _TILE)
     busy = 1 + _SPREAD * min(1.0, tiles / work.sms)
     reads = work.keys_bytes / (_BANDWIDTH * work.bandwidth) * 1e6 * busy + _FIRST_KEYS
-    time = _LAUNCH[work.consumers - 1] + max(products, reads)
+    time = _LAUNCH[work.rows] + max(products, reads)
     if splits > 1:
-        time += _SPLITTING[work.consumers - 1] + splits * (_EACH_SPLIT + work.result_bytes / _RESULTS_PER_US)
+        time += _SPLITTING[work.rows] + splits * (_EACH_SPLIT + work.result_bytes / _RESULTS_PER_US)
         if (splits - 1) * share >= work.blocks:
             time -= _EMPTY_SPLIT
     return time
