@@ -122,8 +122,15 @@ def test_what_train_refuses(tmp_path: Path) -> None:
 def test_names_that_the_system_refuses_are_named_with_their_key(tmp_path: Path) -> None:
     """They were raw OSErrors."""
     file, run = write_config(tmp_path), tmp_path / "run"
-    with pytest.raises(ValueError, match=r"^checkpoint\.load must name a checkpoint, got xx+ \(File name too long\)"):
-        train(file, [f"checkpoint.load={'x' * 5000}"], quiet=True)
+    keys = ("logging.folder", "checkpoint.folder", "checkpoint.load", "data.train", "data.validation", "data.tokenizer")
+    for key in keys:
+        words = rf"{key}[.0-9a-z]* must be a path that the system takes as a name, got '?xx+"
+        with pytest.raises(ConfigError, match=words):
+            train(file, [f"{key}={'x' * 5000}"], quiet=True)
+    with pytest.raises(
+        ConfigError, match=r"config: logging\.folder must be a path without null characters, got 'a\\x00b'"
+    ):
+        train({"model": "pythia-70m", "data": {"train": "quickstart"}, "logging": {"folder": "a\0b"}})
     for name in ("metrics.jsonl", "about.json"):
         (run / name).mkdir(parents=True)
         words = rf"^logging\.folder must name a folder that can be written, got {run}/{name} \(Is a directory\)"

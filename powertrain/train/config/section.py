@@ -1,5 +1,6 @@
 """The base class of all sections of a config (frozen, unknown keys are errors), and types of numbers with limits."""
 
+import errno
 import os
 from typing import Annotated, Any
 
@@ -14,7 +15,18 @@ Above0 = Annotated[float, Field(gt=0)]
 
 def _expanded(path: str) -> str:
     # no shell has seen a path of a file, and `~` would become the name of a folder
-    return os.path.expanduser(path)
+    path = os.path.expanduser(path)
+    try:
+        os.lstat(path)
+    except ValueError:
+        raise PydanticCustomError("null_in_path", "Input should be a path without null characters") from None
+    except OSError as error:
+        # any other error belongs to the code that reads or writes there
+        if error.errno == errno.ENAMETOOLONG:
+            raise PydanticCustomError(
+                "path_too_long", "Input should be a path that the system takes as a name"
+            ) from None
+    return path
 
 
 def _as_text(path: Any) -> Any:
