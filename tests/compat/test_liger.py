@@ -194,6 +194,11 @@ def test_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     ):
         tokens = torch.arange(6)[None]
         assert "LlamaRMSNorm" in kinds(model) and model.train()(input_ids=tokens, labels=tokens).logits is not None
+    # the norms that a misspelled flag should keep would be replaced
+    with pytest.raises(TypeError, match=r"apply_liger_kernel_to_llama: unknown flag rmsnorm; did you mean rms_norm\?"):
+        liger.apply_liger_kernel_to_llama(rmsnorm=False)
+    # as Liger's own, which transformers calls with its users' dictionary
+    liger._apply_liger_kernel_to_instance(model=plain, rmsnorm=False)
     with pytest.raises(ImportError, match="apply_liger_kernel_to_llama"):
         from powertrain.compat.liger_kernel.transformers import apply_liger_kernel_to_lama  # noqa: F401
 

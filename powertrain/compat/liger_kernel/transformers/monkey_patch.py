@@ -6,6 +6,7 @@ without changing the results it leaves, and attention stays as it is, as there. 
 its own loss, of logits that its outputs have.
 """
 
+import difflib
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -75,12 +76,17 @@ _KINDS = {
     "geglu": "mlp",
     "fused_linear_cross_entropy": "loss",
 }
-FLAGS = {*_KINDS, "cross_entropy"}
+FLAGS = {*_KINDS, "cross_entropy", "relu_squared"}
 _wanted: dict[str, list[str]] = {}  # model type -> kinds
 
 
 def _apply(model_type: str, model: nn.Module | None = None, **flags: bool) -> None:
     """Patch `model`, or models of this type that are made later. Flags are Liger's: rope, rms_norm, swiglu, ..."""
+    # a TypeError there too: the part that a misspelled flag should leave as it is would be replaced
+    for flag in flags.keys() - FLAGS:
+        near = difflib.get_close_matches(flag, FLAGS, 1)
+        hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(FLAGS))}, model"
+        raise TypeError(f"apply_liger_kernel_to_{model_type}: unknown flag {flag}{hint}")
     # a set: several flags name one kind
     wanted = {kind for flag, kind in _KINDS.items() if flags.get(flag, True)}
     # either flag may switch norms off; a model has one of the two
@@ -127,14 +133,18 @@ def _patching(made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **flags: bool) -> None:
-    """Patch `model`: what transformers' `use_liger_kernel` calls."""
+    """Patch `model`: what transformers' `use_liger_kernel` calls. Unknown flags are left out, as there."""
     # transformers' Trainer calls this name for use_liger_kernel=True
-    _apply("", model, **flags)
+    _apply("", model, **_known(flags))
 
 
 def _apply_liger_kernel(model_type: str, **flags: bool) -> None:
-    """Patch models of this type that are made later."""
-    _apply(model_type, None, **flags)
+    """Patch models of this type that are made later. Unknown flags are left out, as there."""
+    _apply(model_type, None, **_known(flags))
+
+
+def _known(flags: dict[str, bool]) -> dict[str, bool]:
+    return {flag: value for flag, value in flags.items() if flag in FLAGS}
 
 
 MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: partial(_apply, model_type) for model_type in _TYPES}
