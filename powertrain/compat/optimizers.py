@@ -7,6 +7,7 @@ from torch import Tensor
 
 from powertrain.ops.adamw import AdamW
 from powertrain.ops.conversion import unsupported
+from powertrain.runtime import checks
 
 
 class FusedAdam(AdamW):
@@ -60,9 +61,11 @@ class FusedAdam(AdamW):
         return self.state_dtype or (p.dtype if p.dtype is torch.float64 else torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """State dicts of ours, of torch.optim.AdamW, and of Apex's and TransformerEngine's FusedAdam. Apex keeps its
+        master weights elsewhere: they begin as copies of the parameters."""
         for group in state_dict["param_groups"]:
             self._refuse(group)
-        super().load_state_dict(state_dict)
+        super().load_state_dict(_with_own_names(state_dict))
 
     def _step_of_group(self, index: int, group: dict[str, Any], *options: Tensor | None) -> None:
         # schedulers write weight_decay into a group
@@ -77,6 +80,30 @@ class FusedAdam(AdamW):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+def _with_own_names(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Apex and TransformerEngine count steps in the group, and TransformerEngine's master weights are master_param."""
+    states = dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        for name in group["params"]:
+            saved = states.get(name)
+            if saved and "step" in group and "step" not in saved:
+                states[name] = _with_own_names_of(saved, group["step"])
+    groups = [{k: v for k, v in group.items() if k != "step"} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _with_own_names_of(saved: dict[str, Any], step: Tensor | int) -> dict[str, Any]:
+    state = {k: v for k, v in saved.items() if k != "master_param"} | {"step": step}
+    master = saved.get("master_param")
+    if master is None:
+        return state
+    # with store_param_remainders these are the low 16 bits, which are no values
+    if not master.is_floating_point():
+        got = f"master_param of {checks.name(master.dtype)}"
+        checks.fail("FusedAdam", "state_dict", "have whole master weights (store_param_remainders=False)", got)
+    return state | {"master": master}
 
 
 class FusedSGD(torch.optim.SGD):

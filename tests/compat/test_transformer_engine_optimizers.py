@@ -54,3 +54,24 @@ def test_states_have_their_own_dtype(master: bool, states: torch.dtype) -> None:
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         FusedAdam([torch.nn.Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize("step", [5, torch.tensor([5], dtype=torch.int)], ids=["number", "tensor"])
+def test_checkpoints_of_theirs(step: Any) -> None:
+    """They count steps in the group, and their master weights have another name; such checkpoints were refused."""
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = FusedAdam([p], master_weights=True)
+    saved = {
+        "exp_avg": torch.full((2,), 2.0),
+        "exp_avg_sq": torch.full((2,), 3.0),
+        "master_param": torch.tensor([0.7, 1]),
+    }
+    group = {**optimizer.state_dict()["param_groups"][0], "step": step}
+    optimizer.load_state_dict({"state": {0: saved}, "param_groups": [group]})
+    state = optimizer.state[p]
+    assert state["step"] == 5 and "master_param" in saved
+    for ours, theirs in (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("master", "master_param")):
+        assert torch.equal(state[ours], saved[theirs])
+    remainders = saved | {"master_param": torch.ones(2, dtype=torch.int16)}
+    with pytest.raises(ValueError, match=r"have whole master weights .*, got master_param of int16"):
+        optimizer.load_state_dict({"state": {0: remainders}, "param_groups": [group]})
