@@ -1,4 +1,7 @@
-"""A consumer warpgroup of the Hopper forward: 64 rows of every tile, scores and results in registers."""
+"""A consumer of the Hopper forward: 64 rows of every tile for each of its warpgroups, scores and results in registers.
+
+It has one warpgroup, or two that share its code. Two wait for keys and values, and take turns, without one another
+between the barriers of a tile."""
 
 from powertrain.ops.attention.hopper.forward_store import Rows, store_lse, store_rows
 from powertrain.ops.attention.hopper.forward_tiles import (
@@ -53,7 +56,8 @@ from powertrain.runtime.gluon_compat import (
 
 @gluon.jit
 def _await_keys(at, sync, CONFIG: gl.constexpr):
-    """Until block number `at` of keys is there."""
+    """Until block number `at` of keys is there. Two warpgroups of a consumer wait by themselves: a wait of Triton's is
+    a barrier of both."""
     STAGES: gl.constexpr = sync.k_full.shape[0]
     stage = at & (STAGES - 1)
     if CONFIG.warpgroups > CONFIG.consumers:
@@ -457,7 +461,7 @@ def consume(
     o_desc, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap,
     CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """A consumer warpgroup: 64 rows of every tile of this CTA."""
+    """A consumer: its rows of every tile of this CTA."""
     await_kernel_before(CONFIG.starts_early)
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     tile_smem, q_full, tile_full = sync.tile, sync.q_full, sync.tile_full

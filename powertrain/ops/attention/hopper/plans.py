@@ -304,7 +304,7 @@ def _reads_of_keys(plan: Plan, queries: int) -> float:
 def _block_us(plan: Plan) -> float:
     """The time of one block of keys on an H200 whose SMs are all busy. A block of 128 keys: head dim 64 1.07 us, with
     three consumers 1.45, 96 1.31, 128 1.55; a block of 64 keys: 192 1.21, 256 1.50. Of that, fitted to calls of few
-    queries: one consumer 0.8, above head dim 192 0.65; two 0.9, three 1.25."""
+    queries: tiles of 64 rows 0.8, above head dim 192 0.65; of 128 0.9, of 192 1.25."""
     us = plan.block_n / 128 * (0.6 + 0.0037 * (sum(plan.p_qk) + sum(plan.p_v)))
     of_one = 0.65 if sum(plan.p_qk) > 192 else 0.8
     return us * (1.2 if plan.block_n == 64 else 1) * {64: of_one, 128: 0.9, 192: 1.25}[plan.block_m]
