@@ -82,3 +82,22 @@ def test_saved_tensors_are_read_once_where_a_graph_is_made() -> None:
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     (exact,) = torch.autograd.grad(attention(q, q, q, backend="chunked").sum(), q)
     torch.testing.assert_close(grad, exact)
+
+
+class _Stopped(torch.autograd.Function):
+    """The same, behind which no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+def test_a_node_behind_may_give_no_gradient() -> None:
+    q = torch.randn(1, 6, 2, 8, requires_grad=True)
+    other = torch.ones((), requires_grad=True)
+    (_Stopped.apply(attention(q, q, q, backend="chunked")).sum() * other).backward()
+    assert q.grad is None and other.grad is not None

@@ -105,8 +105,12 @@ class _Chunked(torch.autograd.Function):
     # the backward recomputes with grad mode on, and a graph through that would be wrong rather than missing
     @once_differentiable("attention")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = dlse if dout is None else dout
+        if given is None:
+            # a node behind the result gave no gradient at all
+            return (None,) * len(ctx.needs_input_grad)
         # else a backward inside autocast would round its products to 16 bits
-        with without_autocast(next(grad.device for grad in (dout, dlse) if grad is not None)):
+        with without_autocast(given.device):
             return _Chunked._gradients(ctx, dout, dlse)
 
     @staticmethod
