@@ -153,7 +153,21 @@ def lora(
     model.requires_grad_(False)
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     exchange(model, {m: LoRALinear(m, rank, scale, dropout=dropout, dora=dora) for m in chosen.values()})
+    _call_adapted_layers(model)
     return model
+
+
+def _call_adapted_layers(model: nn.Module) -> None:
+    """PyTorch's encoders, outside of training, give the weights of their linear layers to one fused function: an
+    adapter beside them would have no effect. Layers whose activation is unknown to that function call them."""
+    for module in model.modules():
+        if not isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer) or not lora_layers(module):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        else:
+            # only the fused function takes padded sequences as nested tensors
+            module.use_nested_tensor = False
 
 
 def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:

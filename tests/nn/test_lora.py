@@ -191,6 +191,21 @@ def test_autocast_to_another_dtype_than_the_models(adapter: torch.dtype, dora: b
         assert grad.dtype is adapter and torch.equal(grad, exact.to(adapter))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_pytorchs_encoders_evaluate_with_adapters(padded: bool) -> None:
+    """Their fused function would read the weights alone."""
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    model = _trained(powertrain.lora(encoder, rank=2))
+    x, mask = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]]) if padded else None
+    trained = model(x, src_key_padding_mask=mask)
+    with torch.no_grad():
+        evaluated = model.eval()(x, src_key_padding_mask=mask)
+    seen = torch.ones(2, 4, dtype=torch.bool) if mask is None else ~mask
+    torch.testing.assert_close(evaluated[seen], trained[seen])
+    torch.testing.assert_close(merge_lora(model)(x, src_key_padding_mask=mask)[seen], trained[seen])
+
+
 def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match=r"lora: targets must name layers of the model, such as \['up', 'down'"):
         powertrain.lora(_Block(), targets=["q_proj"])
