@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from powertrain.models.config import ModelConfig
 from powertrain.models.init import init_weights
-from powertrain.nn.attention import Context
+from powertrain.nn.attention import Context, check_cached
 from powertrain.nn.block import Layer
 from powertrain.nn.cache import KVCache
 from powertrain.ops.bias_dropout_add import bias_dropout_add
@@ -217,12 +217,7 @@ def _head(
 
 
 def _check_cached(tokens: Tensor, context: Context, lengths: Tensor | None) -> None:
-    for name in ("position_ids", "document_ids", "document_starts"):
-        if getattr(context, name) is not None:
-            # layers count positions from the cache's lengths, and keep no documents apart
-            raise NotImplementedError(f"CausalLM: {name} must be None with a KV cache, got a tensor")
-    assert context.cache is not None
-    context.cache.check(*tokens.shape)
+    check_cached("CausalLM", context, *tokens.shape)
     checks.integers("CausalLM", "lengths", lengths)
     checks.shape("CausalLM", "lengths", lengths, tokens.shape[:1], "one of each sequence")
     # rows that no token has filled would be read as keys

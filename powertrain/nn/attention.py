@@ -44,6 +44,16 @@ class Context(NamedTuple):
     document_starts: Tensor | None = None
 
 
+def check_cached(op: str, context: Context, batch: int, new: int) -> None:
+    """Raise an error unless `new` tokens of each of `batch` sequences can stand behind those in context.cache."""
+    for name in ("position_ids", "document_ids", "document_starts"):
+        if getattr(context, name) is not None:
+            # layers count positions from the cache's lengths, and keep no documents apart
+            raise NotImplementedError(f"{op}: {name} must be None with a KV cache, got a tensor")
+    assert context.cache is not None
+    context.cache.check(batch, new)
+
+
 # of one more packed sequence on a CPU, where each is a call of its own: 1.2 ms, forward and backward; a score of a row
 # and its mask takes 55 ns
 _SCORES_OF_A_CALL = 1 << 14
@@ -183,6 +193,8 @@ class SelfAttention(nn.Module):
         (qkv,) = columns(x, self.qkv, shape=context.shape)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         cache = context.cache
+        if cache is not None:
+            check_cached("SelfAttention", context, *qkv.shape[:2])
         if cache is None:
             q, k, v = self._rotated(qkv, context.position_ids)
             attended = self._attend(q, k, v, context)

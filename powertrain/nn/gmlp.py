@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powertrain.nn.attention import Context
+from powertrain.nn.attention import Context, check_cached
 from powertrain.nn.block import Layer
 from powertrain.nn.cache import CacheRow, KVCache, write_behind
 from powertrain.ops.activations import Activation, activation
@@ -127,6 +127,8 @@ class GMLP(Layer):
         for name in ("position_ids", "document_ids", "document_starts", "shape"):
             if getattr(context, name) is not None:
                 raise NotImplementedError(f"GMLP: context.{name} must be None, got {type(getattr(context, name))}")
+        if context.cache is not None:
+            check_cached("GMLP", context, *x.shape[:2])
         refuse_invariant("gMLP layers", "compute this outside of it")
         y, _ = self.normed(self.norm, x, residual)
         u = activation(self.up(y), self.kind)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powertrain.nn.attention import Context, Rotary, attend_documents
+from powertrain.nn.attention import Context, Rotary, attend_documents, check_cached
 from powertrain.nn.cache import KVCache
 from powertrain.nn.lora import LoRALinear
 from powertrain.nn.norm import RMSNorm
@@ -91,6 +91,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         cache = context.cache
+        if cache is not None:
+            check_cached("LatentAttention", context, *x.shape[:2])
         q = self._rotated(self._query(x, context), context)
         latent, r = self.kv_down(x).split((self.kv_lora_rank, self.rope_dim), -1)
         # all heads share r, and under tensor parallelism each rank has heads of all tokens

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from powertrain.nn.attention import SelfAttention, alibi_slopes
+from powertrain.nn.attention import Context, Rotary, SelfAttention, alibi_slopes
 from powertrain.nn.block_sparsity import BlockSparsity
+from powertrain.nn.cache import CacheRow, KVCache
+from powertrain.nn.mla import LatentAttention
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
@@ -41,3 +43,29 @@ def test_slopes_are_float32_whatever_the_default_dtype() -> None:
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"SelfAttention: {message}"):
         SelfAttention(**{"hidden_size": 12, "num_heads": 2, **options})
+
+
+_SIZES: dict[str, Any] = {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    "layer", [SelfAttention(16, 2), LatentAttention(16, 2, kv_lora_rank=8, rotary=Rotary(4, 16), **_SIZES)]
+)
+def test_what_cannot_be_beside_a_cache(layer: Any) -> None:
+    """Documents and positions were left out without a word, and a cache for more sequences took the one for all."""
+    x = torch.randn(2, 3, 16)
+
+    def attend(sequences: int, rows: int, **facts: Any) -> None:
+        cache = KVCache(
+            [CacheRow(*layer.cache_shape)], sequences, rows, device=torch.device("cpu"), dtype=torch.float32
+        )
+        layer(x, Context(cache=cache, **facts))
+
+    attend(2, 3)
+    for name in ("position_ids", "document_ids", "document_starts"):
+        with pytest.raises(NotImplementedError, match=f"Attention: {name} must be None with a KV cache"):
+            attend(2, 3, **{name: torch.zeros(2, 3, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="cache must be made for the 2 sequences of tokens, got one for 4"):
+        attend(4, 3)
+    with pytest.raises(ValueError, match="cache must have rows for the 3 tokens of each sequence, got 2"):
+        attend(2, 2)
