@@ -9,7 +9,7 @@ first and last linear layers have biases that are never added.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,10 @@ class GMLP(Layer):
         layer: int = 0,
     ) -> None:
         super().__init__(dropout=dropout)
+        op = "GMLP"
+        checks.sizes(op, hidden_size=hidden_size, intermediate_size=intermediate_size, max_length=max_length)
+        checks.one_of(op, "kind", kind, get_args(Activation))
+        checks.require(attention_dim is None or attention_dim >= 1, op, "attention_dim", "be at least 1", attention_dim)
         self.kind, self.layer = kind, layer
         self.norm = make_norm(hidden_size)
         self.up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)

@@ -1,7 +1,7 @@
 """A mixture of experts in place of an MLP: router, routed experts by grouped GEMM, shared experts."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -136,6 +136,8 @@ class PlainExperts(GroupedProducts):
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, kind: Activation
     ) -> None:
         super().__init__()
+        op = "PlainExperts"
+        checks.sizes(op, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
         self.kind = kind
         self.up = drawn(num_experts, intermediate_size, hidden_size)
         self.down = drawn(num_experts, hidden_size, intermediate_size)
@@ -162,6 +164,7 @@ class MoE(nn.Module):
 
     load: Tensor
 
+    @hinted
     def __init__(
         self,
         router: Router | TokenChoiceRouter,
@@ -173,6 +176,10 @@ class MoE(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
+        checks.one_of("MoE", "kind", kind, ("swiglu", *get_args(Activation)))
+        width = router.weight.shape[1]
+        if width != hidden_size:
+            checks.fail("MoE", "router", f"take hidden_size {hidden_size}", width)
         sizes = hidden_size, intermediate_size, router.weight.shape[0], router.options["top_k"]
         self.router: Any = router
         self.experts: Any = Experts(*sizes) if kind == "swiglu" else PlainExperts(*sizes, kind=kind)
@@ -188,6 +195,7 @@ class MoE(nn.Module):
         return {**self.__dict__, "balance_loss": None}
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        checks.require(x.dim() > 1, "MoE", "x", "be [..., S, hidden_size]", list(x.shape))
         logits, weights, experts = self.router(x)
         rows, offsets, positions = moe_permute(x.flatten(0, -2), experts, self.load.shape[0])
         y = moe_unpermute(self.experts(rows, offsets), positions, weights).view_as(x)

@@ -1,14 +1,16 @@
 """Routers of GPT-NeoX's experts: each token's best by score, or by a balanced score while training."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from powertrain.nn.weights import drawn
-from powertrain.ops.moe import moe_route
+from powertrain.ops.moe import Score, check_choice, moe_route
+from powertrain.runtime import checks
 from powertrain.runtime.dispatch import without_autocast
+from powertrain.runtime.positional import hinted
 
 Routing = Literal["topk", "sinkhorn"]
 
@@ -50,13 +52,19 @@ class TokenChoiceRouter(nn.Module):
     Weights are the scores of the chosen experts, not normalized. The product is float32 whatever the weights are.
     """
 
+    @hinted
     def __init__(
         self, hidden_size: int, num_experts: int, top_k: int, *, routing: Routing = "topk", jitter: float = 0.0
     ) -> None:
         super().__init__()
+        op = "TokenChoiceRouter"
+        checks.sizes(op, hidden_size=hidden_size, num_experts=num_experts)
+        checks.one_of(op, "routing", routing, get_args(Routing))
+        score: Score = "sigmoid" if routing == "sinkhorn" and top_k == 1 else "softmax"
+        check_choice(op, num_experts, top_k, score, 1.0, 1, 1)
+        checks.require(jitter >= 0, op, "jitter", "be at least 0", jitter)
         self.weight = drawn(num_experts, hidden_size)
         self.routing, self.jitter = routing, jitter
-        score = "sigmoid" if routing == "sinkhorn" and top_k == 1 else "softmax"
         self.options: dict[str, Any] = {"top_k": top_k, "score": score, "normalize": False}
         self.expert_weights_per_token = num_experts * hidden_size
 

@@ -174,3 +174,31 @@ def test_state_in_place_of_the_meta_devices() -> None:
     torch.testing.assert_close(layer(x), source(x))
     assert torch.equal(layer.load, source.load) and int(layer.load.sum()) == 2 * 5 * K
     pickle.loads(pickle.dumps(copy.deepcopy(layer))).balance(1e-3)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        # any other word was "topk"
+        ({"routing": "sinkhron"}, "routing must be one of 'topk', 'sinkhorn', got 'sinkhron'"),
+        ({"top_k": 5, "routing": "sinkhorn"}, "top_k must be 1 to 4, .* got 5"),
+        ({"top_k": 0, "routing": "sinkhorn"}, "top_k must be 1 to 4, .* got 0"),
+        ({"num_experts": -1}, "num_experts must be at least 0, got -1"),
+        ({"jitter": -0.5}, "jitter must be at least 0, got -0.5"),
+    ],
+)
+def test_what_a_router_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"TokenChoiceRouter: {message}"):
+        TokenChoiceRouter(**{"hidden_size": H, "num_experts": 4, "top_k": 1, **options})
+
+
+def test_what_a_layer_of_experts_cannot_be() -> None:
+    router = Router(H, E, K)
+    with pytest.raises(ValueError, match=r"MoE: kind must be one of 'swiglu', 'gelu', .* got 'geglu'"):
+        MoE(router, H, F, kind="geglu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"MoE: router must take hidden_size 16, got {H}"):
+        MoE(router, 16, F)
+    with pytest.raises(ValueError, match="PlainExperts: intermediate_size must be at least 0, got -8"):
+        MoE(router, H, -8, kind="gelu")
+    with pytest.raises(ValueError, match=r"MoE: x must be \[\.\.\., S, hidden_size\], got \[32\]"):
+        MoE(router, H, F)(torch.randn(H))
