@@ -161,8 +161,9 @@ def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoot
 def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     """Odds ratio preference optimization's term: -beta log sigmoid(log odds(chosen) - log odds(rejected)), [C].
 
-    chosen, rejected [C]: log-probabilities averaged over a completion's tokens, below 0; odds(p) = p / (1 - p). The
-    paper adds the mean negative log-likelihood of the chosen completions' tokens; beta is its lambda.
+    chosen, rejected [C]: log-probabilities averaged over a completion's tokens; odds(p) = p / (1 - p). The paper adds
+    the mean negative log-likelihood of the chosen completions' tokens; beta is its lambda. As in TRL 1 - p is at least
+    1e-7, since a log-probability can round to 0. Above 0.01, which no log-probability rounds to, the loss is NaN.
     Source: Hong et al., arXiv:2403.07691, equations 4 and 7.
     """
     _check_alike("orpo_loss", chosen=chosen, rejected=rejected)
@@ -172,7 +173,8 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, accurate near 0 and far from it (Mächler, 2012)."""
+    """log(1 - exp(x)), accurate near 0 and far from it (Mächler, 2012); that of -1e-7 from there to 0.01."""
+    x = torch.where(x > 0.01, math.nan, x.clamp(max=-1e-7))
     near = x > -0.6931471805599453
     # the branch that is not taken gets a value whose gradient is finite
     a = torch.log(-torch.expm1(torch.where(near, x, -0.5)))

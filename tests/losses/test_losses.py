@@ -160,6 +160,23 @@ def test_smoothing_and_limits() -> None:
     assert x.grad is not None and x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_orpo_of_a_certain_completion(dtype: torch.dtype) -> None:
+    """A log-probability that rounds to 0, or a little above, has TRL's odds and gradient."""
+    certain = torch.tensor([0.0, 1e-3, -1.0, 0.0], dtype=dtype, requires_grad=True)
+    other = torch.tensor([-1.0, -1.0, 1e-3, 0.0], dtype=dtype, requires_grad=True)
+    loss = losses.orpo_loss(certain, other, beta=1.0)
+    loss.sum().backward()
+    if dtype in (torch.float32, torch.float64):
+        p, q = (x.detach().double().exp().clamp(max=1 - 1e-7) for x in (certain, other))
+        odds = (certain - other).detach().double() - torch.log1p(-p) + torch.log1p(-q)
+        torch.testing.assert_close(loss.detach().double(), -torch.nn.functional.logsigmoid(odds), rtol=1e-4, atol=1e-9)
+    for x in (certain, other):
+        assert x.grad is not None and x.grad.isfinite().all()
+    # no log-probabilities: losses, say
+    assert losses.orpo_loss(torch.ones(1, dtype=dtype), -torch.ones(1, dtype=dtype)).isnan()
+
+
 def test_policy_gradient_is_clipped_and_stops_elsewhere() -> None:
     old = torch.zeros(4)
     new = torch.tensor([0.5, -0.5, 0.5, -0.5], requires_grad=True)
