@@ -329,10 +329,12 @@ def write_completions(
     """Tokenize records into the data sets of `files_of`: (number of examples, messages about those left out).
 
     Data sets appear whole when all are written, the chosen or only tokens last. A log-probability that is not known is
-    nan. Raises BadDocument without `skip_bad`, FileExistsError, ValueError for fewer than `least` examples.
+    nan. Warns of pairs whose sides have the same tokens. Raises BadDocument without `skip_bad`, FileExistsError,
+    ValueError for fewer than `least` examples.
     """
     # the stack closes in reverse, so the tokens, which were opened first, appear last
     sides, count, bad = files_of(prefix, encoding.format), 0, []
+    alike: list[str] = []
     # an error on any record discards all the files, so no part of a data set is left
     with ExitStack() as stack:
         writers = [_writers(stack, side, overwrite) for side in sides]
@@ -345,6 +347,8 @@ def write_completions(
                 bad.append(str(error))
                 continue
             count += 1
+            if encoding.format == "pairs" and example[0].ids == example[1].ids:
+                alike.append(raw.where)
             for completion, (tokens, labels, rewards, log_probs) in zip(example, writers, strict=True):
                 tokens.add(completion.ids)
                 labels.add(completion.labels)
@@ -357,6 +361,11 @@ def write_completions(
         if count < least:
             left_out = f" and {len(bad)} bad, the first: {bad[0]}" if bad else ""
             raise ValueError(f"the input must have at least {least} records that can be used, got {count}{left_out}")
+    if alike:
+        tracing.warn(
+            f"{len(alike)} of {count} pairs must have two different answers to teach a preference, got the same tokens "
+            f"as chosen and rejected, the first: {alike[0]}"
+        )
     return count, bad
 
 

@@ -503,6 +503,14 @@ def test_tokens_beside_each_other_and_blends(tmp_path: Path) -> None:
         open_completions(without, "labels", seq_length=32, num_samples=(1, 0, 0), seed=1)
 
 
+def test_pairs_of_equal_sides_are_counted(tmp_path: Path) -> None:
+    records = [{"prompt": "q", "chosen": "a", "rejected": rejected} for rejected in "abaa"]
+    tracing.clear()
+    write_completions(map(_raw, records), tmp_path / "x", CompletionEncoding(TOKENIZER, "pairs"))
+    (warned,) = [event.text for event in tracing.trace() if event.kind == "warning"]
+    assert warned.startswith("3 of 4 pairs must have two different answers") and warned.endswith("file.jsonl:1")
+
+
 def test_preprocess_writes_the_files(tmp_path: Path) -> None:
     records = [*map(json.dumps, _pairs(7, 3)), json.dumps({"chosen": "a"})]
     (tmp_path / "x.jsonl").write_text("\n".join(records))
