@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from powertrain.cli.paths import end_unwritten, must_exist, one_line
+from powertrain.runtime import tracing
 from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
@@ -117,8 +118,16 @@ def _prompts_in(file: Path, end: str) -> list[str]:
         got = f"byte 0x{error.object[error.start]:02x} at {error.start}"
         raise ValueError(f"{file}: must be UTF-8 text, got {got}") from None
     prompts = [each.strip() for each in text.split(end)]
-    if not any(prompts):
+    # blank lines at the end of a file are no prompts
+    while prompts and not prompts[-1]:
+        prompts.pop()
+    if not prompts:
         raise ValueError(f"{file} must hold prompts, got none")
+    if blank := [number for number, each in enumerate(prompts, 1) if not each]:
+        tracing.warn(
+            f"--input {file}: {len(blank)} of {len(prompts)} prompts are blank and get no answer, the first is number "
+            f"{blank[0]}"
+        )
     return [each for each in prompts if each]
 
 

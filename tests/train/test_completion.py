@@ -80,6 +80,18 @@ def test_prompts_end_where_one_says(run: Path, tmp_path: Path) -> None:
     assert "must hold prompts, got none" in _said(run, "--input", str(file)).output
 
 
+def test_blank_prompts_are_said(run: Path, tmp_path: Path) -> None:
+    """They have no answer, as with GPT-NeoX, so answers have other line numbers than prompts."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("line\n\n \ntext\n\n")
+    result = _said(run, "--input", str(file))
+    assert f"--input {file}: 2 of 4 prompts are blank and get no answer, the first is number 2\n" in result.stderr
+    answers = [json.loads(line) for line in Path(f"{file}.output.jsonl").read_text().splitlines()]
+    assert [a["context"] for a in answers] == ["line", "text"]
+    file.write_text("line\n\n")
+    assert "blank" not in _said(run, "--input", str(file)).stderr
+
+
 def test_a_prompt_that_is_refused_costs_no_earlier_answers(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     output.write_text("earlier\n" * 1000)
