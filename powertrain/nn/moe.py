@@ -160,6 +160,7 @@ class MoE(nn.Module):
         bias               one more parameter [hidden_size], added to every token's result
     While training it counts `load` [E] int64, the assignments since `balance`, and keeps `balance_loss`, that of the
     last forward (`moe_load_balancing_loss` of each sequence), differentiable. Recomputed layers count twice, evenly.
+    Transforms of torch.func take its buffers as arguments while training, since `load` is written, as BatchNorm's are.
     """
 
     load: Tensor
