@@ -94,24 +94,29 @@ def _fp8_hopper_kernel(
     pointers = ScalePointers(sa_ptr, sb_ptr, step_am, step_ag, step_bn, step_bg)
     stages = OperandStages(a_smem, b_smem, full)
     sizes = GemmSizes(M, N, K, 1)
-    loading = (
-        GemmOperands(a_ptr, None, b_ptr, None), stages, Chunks(None, None, None), sizes,
-        GemmStrides(stride_a, stride_b, 0, 0), Arrival(0, 0, 0, 0), CONFIG,
-    )  # fmt: skip
-    left = (c_ptr, c_smem, c_full, c_empty, None, None, M, N, 1, stride_c, ADD, CONFIG, 0)
-    right = (c_ptr, c_smem, c_full, c_empty, None, None, M, N, 1, stride_c, ADD, CONFIG, 1)
+    # written out in both branches: in a tuple that has a name, the numbers of CONFIG are no constants in Triton 3.9
     if FORM == "ends":
         gl.warp_specialize([
             (consume, (buffers, scales, pointers, bias_ptr, sizes, CONFIG, FORM, 0)),
             (consume, (buffers, scales, pointers, bias_ptr, sizes, CONFIG, FORM, 1)),
-            (load, loading), (store, left), (store, right),
+            (load, (
+                GemmOperands(a_ptr, None, b_ptr, None), stages, Chunks(None, None, None), sizes,
+                GemmStrides(stride_a, stride_b, 0, 0), Arrival(0, 0, 0, 0), CONFIG,
+            )),
+            (store, (c_ptr, c_smem, c_full, c_empty, None, None, M, N, 1, stride_c, ADD, CONFIG, 0)),
+            (store, (c_ptr, c_smem, c_full, c_empty, None, None, M, N, 1, stride_c, ADD, CONFIG, 1)),
         ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (buffers, scales, pointers, bias_ptr, sizes, CONFIG, FORM, 0)),
             (consume, (buffers, scales, pointers, bias_ptr, sizes, CONFIG, FORM, 1)),
-            (load, loading), (load_scales, (pointers, scales, full, sizes, CONFIG, FORM)),
-            (store, left), (store, right),
+            (load, (
+                GemmOperands(a_ptr, None, b_ptr, None), stages, Chunks(None, None, None), sizes,
+                GemmStrides(stride_a, stride_b, 0, 0), Arrival(0, 0, 0, 0), CONFIG,
+            )),
+            (load_scales, (pointers, scales, full, sizes, CONFIG, FORM)),
+            (store, (c_ptr, c_smem, c_full, c_empty, None, None, M, N, 1, stride_c, ADD, CONFIG, 0)),
+            (store, (c_ptr, c_smem, c_full, c_empty, None, None, M, N, 1, stride_c, ADD, CONFIG, 1)),
         ], [4, 1, 1, 1, 1], [232, 40, 40, 40, 40])  # fmt: skip
 
 
