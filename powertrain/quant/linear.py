@@ -166,8 +166,8 @@ class HasFP8State(nn.Linear):
     """A class derived from nn.Linear whose weight's product is `fp8.product` where `fp8` is not None: of adapters.
 
     The weight is frozen, so it is quantized once, and again after it changed (not where FSDP shards it: its copies
-    would undo the sharding). Two bytes an element beside the weight's own. PyTorch does not count what is written
-    through `weight.data`: `torch.autograd.graph.increment_version(weight)` after it.
+    would undo the sharding). Two bytes an element beside the weight's own. PyTorch does not count writes
+    through `weight.data`: call `torch.autograd.graph.increment_version(weight)` after them.
     """
 
     fp8: FP8State | None

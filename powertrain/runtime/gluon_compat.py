@@ -161,7 +161,8 @@ def prefetch(ptr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def address_of(bars):  # type: ignore[no-untyped-def]
     """Where mbarriers [COUNT, 1] lie, as an address of shared memory, before they are initialized. Gluon does not give
-    it: a mark is stored in the first, and looked for from the end of shared memory on, where Triton puts what is small.
+    it: a mark is stored in the first one, and each warp searches shared memory for it, from the end, where Triton puts
+    small buffers.
 
     The mark is removed by an ordinary store. `mbarrier.init` does not remove it for ordinary loads: another call, or
     the next kernel on the SM, would find it."""

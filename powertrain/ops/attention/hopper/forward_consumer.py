@@ -55,26 +55,15 @@ from powertrain.runtime.gluon_compat import (
 
 
 @gluon.jit
-def _await_keys(at, sync, CONFIG: gl.constexpr):
-    """Until block number `at` of keys is there. Two warpgroups of a consumer wait by themselves: a wait of Triton's is
-    a barrier of both."""
-    STAGES: gl.constexpr = sync.k_full.shape[0]
+def _await_block(at, full, address, CONFIG: gl.constexpr):
+    """Wait for block number `at` of keys or values, whose mbarriers are `full`. Two warpgroups of a consumer wait at the
+    `address` of the mbarriers, since Triton's wait is a barrier of both."""
+    STAGES: gl.constexpr = full.shape[0]
     stage = at & (STAGES - 1)
     if CONFIG.warpgroups > CONFIG.consumers:
-        await_phase(sync.k_at + 8 * stage, phase_parity(at, STAGES))
+        await_phase(address + 8 * stage, phase_parity(at, STAGES))
     else:
-        mbarrier.wait(sync.k_full.index(stage), phase_parity(at, STAGES))
-
-
-@gluon.jit
-def _await_values(at, sync, CONFIG: gl.constexpr):
-    """The same of its values."""
-    STAGES: gl.constexpr = sync.v_full.shape[0]
-    stage = at & (STAGES - 1)
-    if CONFIG.warpgroups > CONFIG.consumers:
-        await_phase(sync.v_at + 8 * stage, phase_parity(at, STAGES))
-    else:
-        mbarrier.wait(sync.v_full.index(stage), phase_parity(at, STAGES))
+        mbarrier.wait(full.index(stage), phase_parity(at, STAGES))
 
 
 @gluon.jit
@@ -179,14 +168,14 @@ def _step(
     stage = at & (STAGES - 1)
     last = (at - 1) & (STAGES - 1)
     p, v = _value_operands(o, weights, v_smem, last)
-    _await_keys(at, sync, CONFIG)
+    _await_block(at, sync.k_full, sync.k_at, CONFIG)
     # warpgroups take turns at the tensor cores: one's exponentials beside another's products
     place = _place_of(CONFIG, CONSUMER)
     if CONFIG.takes_turns and not MASKED:
         named_barrier_sync(TURN + place, 256)
     # two products are under way: the exponentials of this block run beside the product of the one before
     s_later = _times_keys(q, k_smem, stage, BLOCK_N)  # [64, BLOCK_N]
-    _await_values(at - 1, sync, CONFIG)
+    _await_block(at - 1, sync.v_full, sync.v_at, CONFIG)
     o_later = _add_values(p, v, o)
     if CONFIG.takes_turns and not MASKED:
         named_barrier_arrive(TURN + (place + 1) % CONFIG.warpgroups, 256)
@@ -313,7 +302,7 @@ def _first_scores(visited, taken, buffers, sync, FIRST_N: gl.constexpr, CONFIG: 
     slot = _slot_of(pair, buffers.q, CONSUMERS, CONSUMER)
     if head >= 0:
         mbarrier.wait(q_full.index(slot), phase_parity(taken, buffers.q[0].shape[0] // CONSUMERS))
-        _await_keys(visited, sync, CONFIG)
+        _await_block(visited, sync.k_full, sync.k_at, CONFIG)
     return head, _times_keys(_queries_at(slot, buffers.q), buffers.k, stage, FIRST_N)  # [64, FIRST_N]
 
 
@@ -416,7 +405,7 @@ def _consume_tile(
     )
     visited += end - begin
     last = (visited - 1) & (STAGES - 1)
-    _await_values(visited - 1, sync, CONFIG)
+    _await_block(visited - 1, sync.v_full, sync.v_at, CONFIG)
     p, v = _value_operands(o, weights, v_smem, last)
     o_later = _add_values(p, v, o)
 
@@ -490,7 +479,7 @@ def consume(
     head = read_tile_field(tile_smem, 0, TILE_HEAD)
     if head >= 0:
         mbarrier.wait(q_full.index(CONSUMER), 0)
-        _await_keys(visited, sync, CONFIG)
+        _await_block(visited, sync.k_full, sync.k_at, CONFIG)
     s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)  # [64, FIRST_N]
     barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])

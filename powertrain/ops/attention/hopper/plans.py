@@ -262,7 +262,7 @@ def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int,
     tiles = operands.storage * sequences * cdiv(queries, plan.block_m) * heads.kv * heads.q_per_kv
     at_once = operands.is_packed and not is_few and tiles <= operands.target.num_sms
     # a tile has one slope
-    if args.slopes is not None or plan.splits_columns or at_once:
+    if args.slopes is not None or at_once:
         return plan
     # fewer heads in the last tile of a group, by ordinary stores: of few queries alone, others were not timed
     most = 0.95 if args.left < 0 and args.right < 0 and not is_few else 0.875

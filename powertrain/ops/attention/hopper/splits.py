@@ -37,8 +37,8 @@ def num_splits_for(work: Work) -> int:
 
     us, bf16, one H200, by splits: B1 S4 beside 32768 keys H32/8 D128 8 49, 10 45, 16 46; B2 S6 beside 16384 12/1 D112
     32 18, 64 17.6; B1 S42 beside 1639 H64/8 D128 1 27.9, 4 18.1; B1 S271 beside 1882 H28/4 D128 1 31.0, 2 26.8, 3 33.0.
-    Of 118 calls the choice, of consumers too, takes 1.5 % longer than the best on average, 12 % at most
-    (benchmarks/results/2026-11-30_h200_one_consumer.md)."""
+    Of 60 calls the choice, of the tile too, takes 1.9 % longer than the best on average, 9 % at most
+    (benchmarks/results/2026-11-30_h200_shared_code.md)."""
     most = max(1, min(work.blocks // 2, 4 * work.sms // max(1, work.tiles)))
     splits = min(range(1, most + 1), key=lambda splits: time_of(work, splits))
     return splits if time_of(work, splits) <= 0.97 * time_of(work, 1) else 1
