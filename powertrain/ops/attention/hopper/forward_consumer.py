@@ -56,8 +56,8 @@ from powertrain.runtime.gluon_compat import (
 
 @gluon.jit
 def _await_block(at, full, address, CONFIG: gl.constexpr):
-    """Wait for block number `at` of keys or values, whose mbarriers are `full`. Two warpgroups of a consumer wait at the
-    `address` of the mbarriers, since Triton's wait is a barrier of both."""
+    """Wait for block number `at` of keys or values, whose mbarriers are `full`. Two warpgroups of a consumer wait at
+    the `address` of the mbarriers, since Triton's wait is a barrier of both."""
     STAGES: gl.constexpr = full.shape[0]
     stage = at & (STAGES - 1)
     if CONFIG.warpgroups > CONFIG.consumers:
