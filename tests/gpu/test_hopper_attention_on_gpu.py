@@ -284,9 +284,9 @@ def test_the_host_never_waits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "sequence"])
-@pytest.mark.usefixtures("most_gpu_memory")
+@pytest.mark.usefixtures("most_gpu_memory", "large_tiles")
 def test_more_elements_than_an_int32_counts(packed: bool) -> None:
-    """At the beginning, across 2^31 and at the end: the bits of the same computed alone."""
+    """At the beginning, across 2^31 and at the end: the bits of the same computed alone, in tiles as large."""
     shape = (131136, 128, 128) if packed else (65, 2048, 128, 128)
     q, k, v = (torch.empty(shape, device=CUDA, dtype=torch.bfloat16).normal_() for _ in range(3))
     if packed:
