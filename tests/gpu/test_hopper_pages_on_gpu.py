@@ -77,11 +77,14 @@ def test_pages(dims: tuple[int, int], page: int) -> None:
     _check(_problem(SIZES, page, dims=dims, around=(2, 70)))
 
 
+_CUT = -(1 << 20)  # keys that results of a part take: less than none, so that the smallest parts seem best
+
+
 # as many parts as there are blocks, at most four, and as few as the keys of one CTA allow
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (10, 2), (16, 2), (24, 2), (28, 4), (32, 32), (37, 1)], ids=str)
 @pytest.mark.parametrize("rounds, least", [(64, 64), (3, 512), (1, 1 << 20)])
 def test_heads_and_parts(rounds: int, least: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(rounds, least, 8))
+    monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(rounds, least, _CUT, 8))
     for sizes in (SIZES, [(1, n) for n in (5, 4000, 1, 77)], [(512, 4096)]):
         for sinks in (None, torch.randn(heads[0], device=CUDA)):
             _check(_problem(sizes, 64, heads), sinks=sinks)
@@ -89,7 +92,7 @@ def test_heads_and_parts(rounds: int, least: int, heads: tuple[int, int], monkey
 
 def test_more_tiles_than_the_schedule_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 chunks of 300 queries are 240 tiles and 82 beside them; one sequence is long."""
-    monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(3, 128, 2))
+    monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(3, 128, _CUT, 2))
     _check(_problem([(300, 300 + n) for n in range(79)] + [(1, 30000)], 64, (2, 2), (64, 64)))
 
 
@@ -173,7 +176,7 @@ def test_packed_queries_over_dense_caches(dims: tuple[int, int]) -> None:
 def test_equal_queries(heads: tuple[int, int], queries: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also more than there are keys, and sequences without any."""
     for least in (128, 3072):
-        monkeypatch.setattr(forward_pages, "cut_for", lambda rows, least=least: Cut(3, least, 8))
+        monkeypatch.setattr(forward_pages, "cut_for", lambda rows, least=least: Cut(3, least, 0, 8))
         for lengths in ((700, 3000, 5, 0, 64), (4000,), (130, 2000) * 10):
             sizes = [(queries, length) for length in lengths]
             problem = _problem(sizes, page, heads) if page else _dense(sizes, max(lengths) + 3, heads=heads)

@@ -1,6 +1,7 @@
 """The list of tiles and parts of the Hopper forward over caches: what each CTA would take from it, step by step on the
 host, and the combination of its results, beside the specification. The tiles' kernel itself runs on sm_90 alone."""
 
+import heapq
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -58,6 +59,7 @@ class _Problem:
         # heads of a tile: the last tile of a kv head may have fewer
         self.pack = draws.choice([1, 2, 3, 4, 5, 7, 8]) if self.ratio > 1 else 1
         self.right, self.rounds, self.least = draws.choice([-1, 0, 2]), draws.choice([1, 3, 50]), draws.choice([16, 96])
+        self.result_keys = draws.choice([0, 40])
         self.sms, self.most, dim = draws.choice([1, 9, 132]), most, 16
         starts = before + torch.tensor([0, *counts]).cumsum(0)
         self.queries = self.equal or max(1, int(starts[-1]) + behind)
@@ -74,7 +76,7 @@ class _Problem:
         groups = self.kv_heads * cdiv(self.ratio, self.pack)
         return TileList.of(
             self.starts, keys, self.queries, self.pack, groups, self.most, (block_m, block_n, 1),
-            replace(CARD, num_sms=self.sms), self.rounds, self.least,
+            replace(CARD, num_sms=self.sms), self.rounds, self.least, self.result_keys,
         )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -156,14 +158,34 @@ def test_random_problems(seed: int, device: torch.device) -> None:
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
+def _end_of(blocks: list[int], is_cut: list[bool], at_once: int, result_blocks: float) -> float:
+    """When the last of `at_once` programs ends that take entries from a counter, in blocks of keys."""
+    free = [0.0] * at_once
+    for n, cut in zip(blocks, is_cut, strict=True):
+        heapq.heapreplace(free, free[0] + n + 1 + (result_blocks if cut else 0))
+    return max(free) + (4 if any(is_cut) else 0)
+
+
+def _batch(seed: int) -> tuple[list[int], list[int]]:
+    """(queries, keys) of each sequence: tokens, drafts and chunks of prompts."""
+    draws = random.Random(seed)
+    count, chunk = draws.choice([4, 12, 32, 64]), draws.choice([64, 256, 512, 1024])
+    chunks, token = draws.choice([0, 1, 3, count]), draws.choice([1, 1, 6])
+    queries = [chunk if n < chunks else token for n in range(count)]
+    least, most = sorted(draws.uniform(7, 13.5) for _ in range(2))
+    return queries, [max(n, int(2 ** draws.uniform(least, most))) for n in queries]
+
+
 @runs_kernels
-@pytest.mark.parametrize("chunks", [[512], [2048, 2048], [300] * 80], ids=["one", "two", "tiles of two blocks"])
-def test_the_longest_come_first_and_no_part_is_longer_than_a_share(chunks: list[int], device: torch.device) -> None:
-    """Blocks are those that a tile sees: of a chunk's first queries a part of the keys."""
-    counts, lengths = [*chunks, *([1] * 20)], [*(n + 1000 for n in chunks), *range(500, 20500, 1000)]
+@pytest.mark.parametrize("seed", range(12))
+def test_the_longest_come_first_and_the_list_ends_about_as_soon_as_the_best(seed: int, device: torch.device) -> None:
+    """Blocks are those that a tile sees: of a chunk's first queries a part of the keys. The best: of the shares of all
+    sizes that all tiles are cut into, or none."""
+    counts, lengths = _batch(seed)
+    groups, at_once, cost = 8, 132 // 8, 320
     starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
     keys = KeysSeen(torch.tensor(lengths, dtype=torch.int32, device=device), None, 0, 32768, -1, 0)
-    tiles = TileList.of(starts, keys, int(starts[-1]), 4, 8, 32768, (128, 128, 1), CARD, 3, 3072)
+    tiles = TileList.of(starts, keys, int(starts[-1]), 4, groups, 32768, (128, 128, 1), CARD, 3, 512, cost)
     blocks, is_cut, seen = [], [], []
     for _, part, parts, tile in _parts_of(tiles):
         begin, end = _blocks_of_part(tile, part, parts, 32, 128, 0)
@@ -173,12 +195,14 @@ def test_the_longest_come_first_and_no_part_is_longer_than_a_share(chunks: list[
         is_cut.append(parts > 1)
     cut = sum(is_cut)
     assert is_cut == [True] * cut + [False] * (len(is_cut) - cut)
-    whole = blocks[cut:]
-    at_each = cdiv(sum(seen), 132 // 8)
-    share = min(max(at_each // 3, min(24, at_each)), max(seen))
-    # in eighths of a share
-    assert all(later <= sooner + 1.25 * share / 8 + 1 for sooner, later in pairwise(whole))
-    assert max(blocks) <= 1.25 * share + 1
+    # whole tiles by eighths of the longest, and cut ones are not longer than 1.25 of a share
+    assert all(later <= sooner + 1.25 * max(seen) / 8 + 1 for sooner, later in pairwise(blocks[cut:]))
+    ends = []
+    for share in range(4, max(seen) + 4):
+        parts = [max(1, cdiv(n - share // 4, share)) for n in seen]
+        entries = sorted(((n > 1, cdiv(of, n)) for of, n in zip(seen, parts, strict=True) for _ in range(n)), reverse=True)
+        ends.append(_end_of([n for _, n in entries], [cut for cut, _ in entries], at_once, cost / 128))
+    assert _end_of(blocks, is_cut, at_once, cost / 128) <= 1.25 * min(ends)
 
 
 def _call(queries: int, page: int, value_dim: int = 128) -> PagedCall:

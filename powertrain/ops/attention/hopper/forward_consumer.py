@@ -307,53 +307,81 @@ def _first_scores(visited, taken, buffers, sync, FIRST_N: gl.constexpr, CONFIG: 
 
 
 @gluon.jit
-def _has_rows(pair, tile_smem, q_smem, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
-    """Whether any row of a tile's is this consumer's: the last tile of a sequence may have less than 64."""
-    QUERIES: gl.constexpr = q_smem[0].shape[1] // CONFIG.heads_per_tile
-    if CONSUMER == 0:
+def _has_rows(pair, tile_smem, place, FIRST: gl.constexpr, CONFIG: gl.constexpr):
+    """Whether any row of a tile's is the warpgroup's of this place. The last tile of a sequence may have less; it has
+    those of the FIRST warpgroup, and of all that share its code."""
+    if FIRST:
         any_rows: gl.constexpr = True
     else:
-        first = read_tile_field(tile_smem, pair, TILE_FIRST)
-        any_rows = first + CONSUMER * QUERIES < read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
+        QUERIES: gl.constexpr = 64 // CONFIG.heads_per_tile
+        first = read_tile_field(tile_smem, pair, TILE_FIRST) + place * QUERIES
+        any_rows = first < read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
     return any_rows
+
+
+@gluon.jit
+def _pass_blocks(visited, blocks, sync, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """`_other_blocks` for a warpgroup without rows of the tile, whose share of the tensor cores is the others'. It
+    comes to every barrier that `_other_blocks` comes to."""
+    k_full, v_full = sync.k_full, sync.v_full
+    STAGES: gl.constexpr = v_full.shape[0]
+    begin, end, _, _, masked = blocks
+    place = _place_of(CONFIG, CONSUMER)
+    for n in range(1, end - begin):
+        at = visited + n
+        # a stage is given back once a round, so not before it was loaded
+        _await_block(at, k_full, sync.k_at, CONFIG)
+        if CONFIG.takes_turns:
+            if CONFIG.first_block != "any" or n >= masked:
+                named_barrier_sync(TURN + place, 256)
+                named_barrier_arrive(TURN + (place + 1) % CONFIG.warpgroups, 256)
+        _await_block(at - 1, v_full, sync.v_at, CONFIG)
+        give_back(KEYS_FREE, at & (STAGES - 1), CONFIG.warpgroups)
+        give_back(VALUES_FREE, (at - 1) & (STAGES - 1), CONFIG.warpgroups)
 
 
 @gluon.jit
 def _pass_tile(
     visited, taken, buffers, sync, sizes, window, FIRST_N: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
 ):  # fmt: skip
-    """A tile with no rows of this consumer, whose share of the tensor cores is the others'. It comes to every barrier
-    that `_consume_tile` comes to, and returns what that returns."""
-    k_full, v_full = sync.k_full, sync.v_full
-    CONSUMERS: gl.constexpr = CONFIG.consumers
+    """A tile with no rows of this consumer. It comes to every barrier that `_consume_tile` comes to, and returns what
+    that returns."""
     STAGES: gl.constexpr = buffers.v[0].shape[0]
     BLOCK_N: gl.constexpr = buffers.v[0].shape[1]
-    QUERIES: gl.constexpr = buffers.q[0].shape[1] // CONFIG.heads_per_tile * CONSUMERS
+    QUERIES: gl.constexpr = buffers.q[0].shape[1] // CONFIG.heads_per_tile * CONFIG.consumers
     pair = taken & 1
     _, _, _, blocks = keys_of_tile(pair, sync.tile, sizes.num_splits, window, QUERIES, BLOCK_N, CONFIG)
-    begin, end, _, _, masked = blocks
+    begin, end, _, _, _ = blocks
     give_back(KEYS_FREE, visited & (STAGES - 1), CONFIG.warpgroups)
-    for n in range(1, end - begin):
-        at = visited + n
-        stage = at & (STAGES - 1)
-        last = (at - 1) & (STAGES - 1)
-        # a stage is given back once a round, so not before it was loaded
-        mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
-        if CONFIG.takes_turns:
-            if CONFIG.first_block != "any" or n >= masked:
-                named_barrier_sync(TURN + CONSUMER, 256)
-                named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
-        mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
-        give_back(KEYS_FREE, stage, CONFIG.warpgroups)
-        give_back(VALUES_FREE, last, CONFIG.warpgroups)
+    _pass_blocks(visited, blocks, sync, CONFIG, CONSUMER)
     visited += end - begin
-    last = (visited - 1) & (STAGES - 1)
-    mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
-    give_back(VALUES_FREE, last, CONFIG.warpgroups)
+    _await_block(visited - 1, sync.v_full, sync.v_at, CONFIG)
+    give_back(VALUES_FREE, (visited - 1) & (STAGES - 1), CONFIG.warpgroups)
     mbarrier.arrive(sync.tile_empty.index(pair), count=1)
     taken += 1
     head, s = _first_scores(visited, taken, buffers, sync, FIRST_N, CONFIG, CONSUMER)
     return visited, taken, head, hopper.warpgroup_mma_wait(0, deps=[s])
+
+
+@gluon.jit
+def _blocks_of_rows(
+    o, m, l, weights, visited, blocks, start, q, buffers, sync, scores, pair,  # noqa: E741
+    HALF: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """`_other_blocks`; in tiles of a list a warpgroup without rows passes them, also one that shares its code. Tiles
+    of no list that share keys run in step instead, so that keys are read once."""
+    if CONFIG.listed and CONFIG.warpgroups > CONFIG.consumers:
+        if _has_rows(pair, sync.tile, warpgroup_index(), False, CONFIG):
+            o, m, l, weights = _other_blocks(  # noqa: E741
+                o, m, l, weights, visited, blocks, start, q, buffers, sync, scores, HALF, CONFIG, CONSUMER
+            )
+        else:
+            _pass_blocks(visited, blocks, sync, CONFIG, CONSUMER)
+    else:
+        o, m, l, weights = _other_blocks(  # noqa: E741
+            o, m, l, weights, visited, blocks, start, q, buffers, sync, scores, HALF, CONFIG, CONSUMER
+        )
+    return o, m, l, weights
 
 
 @gluon.jit
@@ -400,8 +428,8 @@ def _consume_tile(
     give_back(KEYS_FREE, visited & (STAGES - 1), CONFIG.warpgroups)
     start = block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
     o, m, l, weights = _first_block(s, visited, start, masked, scores, v_smem, v_full, CONFIG)  # noqa: E741
-    o, m, l, weights = _other_blocks(  # noqa: E741
-        o, m, l, weights, visited, blocks, start, q, buffers, sync, scores, FIRST_N < BLOCK_N, CONFIG, CONSUMER
+    o, m, l, weights = _blocks_of_rows(  # noqa: E741
+        o, m, l, weights, visited, blocks, start, q, buffers, sync, scores, pair, FIRST_N < BLOCK_N, CONFIG, CONSUMER
     )
     visited += end - begin
     last = (visited - 1) & (STAGES - 1)
@@ -486,7 +514,7 @@ def consume(
     while head >= 0:
         # s crosses the loop as finished registers: with a wgmma under way at the loop's back edge ptxas waits after
         # each one
-        has_rows = _has_rows(taken & 1, tile_smem, q_smem, CONFIG, CONSUMER)
+        has_rows = _has_rows(taken & 1, tile_smem, CONSUMER, CONSUMER == 0, CONFIG)
         if has_rows:
             visited, taken, head, s = _consume_tile(
                 visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage,

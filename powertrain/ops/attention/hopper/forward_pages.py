@@ -25,24 +25,20 @@ from powertrain.runtime.target import Target
 
 
 class Cut(NamedTuple):
-    """How the keys of tiles are cut into parts, and in which order parts are taken.
+    """How the keys of tiles are cut into parts, and in which order parts are taken."""
 
-    Results of a part of 128 rows cost as much as two or three blocks of 128 keys; a CTA that takes parts longest first
-    is idle for half a part of the shortest at its end."""
-
-    rounds: int  # parts that a CTA takes at least, of tiles that are cut
+    rounds: int  # in so many parts or fewer the work of a CTA is cut
     least_keys: int  # of a part
+    result_keys: int  # that take as long as results of a part do
     together: int  # groups of heads whose parts of a tile follow one another
 
 
 def cut_for(rows: int) -> Cut:
     """`rows`: queries times heads of a kv head, of a sequence on average.
 
-    FlashAttention-3's time by ours, one H100, H32/8 D128, keys of 500 to 32k in pages of 64, with (3, 3072, 8),
-    (4, 3072, 2), (3, 3072, 2), (2, 3072, 2): 4 rows 1.00, 0.97, 0.98, 0.96; 64 rows 0.97, 0.93, 0.95, 0.94; 128 rows
-    0.97, 0.91, 0.93, 0.93; 256 rows 0.94, 0.99, 0.94, 0.95; 4 chunks of 512 beside 28 tokens 0.93, 1.01, 0.98, 0.91;
-    1024 rows 1.03, 0.95, 0.96, 0.96. (3, 1024, 2) is as fast as (3, 3072, 2) or faster; 4 of 3000 0.74, 0.48."""
-    return Cut(4, 3072, 2) if 128 < rows < 512 else Cut(3, 1024, 8)
+    Results of 128 rows cost as much as two or three blocks of 128 keys. Two groups of heads together are 6 to 8 % faster than eight
+    at 2 or 3 tiles a sequence, eight 3 to 4 % faster at few rows, where memory bounds them (one H100)."""
+    return Cut(3, 512, 40 + 5 * min(rows, 128) // 2, 2 if 128 < rows < 512 else 8)
 
 
 class PagedCall(NamedTuple):
@@ -108,6 +104,7 @@ def launch_pages(call: PagedCall, max_queries: int, target: Target) -> tuple[Ten
     listed = TileList.of(
         call.query_starts, keys, operands.queries, plan.heads_per_tile, plan.groups_of(operands.heads), operands.keys,
         (plan.queries * plan.heads_per_tile, plan.block_n, 1), target, cut.rounds, cut.least_keys,
+        cut.result_keys,
     )  # fmt: skip
     return launch_forward(
         operands, plan, call.page_table, listed, math.gcd(plan.groups_of(operands.heads), cut.together)
