@@ -38,7 +38,8 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
 # fewer. Below, the universal kernel is as fast or has more parts for the SMs. us, one H100, universal and Hopper: 32
 # sequences of 500 to 32k keys in pages H32/8, 1 query 487, 482; 4 508, 491; 8 518, 495; 32 650, 516; 64 1149, 604;
 # packed single tokens 507, 496; chunks of 1 to 16 529, 505; H16/16 D64, 8 queries 502, 533; 16 of 8192, 8 queries 200,
-# 203; 4 of 3000 H28/4 28, 37; 1 of 131072 203, 215
+# 203; 4 of 3000 H28/4 28, 37; 1 of 131072 203, 215. Few packed sequences, which both kernels take by a list, one H200:
+# 40 random batches of 1 to 24, geometric mean of the times 0.90 of the universal kernel's
 PACKED_LEAST_ROWS, EQUAL_LEAST_ROWS, FEW_LEAST_ROWS = 1, 16, 128
 
 
@@ -46,9 +47,9 @@ def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None
     """Why the universal kernel serves and not the Hopper forward, or None."""
     kv_heads, batch = max(1, call.key_cache.shape[2]), call.seqlens.shape[0]
     rows = call.query.shape[:-1].numel() // kv_heads
-    least = PACKED_LEAST_ROWS if call.query_starts is not None else EQUAL_LEAST_ROWS
-    if 2 * batch * kv_heads <= target.num_sms:
-        least = FEW_LEAST_ROWS
+    least = PACKED_LEAST_ROWS
+    if call.query_starts is None:
+        least = FEW_LEAST_ROWS if 2 * batch * kv_heads <= target.num_sms else EQUAL_LEAST_ROWS
     if rows < least * batch:
         return f"it is for {least} rows or more a sequence, got {rows} of {batch} sequences"
     return why_not_cache(call, cache_batch_idx, target)

@@ -275,7 +275,7 @@ def _schedule_kernel(
 # how many times over the parts fill the GPU at most, where they cannot all run at once
 _WAVES = 8
 LEAST_KEYS = 512  # of a part
-_BLOCK_B = 256  # sequences that the schedule reads at a time
+MOST_AT_ONCE = 256  # sequences that the schedule reads at a time
 
 
 @functools.lru_cache(maxsize=1024)
@@ -285,7 +285,7 @@ def choose_parts(
     """(parts beyond one a sequence, parts that run at once, whether all do), where `tiles` programs work on each."""
     at_once = max(1, target.num_sms * per_sm // max(1, tiles))
     # where all run at once the schedule takes the sequences as one block
-    if at_once >= 2 * sequences and sequences <= _BLOCK_B:
+    if at_once >= 2 * sequences and sequences <= MOST_AT_ONCE:
         return at_once - sequences, at_once, True
     most = cdiv(waves * target.num_sms * per_sm, max(1, tiles))
     return max(1, min(sequences * cdiv(keys, LEAST_KEYS), most)), at_once, False
@@ -325,12 +325,12 @@ def schedule(
     device = keys.seqlens.device
     parts = torch.empty((tiles, extra + batch, 3), dtype=torch.int32, device=device)
     table = PartTable(torch.empty((batch, tiles, 2), dtype=torch.int32, device=device), ratio, block_m, extra)
-    block_b = min(_BLOCK_B, next_power_of_2(batch))
+    block_b = min(MOST_AT_ONCE, next_power_of_2(batch))
     # one warp adds without waiting for others
     _schedule_kernel[(tiles,)](
         keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio, keys.num_new, keys.capacity, extra,
         at_once, cdiv(LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0,
-        HAS_RIGHT=keys.right >= 0, ONE_BLOCK=batch <= _BLOCK_B, FILLS_ONCE=fills_once, BLOCK_M=block_m,
+        HAS_RIGHT=keys.right >= 0, ONE_BLOCK=batch <= MOST_AT_ONCE, FILLS_ONCE=fills_once, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_B=block_b, BLOCK_E=8, STARTS_EARLY=starts_early(target),
         num_warps=1 if block_b <= 64 else 4,
     )  # fmt: skip

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from powertrain.ops.attention.decode_schedule import (
     LEAST_KEYS,
+    MOST_AT_ONCE,
     KeysSeen,
     choose_parts,
     extra_parts,
-    is_best_whole,
     key_range,
     lengths_of,
     safe_share,
@@ -46,34 +46,61 @@ _BLOCK_T = 128  # tiles that a program finds at a time
 _MOST_LISTED = 1024  # that are listed at a time
 
 
-@kernel(unaligned=SMALL)
-def _tiles_kernel(
-    starts_ptr, seqlens_ptr, leftpad_ptr, tiles_ptr,
-    tiles, batches, queries, ratio, num_new, capacity, left, right, steps,
+_BLOCK_B = tl.constexpr(32)  # starts that are read at a time
+
+
+@triton.jit
+def _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M: tl.constexpr):
+    """(sequence, -1 ahead of the first and `batches` behind the last, its first slot) of slots. Sequence n owns the
+    slots from cdiv(starts[n] * ratio, BLOCK_M) + n + 1 on. All starts are read, which for few takes less than a search,
+    whose reads wait for one another."""
+    low = tl.zeros_like(slot) - 1
+    first_slot = tl.zeros_like(slot)
+    for begin in range(0, batches + 1, _BLOCK_B):
+        n = begin + tl.arange(0, _BLOCK_B)
+        start = tl.load(starts_ptr + n, mask=n <= batches, other=0)  # [_BLOCK_B]
+        first = (tl.cdiv(start * ratio, BLOCK_M) + n + 1)[None, :]
+        is_before = (first <= slot[:, None]) & (n <= batches)[None, :]  # [the shape of slot, _BLOCK_B]
+        low += tl.sum(is_before.to(tl.int32), 1)
+        first_slot = tl.maximum(first_slot, tl.max(tl.where(is_before, first, 0), 1))
+    return low, first_slot
+
+
+@triton.jit
+def _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The same by a search of so many steps."""
+    low = tl.zeros([BLOCK_T], tl.int32) - 1
+    high = low + batches + 1
+    for _ in range(steps):
+        middle = (low + high + 1) // 2
+        searches = low < high
+        start = tl.load(starts_ptr + tl.maximum(middle, 0), mask=searches, other=0)
+        is_before = tl.cdiv(start * ratio, BLOCK_M) + middle + 1 <= slot
+        low = tl.where(searches & is_before, middle, low)
+        high = tl.where(searches & (is_before == 0), middle - 1, high)
+    before = tl.load(starts_ptr + low, mask=low >= 0, other=0)
+    return low, tl.where(low < 0, 0, tl.cdiv(before * ratio, BLOCK_M) + low + 1)
+
+
+@triton.jit
+def _tiles_at(
+    slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, steps,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """tiles [tiles, TILE_FIELDS] int32. Rows of no sequence are one of -1, without keys. `steps`: of the search.
-    Without `starts` each sequence has `queries`, one behind the other."""
-    wait_for_kernel_before(STARTS_EARLY)
-    slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """The tiles of slots: sequence (-1: none, without keys), tile of it, first query, how many queries it has, how many
+    keys, blocks of keys that the tile sees (-1: it has no rows). Without starts each sequence has `queries`, one behind
+    the other. `steps`: of the search for a tile's sequence; None: all starts are read."""
     if starts_ptr is None:
         of_each = tl.cdiv(queries * ratio, BLOCK_M)
         sequence, tile = slot // of_each, slot % of_each
         first_query, count = sequence * queries, tl.zeros_like(slot) + queries
     else:
-        # sequence n owns the slots from cdiv(starts[n] * ratio, BLOCK_M) + n + 1 on; those before the first are of none
-        low = tl.zeros([BLOCK_T], tl.int32) - 1
-        high = low + batches + 1
-        for _ in range(steps):
-            middle = (low + high + 1) // 2
-            searches = low < high
-            start = tl.load(starts_ptr + tl.maximum(middle, 0), mask=searches, other=0)
-            is_before = tl.cdiv(start * ratio, BLOCK_M) + middle + 1 <= slot
-            low = tl.where(searches & is_before, middle, low)
-            high = tl.where(searches & (is_before == 0), middle - 1, high)
-        before = tl.load(starts_ptr + low, mask=low >= 0, other=0)
-        tile = tl.where(low < 0, slot, slot - (tl.cdiv(before * ratio, BLOCK_M) + low + 1))
+        if steps is None:
+            low, first_slot = _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M)
+        else:
+            low, first_slot = _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M, BLOCK_T)
+        tile = slot - first_slot
         # of `sequence_span`: rows behind the last sequence, and before the first
         sequence = tl.where(low < 0, batches + 1, low)
         first_query, _, count = sequence_span(starts_ptr, None, sequence, batches, queries)
@@ -81,50 +108,66 @@ def _tiles_kernel(
     length, pad = lengths_of(seqlens_ptr, leftpad_ptr, sequence, inside, num_new, capacity)
     first, last = key_range(length, pad, tile, count, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
     blocks = tl.where(inside, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)
+    blocks = tl.where(tile * BLOCK_M < count * ratio, blocks, -1)
+    return tl.where(inside, sequence, -1), tile, first_query, count, tl.where(inside, length, 0), blocks
+
+
+@kernel(unaligned=SMALL)
+def _tiles_kernel(
+    starts_ptr, seqlens_ptr, leftpad_ptr, tiles_ptr,
+    tiles, batches, queries, ratio, num_new, capacity, left, right, steps,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """tiles [tiles, TILE_FIELDS] int32, of `_tiles_at`."""
+    wait_for_kernel_before(STARTS_EARLY)
+    slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    sequence, tile, first_query, count, length, blocks = _tiles_at(
+        slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, steps,
+        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N, BLOCK_T,
+    )  # fmt: skip
     to, mask = tiles_ptr + slot * TILE_FIELDS, slot < tiles
-    tl.store(to, tl.where(inside, sequence, -1), mask=mask)  # [BLOCK_T]
+    tl.store(to, sequence, mask=mask)  # [BLOCK_T]
     tl.store(to + 1, tile, mask=mask)  # [BLOCK_T]
     tl.store(to + 2, first_query, mask=mask)  # [BLOCK_T]
     tl.store(to + 3, count, mask=mask)  # [BLOCK_T]
-    tl.store(to + 4, tl.where(inside, length, 0), mask=mask)  # [BLOCK_T]
-    tl.store(to + _BLOCKS, tl.where(tile * BLOCK_M < count * ratio, blocks, -1), mask=mask)  # [BLOCK_T]
+    tl.store(to + 4, length, mask=mask)  # [BLOCK_T]
+    tl.store(to + _BLOCKS, blocks, mask=mask)  # [BLOCK_T]
 
 
 @triton.jit
-def _blocks_at(tiles_ptr, tile, tiles):
-    return tl.load(tiles_ptr + tile * TILE_FIELDS + _BLOCKS, mask=tile < tiles, other=-1)  # the shape of tile
+def _shares_of_rounds(total, longest, at_once, least, ROUNDS: tl.constexpr):
+    """Sizes of parts, in blocks of keys, of which `_first_to_end` chooses: all of the longest tile, and what a program
+    computes in a round of 1, 2, ... ROUNDS."""
+    rounds = tl.arange(0, 1 << ROUNDS.bit_length())
+    share = tl.maximum(tl.cdiv(total, at_once) // tl.minimum(tl.maximum(rounds, 1), ROUNDS), least)
+    return tl.maximum(tl.where(rounds == 0, longest, tl.minimum(share, longest)), 1)
 
 
 @triton.jit
-def _share_of_rounds(
-    tiles_ptr, tiles, total, longest, some, at_once, least, of_results, ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    """Blocks of keys of a part where programs take parts from a counter, longest first: all of the longest of `some`
-    tiles, or what a program computes in one round of 1, 2, ... ROUNDS; that with which the last program ends first.
+def _parts_by_share(blocks, share):
+    """Of tiles that are cut into parts of each share: parts beyond a tile's first, tiles that are cut, blocks of the
+    longest part; the shape of share."""
+    more = extra_parts(blocks[:, None], share[None, :], False)
+    longest = tl.max(tl.cdiv(blocks[:, None], more + 1), 0)
+    return tl.sum(more, 0), tl.sum((more > 0).to(tl.int32), 0), longest
+
+
+@triton.jit
+def _first_to_end(share, parts, total, some, at_once, of_results):
+    """The share with which the last of the programs ends first that take parts from a counter, the longest first.
 
     Its end is estimated in blocks of keys: an entry costs one beside its own, results of a part `of_results`, the
     kernel that combines them 4; where there are more entries than run at once the last ends later than on average, by
     some of the longest and of the mean entry. Of 357 random batches (tokens, drafts, chunks of 16 to 2048 queries
     beside 64 to 32768 keys) the share takes 1.6 % longer than the best in a simulation, more than 10 % in 15; a third
     of a program's work, for all batches, 5.0 %, in 63."""
-    at_each = tl.cdiv(total, at_once)
-    rounds = tl.arange(0, 1 << ROUNDS.bit_length())
-    share = tl.maximum(at_each // tl.minimum(tl.maximum(rounds, 1), ROUNDS), least)
-    share = tl.maximum(tl.where(rounds == 0, longest, tl.minimum(share, longest)), 1)  # [rounds]
-    extra = tl.zeros_like(share)
-    cut = tl.zeros_like(share)
-    of_part = tl.zeros_like(share)
-    for start in range(0, tiles, BLOCK_T):
-        blocks = _blocks_at(tiles_ptr, start + tl.arange(0, BLOCK_T), tiles)[:, None]
-        more = extra_parts(blocks, share[None, :], False)  # [BLOCK_T, rounds]
-        extra += tl.sum(more, 0)
-        cut += tl.sum((more > 0).to(tl.int32), 0)
-        of_part = tl.maximum(of_part, tl.max(tl.cdiv(blocks, more + 1), 0))
+    extra, cut, longest = parts
     entries = some + extra
     is_cut = (extra > 0).to(tl.float32)
-    work = (total + entries + of_results * (extra + cut)) / at_once
-    work += tl.where(entries > at_once, 0.15 * of_part + 0.3 * total / tl.maximum(entries, 1), 0.0)
-    end = tl.maximum(work, of_part + 1 + of_results * is_cut) + 4 * is_cut
+    end = (total + entries + of_results * (extra + cut)) / at_once
+    end += tl.where(entries > at_once, 0.15 * longest + 0.3 * total / tl.maximum(entries, 1), 0.0)
+    end = tl.maximum(end, longest + 1 + of_results * is_cut) + 4 * is_cut
     return tl.max(tl.where(end <= tl.min(end), share, 0))
 
 
@@ -141,21 +184,114 @@ def _level_of(blocks, is_whole, share):
 
 
 @triton.jit
-def _store_entries(list_ptr, at, tiles_ptr, tile, part, parts, second, mask):
-    """Entries `at` of the list, of tiles of the same shape; the other integers may have fewer dims."""
-    to, fields = list_ptr + (at + 1) * ENTRY_FIELDS, tiles_ptr + tile * TILE_FIELDS
-    for i in tl.static_range(_BLOCKS):
-        tl.store(to + i, tl.load(fields + i, mask=mask), mask=mask)  # the shape of at
+def _store_entries(list_ptr, at, sequence, tile, first_query, count, length, part, parts, second, mask):
+    """Entries `at` of the list; the other integers may have fewer dims."""
+    to = list_ptr + (at + 1) * ENTRY_FIELDS
+    tl.store(to, tl.broadcast_to(sequence, mask.shape), mask=mask)  # the shape of at
+    tl.store(to + 1, tl.broadcast_to(tile, mask.shape), mask=mask)  # the shape of at
+    tl.store(to + 2, tl.broadcast_to(first_query, mask.shape), mask=mask)  # the shape of at
+    tl.store(to + 3, tl.broadcast_to(count, mask.shape), mask=mask)  # the shape of at
+    tl.store(to + 4, tl.broadcast_to(length, mask.shape), mask=mask)  # the shape of at
     tl.store(to + _BLOCKS, tl.broadcast_to(part, mask.shape), mask=mask)  # the shape of at
     tl.store(to + _BLOCKS + 1, tl.broadcast_to(parts, mask.shape), mask=mask)  # the shape of at
     tl.store(to + _BLOCKS + 2, tl.broadcast_to(second, mask.shape), mask=mask)  # the shape of at
 
 
+@triton.jit
+def _counts(blocks, share, FILLS_ONCE: tl.constexpr):
+    """(parts beyond a tile's first, tiles that are cut, whole tiles of each level) of some tiles."""
+    more = extra_parts(blocks, share, FILLS_ONCE)
+    whole = _level_of(blocks, (more == 0) & (blocks >= 0), share)  # [tiles, _LEVELS]
+    return tl.sum(more), tl.sum((more > 0).to(tl.int32)), tl.sum(whole, 0)
+
+
+@triton.jit
+def _store_header(list_ptr, used, cut, of_levels):
+    """From the counts of all tiles; returns where the first whole tile of each level comes."""
+    tl.store(list_ptr + LISTED, used + cut + tl.sum(of_levels))
+    tl.store(list_ptr + EXTRA, used)
+    tl.store(list_ptr + CUT, cut)
+    return tl.cumsum(of_levels) - of_levels
+
+
+@triton.jit
+def _store_tiles(
+    list_ptr, sequence, tile, first_query, count, length, blocks, share, used, cut, before, cut_before, levels_before,
+    FILLS_ONCE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The entries of some tiles. `used`, `cut`: the counts of all; the last three: of those before them."""
+    more = extra_parts(blocks, share, FILLS_ONCE)
+    is_cut = (more > 0).to(tl.int32)
+    second = before + tl.cumsum(more) - more
+    rank = cut_before + tl.cumsum(is_cut) - is_cut
+    level = _level_of(blocks, (more == 0) & (blocks >= 0), share)  # [tiles, _LEVELS]
+    place = tl.sum(level * (levels_before[None, :] + tl.cumsum(level, 0) - 1), 1)
+    # the first parts of those that are cut are as long as the extra ones: they come before whole tiles
+    at = used + tl.where(is_cut > 0, rank, cut + place)
+    _store_entries(
+        list_ptr, at, sequence, tile, first_query, count, length, tl.zeros_like(tile), more + 1, second, blocks >= 0
+    )
+    for first in range(0, tl.max(more), BLOCK_E):
+        part = first + tl.arange(0, BLOCK_E)[None, :]
+        _store_entries(
+            list_ptr, second[:, None] + part, sequence[:, None], tile[:, None], first_query[:, None], count[:, None],
+            length[:, None], part + 1, more[:, None] + 1, second[:, None], part < more[:, None],
+        )  # fmt: skip
+
+
+@kernel(unaligned=SMALL)
+def _few_tiles_kernel(
+    starts_ptr, seqlens_ptr, leftpad_ptr, list_ptr,
+    tiles, batches, queries, ratio, num_new, capacity, left, right, extra, at_once, least, of_results,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FILLS_ONCE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """`_tiles_kernel` and `_list_kernel` in one program, which holds all tiles. FILLS_ONCE, of no ROUNDS: all parts run
+    at once, so there are at most `at_once`."""
+    wait_for_kernel_before(STARTS_EARLY)
+    slot = tl.arange(0, BLOCK_T)
+    sequence, tile, first_query, count, length, blocks = _tiles_at(
+        slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, None,
+        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N, BLOCK_T,
+    )  # fmt: skip
+    blocks = tl.where(slot < tiles, blocks, -1)
+    total, longest = tl.sum(tl.maximum(blocks, 0)), tl.maximum(tl.max(blocks), 1)
+    some = tl.sum((blocks > 0).to(tl.int32))
+    if FILLS_ONCE:
+        rows = tl.sum((blocks >= 0).to(tl.int32))
+        share = smallest_share(blocks, total, rows, at_once - rows, least)
+    else:
+        if ROUNDS > 0:
+            shares = _shares_of_rounds(total, longest, at_once, least, ROUNDS)
+            share = _first_to_end(shares, _parts_by_share(blocks, shares), total, some, at_once, of_results)
+        else:
+            share = share_of(total, longest, some, at_once, least)
+        share = tl.maximum(share, safe_share(total, extra, least))
+    # levels of lengths are parts of it
+    share = tl.minimum(share, longest)
+    used, cut, of_levels = _counts(blocks, share, FILLS_ONCE)
+    levels_before = _store_header(list_ptr, used, cut, of_levels)
+    _store_tiles(
+        list_ptr, sequence, tile, first_query, count, length, blocks, share, used, cut, 0, 0, levels_before, FILLS_ONCE,
+        BLOCK_E,
+    )  # fmt: skip
+
+
+@triton.jit
+def _blocks_at(tiles_ptr, tile, tiles):
+    return tl.load(tiles_ptr + tile * TILE_FIELDS + _BLOCKS, mask=tile < tiles, other=-1)  # the shape of tile
+
+
+@triton.jit
+def _field_at(tiles_ptr, tile, tiles, FIELD: tl.constexpr):
+    return tl.load(tiles_ptr + tile * TILE_FIELDS + FIELD, mask=tile < tiles, other=0)  # the shape of tile
+
+
 @kernel()
 def _list_kernel(
     tiles_ptr, list_ptr, tiles, extra, at_once, least, of_results,
-    FILLS_ONCE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
+    ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """list [1 + extra + tiles, ENTRY_FIELDS] int32, of one program: at most `extra` parts beyond a tile's first, then
     the first parts of those tiles, then whole tiles, by eighths of the longest; none of tiles without rows. Parts are
@@ -163,69 +299,55 @@ def _list_kernel(
     `of_results`: as many blocks as results of a part cost. ROUNDS 0: programs do not take parts from a counter."""
     wait_for_kernel_before(STARTS_EARLY)
     total = 0
-    longest = 0
+    longest = 1
     some = 0
     for start in range(0, tiles, BLOCK_T):
         blocks = _blocks_at(tiles_ptr, start + tl.arange(0, BLOCK_T), tiles)
         total += tl.sum(tl.maximum(blocks, 0))
         longest = tl.maximum(longest, tl.max(blocks))
         some += tl.sum((blocks > 0).to(tl.int32))
-    if FILLS_ONCE:
-        # the tiles are one block
-        blocks = _blocks_at(tiles_ptr, tl.arange(0, BLOCK_T), tiles)
-        share = smallest_share(blocks, total, tiles, extra, least)
-        if ROUNDS > 0:
-            # and the kernel that combines the results as much as 4
-            share = tl.where(longest <= share + of_results + 4, tl.maximum(longest, 1), share)
+    if ROUNDS > 0:
+        shares = _shares_of_rounds(total, longest, at_once, least, ROUNDS)
+        more = tl.zeros_like(shares)
+        tiles_cut = tl.zeros_like(shares)
+        of_part = tl.zeros_like(shares)
+        for start in range(0, tiles, BLOCK_T):
+            blocks = _blocks_at(tiles_ptr, start + tl.arange(0, BLOCK_T), tiles)
+            its_more, its_cut, its_part = _parts_by_share(blocks, shares)
+            more += its_more
+            tiles_cut += its_cut
+            of_part = tl.maximum(of_part, its_part)
+        share = _first_to_end(shares, (more, tiles_cut, of_part), total, some, at_once, of_results)
     else:
-        if ROUNDS > 0:
-            share = _share_of_rounds(
-                tiles_ptr, tiles, total, longest, some, at_once, least, of_results, ROUNDS, BLOCK_T
-            )
-        else:
-            share = share_of(total, longest, some, at_once, least)
-        share = tl.maximum(share, safe_share(total, extra, least))
+        share = share_of(total, longest, some, at_once, least)
     # levels of lengths are parts of it
-    share = tl.minimum(share, tl.maximum(longest, 1))
+    share = tl.minimum(tl.maximum(share, safe_share(total, extra, least)), longest)
 
     used = 0
     cut = 0
-    levels_before = tl.zeros([_LEVELS], tl.int32)  # where the next whole tile of each level comes
+    of_levels = tl.zeros([_LEVELS], tl.int32)
     for start in range(0, tiles, BLOCK_T):
         blocks = _blocks_at(tiles_ptr, start + tl.arange(0, BLOCK_T), tiles)
-        more = extra_parts(blocks, share, FILLS_ONCE)
-        used += tl.sum(more)
-        cut += tl.sum((more > 0).to(tl.int32))
-        levels_before += tl.sum(_level_of(blocks, (more == 0) & (blocks >= 0), share), 0)
-    tl.store(list_ptr + LISTED, used + cut + tl.sum(levels_before))
-    tl.store(list_ptr + EXTRA, used)
-    tl.store(list_ptr + CUT, cut)
-    levels_before = tl.cumsum(levels_before) - levels_before
+        its_used, its_cut, its_levels = _counts(blocks, share, False)
+        used += its_used
+        cut += its_cut
+        of_levels += its_levels
+    levels_before = _store_header(list_ptr, used, cut, of_levels)
 
     before = 0
     cut_before = 0
     for start in range(0, tiles, BLOCK_T):
-        tile = start + tl.arange(0, BLOCK_T)
-        blocks = _blocks_at(tiles_ptr, tile, tiles)
-        more = extra_parts(blocks, share, FILLS_ONCE)
-        is_cut = (more > 0).to(tl.int32)
-        second = before + tl.cumsum(more) - more
-        rank = cut_before + tl.cumsum(is_cut) - is_cut
-        level = _level_of(blocks, (more == 0) & (blocks >= 0), share)  # [BLOCK_T, _LEVELS]
-        place = tl.sum(level * (levels_before[None, :] + tl.cumsum(level, 0) - 1), 1)  # [BLOCK_T]
-        # the first parts of those that are cut are as long as the extra ones: they come before whole tiles
-        at = used + tl.where(is_cut > 0, rank, cut + place)
-        _store_entries(list_ptr, at, tiles_ptr, tile, tl.zeros_like(tile), more + 1, second, blocks >= 0)
-        for first in range(0, tl.max(more), BLOCK_E):
-            part = first + tl.arange(0, BLOCK_E)[None, :]
-            extra_at = second[:, None] + part
-            _store_entries(
-                list_ptr, extra_at, tiles_ptr, tl.broadcast_to(tile[:, None], extra_at.shape), part + 1,
-                more[:, None] + 1, second[:, None], part < more[:, None],
-            )  # fmt: skip
-        before += tl.sum(more)
-        cut_before += tl.sum(is_cut)
-        levels_before += tl.sum(level, 0)
+        at = start + tl.arange(0, BLOCK_T)
+        blocks = _blocks_at(tiles_ptr, at, tiles)
+        _store_tiles(
+            list_ptr, _field_at(tiles_ptr, at, tiles, 0), _field_at(tiles_ptr, at, tiles, 1),
+            _field_at(tiles_ptr, at, tiles, 2), _field_at(tiles_ptr, at, tiles, 3), _field_at(tiles_ptr, at, tiles, 4),
+            blocks, share, used, cut, before, cut_before, levels_before, False, BLOCK_E,
+        )  # fmt: skip
+        its_used, its_cut, its_levels = _counts(blocks, share, False)
+        before += its_used
+        cut_before += its_cut
+        levels_before += its_levels
 
 
 @kernel(unaligned=SMALL)
@@ -321,7 +443,7 @@ class TileList(NamedTuple):
     @staticmethod
     def of(
         starts: Tensor | None, keys: KeysSeen, queries: int, ratio: int, groups: int, seen: int,
-        plan: tuple[int, int, int], target: Target, rounds: int = 0, least_keys: int = LEAST_KEYS,
+        plan: tuple[int, int, int], target: Target, rounds: int = 0, least_keys: int | None = None,
         result_keys: int = 0,
     ) -> "TileList":  # fmt: skip
         """Of `queries` rows in all, or of so many of each sequence if there are no starts.
@@ -337,25 +459,40 @@ class TileList(NamedTuple):
         count = cdiv(queries * ratio, block_m)
         # a partly filled tile a sequence, and of the rows before the first and behind the last
         count = count * batch if starts is None else count + batch + 2
-        tiles = torch.empty((count, TILE_FIELDS.value), dtype=torch.int32, device=device)
-        _tiles_kernel[(cdiv(count, _BLOCK_T),)](
-            starts, keys.seqlens, keys.leftpad, tiles, count, batch, queries, ratio, keys.num_new, keys.capacity,
-            keys.left, keys.right, (batch + 1).bit_length(), HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=_BLOCK_T, STARTS_EARLY=starts_early(target), num_warps=4,
-        )  # fmt: skip
-        # a round more, for shares are rounded down
-        waves = {"waves": rounds + 1} if rounds else {}
-        extra, at_once, fills_once = choose_parts(count, groups, seen, per_sm, target, **waves)
+        least = cdiv(least_keys or LEAST_KEYS, block_n)
+        if rounds:
+            at_once, fills_once = max(1, target.num_sms * per_sm // groups), False
+            # a round more, for shares are rounded down
+            extra = max(1, min(count * cdiv(seen, least * block_n), (rounds + 1) * at_once))
+        else:
+            extra, at_once, fills_once = choose_parts(count, groups, seen, per_sm, target)
+        of_tiles = batch, queries, ratio, keys.num_new, keys.capacity, keys.left, keys.right
+        of_parts = extra, at_once, least, result_keys / block_n
+        masks = {
+            "HAS_LEFT": keys.left >= 0, "HAS_RIGHT": keys.right >= 0, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "STARTS_EARLY": starts_early(target),
+        }  # fmt: skip
         entries = torch.empty((1 + extra + count, ENTRY_FIELDS.value), dtype=torch.int32, device=device)
-        block_t = min(_MOST_LISTED, next_power_of_2(count))
-        _list_kernel[(1,)](
-            tiles, entries, count, extra, at_once, cdiv(least_keys, block_n), result_keys / block_n,
-            FILLS_ONCE=fills_once, ROUNDS=rounds, BLOCK_T=block_t, BLOCK_E=8, STARTS_EARLY=starts_early(target),
-            num_warps=1 if block_t <= 64 else 4 if block_t <= 256 else 8,
-        )  # fmt: skip
+        if count <= MOST_AT_ONCE:
+            block_t = max(64, next_power_of_2(count))
+            _few_tiles_kernel[(1,)](
+                starts, keys.seqlens, keys.leftpad, entries, count, *of_tiles, *of_parts, **masks,
+                FILLS_ONCE=fills_once, ROUNDS=rounds, BLOCK_T=block_t, BLOCK_E=8,
+                num_warps=1 if block_t == 64 else block_t // 32,
+            )  # fmt: skip
+        else:
+            tiles = torch.empty((count, TILE_FIELDS.value), dtype=torch.int32, device=device)
+            _tiles_kernel[(cdiv(count, _BLOCK_T),)](
+                starts, keys.seqlens, keys.leftpad, tiles, count, *of_tiles, (batch + 1).bit_length(), **masks,
+                BLOCK_T=_BLOCK_T, num_warps=4,
+            )  # fmt: skip
+            _list_kernel[(1,)](
+                tiles, entries, count, *of_parts, ROUNDS=rounds, BLOCK_T=min(_MOST_LISTED, next_power_of_2(count)),
+                BLOCK_E=8, STARTS_EARLY=starts_early(target), num_warps=8,
+            )  # fmt: skip
         # each tile that is cut has a part beyond its first
         cut = min(extra, count)
-        return TileList(entries, extra + cut, cut)
+        return TileList(entries, extra + count if fills_once else extra + cut, cut)
 
     def combine(
         self, partial: Tensor, partial_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, kv_heads: int,

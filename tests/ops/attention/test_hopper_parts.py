@@ -3,6 +3,7 @@ host, and the combination of its results, beside the specification. The tiles' k
 
 import heapq
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powertrain.ops.attention import decode_tiles
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import ENTRY_FIELDS, LISTED, TileList, results_in
@@ -149,7 +151,10 @@ class _Problem:
 @runs_kernels
 @pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(30))
-def test_random_problems(seed: int, device: torch.device) -> None:
+def test_random_problems(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if seed % 2:
+        # as if there were too many tiles for one program
+        monkeypatch.setattr(decode_tiles, "MOST_AT_ONCE", 0)
     problem, block_n = _Problem(seed, device), 16
     block_m = 16 // problem.pack * problem.pack  # rows that are of a query
     out, lse = problem.attended(problem.tiles(block_m, block_n), block_m, block_n)
@@ -158,7 +163,22 @@ def test_random_problems(seed: int, device: torch.device) -> None:
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
-def _end_of(blocks: list[int], is_cut: list[bool], at_once: int, result_blocks: float) -> float:
+@runs_kernels
+@pytest.mark.kernels
+@pytest.mark.parametrize("seed", range(6))
+def test_one_program_lists_what_two_kernels_list(
+    seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = _Problem(seed, device)
+    problem.sms = 1  # so that not all parts run at once
+    lists = []
+    for most in (256, 0):
+        monkeypatch.setattr(decode_tiles, "MOST_AT_ONCE", most)
+        lists.append(_parts_of(problem.tiles(16 // problem.pack * problem.pack, 16)))
+    assert lists[0] and lists[0] == lists[1]
+
+
+def _end_of(blocks: Sequence[int], is_cut: Sequence[bool], at_once: int, result_blocks: float) -> float:
     """When the last of `at_once` programs ends that take entries from a counter, in blocks of keys."""
     free = [0.0] * at_once
     for n, cut in zip(blocks, is_cut, strict=True):
@@ -185,7 +205,7 @@ def test_the_longest_come_first_and_the_list_ends_about_as_soon_as_the_best(seed
     groups, at_once, cost = 8, 132 // 8, 320
     starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
     keys = KeysSeen(torch.tensor(lengths, dtype=torch.int32, device=device), None, 0, 32768, -1, 0)
-    tiles = TileList.of(starts, keys, int(starts[-1]), 4, groups, 32768, (128, 128, 1), CARD, 3, 512, cost)
+    tiles = TileList.of(starts, keys, int(starts[-1]), 4, groups, 32768, (128, 128, 1), CARD, 3, 256, cost)
     blocks, is_cut, seen = [], [], []
     for _, part, parts, tile in _parts_of(tiles):
         begin, end = _blocks_of_part(tile, part, parts, 32, 128, 0)
@@ -198,10 +218,11 @@ def test_the_longest_come_first_and_the_list_ends_about_as_soon_as_the_best(seed
     # whole tiles by eighths of the longest, and cut ones are not longer than 1.25 of a share
     assert all(later <= sooner + 1.25 * max(seen) / 8 + 1 for sooner, later in pairwise(blocks[cut:]))
     ends = []
-    for share in range(4, max(seen) + 4):
+    for share in range(2, max(seen) + 4):
         parts = [max(1, cdiv(n - share // 4, share)) for n in seen]
-        entries = sorted(((n > 1, cdiv(of, n)) for of, n in zip(seen, parts, strict=True) for _ in range(n)), reverse=True)
-        ends.append(_end_of([n for _, n in entries], [cut for cut, _ in entries], at_once, cost / 128))
+        each = ((n > 1, cdiv(of, n)) for of, n in zip(seen, parts, strict=True) for _ in range(n))
+        are_cut, sizes = zip(*sorted(each, reverse=True), strict=True)
+        ends.append(_end_of(sizes, are_cut, at_once, cost / 128))
     assert _end_of(blocks, is_cut, at_once, cost / 128) <= 1.25 * min(ends)
 
 
@@ -239,7 +260,7 @@ def test_what_one_call_launches(page: int) -> None:
     with record("H200") as wanted:
         out, lse = launch_pages(_call(8, page), 8, Target.parse("H200"))
     names = [spec.kernel.name for spec in wanted.specs]
-    assert names == ["_tiles_kernel", "_list_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel"]
+    assert names == ["_few_tiles_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel"]
     assert (out.shape, lse.shape) == ((4, 8, 32, 128), (4, 32, 8)) and out.is_contiguous() and lse.is_contiguous()
 
 
