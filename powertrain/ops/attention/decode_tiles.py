@@ -51,25 +51,23 @@ _BLOCK_B = tl.constexpr(32)  # starts that are read at a time
 
 @triton.jit
 def _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M: tl.constexpr):
-    """(sequence, -1 ahead of the first and `batches` behind the last, its first slot) of slots. Sequence n owns the
-    slots from cdiv(starts[n] * ratio, BLOCK_M) + n + 1 on. All starts are read, which for few takes less than a search,
-    whose reads wait for one another."""
-    low = tl.zeros_like(slot) - 1
-    first_slot = tl.zeros_like(slot)
+    """Sequences of slots: -1 ahead of the first, `batches` behind the last. Sequence n owns the slots from
+    cdiv(starts[n] * ratio, BLOCK_M) + n + 1 on. All starts are read, which for few takes less than a search, whose
+    reads wait for one another."""
+    sequence = tl.zeros_like(slot) - 1
     for begin in range(0, batches + 1, _BLOCK_B):
         n = begin + tl.arange(0, _BLOCK_B)
         start = tl.load(starts_ptr + n, mask=n <= batches, other=0)  # [_BLOCK_B]
-        first = (tl.cdiv(start * ratio, BLOCK_M) + n + 1)[None, :]
-        is_before = (first <= slot[:, None]) & (n <= batches)[None, :]  # [the shape of slot, _BLOCK_B]
-        low += tl.sum(is_before.to(tl.int32), 1)
-        first_slot = tl.maximum(first_slot, tl.max(tl.where(is_before, first, 0), 1))
-    return low, first_slot
+        first = tl.where(n <= batches, tl.cdiv(start * ratio, BLOCK_M) + n + 1, 1 << 30)
+        # slots along the lanes, so that a thread adds for itself
+        sequence += tl.sum((first[:, None] <= slot[None, :]).to(tl.int32), 0)
+    return sequence
 
 
 @triton.jit
-def _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr):
+def _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M: tl.constexpr):
     """The same by a search of so many steps."""
-    low = tl.zeros([BLOCK_T], tl.int32) - 1
+    low = tl.zeros_like(slot) - 1
     high = low + batches + 1
     for _ in range(steps):
         middle = (low + high + 1) // 2
@@ -78,15 +76,13 @@ def _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M: tl.con
         is_before = tl.cdiv(start * ratio, BLOCK_M) + middle + 1 <= slot
         low = tl.where(searches & is_before, middle, low)
         high = tl.where(searches & (is_before == 0), middle - 1, high)
-    before = tl.load(starts_ptr + low, mask=low >= 0, other=0)
-    return low, tl.where(low < 0, 0, tl.cdiv(before * ratio, BLOCK_M) + low + 1)
+    return low
 
 
 @triton.jit
 def _tiles_at(
     slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, steps,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The tiles of slots: sequence (-1: none, without keys), tile of it, first query, how many queries it has, how many
     keys, blocks of keys that the tile sees (-1: it has no rows). Without starts each sequence has `queries`, one behind
@@ -97,13 +93,13 @@ def _tiles_at(
         first_query, count = sequence * queries, tl.zeros_like(slot) + queries
     else:
         if steps is None:
-            low, first_slot = _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M)
+            found = _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M)
         else:
-            low, first_slot = _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M, BLOCK_T)
-        tile = slot - first_slot
+            found = _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M)
         # of `sequence_span`: rows behind the last sequence, and before the first
-        sequence = tl.where(low < 0, batches + 1, low)
+        sequence = tl.where(found < 0, batches + 1, found)
         first_query, _, count = sequence_span(starts_ptr, None, sequence, batches, queries)
+        tile = slot - tl.where(found < 0, 0, tl.cdiv(first_query * ratio, BLOCK_M) + found + 1)
     inside = sequence < batches
     length, pad = lengths_of(seqlens_ptr, leftpad_ptr, sequence, inside, num_new, capacity)
     first, last = key_range(length, pad, tile, count, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
@@ -124,7 +120,7 @@ def _tiles_kernel(
     slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sequence, tile, first_query, count, length, blocks = _tiles_at(
         slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, steps,
-        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N, BLOCK_T,
+        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     to, mask = tiles_ptr + slot * TILE_FIELDS, slot < tiles
     tl.store(to, sequence, mask=mask)  # [BLOCK_T]
@@ -146,24 +142,24 @@ def _shares_of_rounds(total, longest, at_once, least, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _parts_by_share(blocks, share):
-    """Of tiles that are cut into parts of each share: parts beyond a tile's first, tiles that are cut, blocks of the
-    longest part; the shape of share."""
-    more = extra_parts(blocks[:, None], share[None, :], False)
-    longest = tl.max(tl.cdiv(blocks[:, None], more + 1), 0)
-    return tl.sum(more, 0), tl.sum((more > 0).to(tl.int32), 0), longest
+    """Of tiles that are cut into parts of each share: parts beyond a tile's first, and tiles that are cut; as
+    `extra_parts` but for the rounding of a quotient."""
+    share = share[:, None].to(tl.float32)
+    more = tl.maximum(tl.ceil((blocks[None, :] - 0.25 * share) / share), 1.0).to(tl.int32) - 1
+    return tl.sum(more, 1), tl.sum((more > 0).to(tl.int32), 1)
 
 
 @triton.jit
-def _first_to_end(share, parts, total, some, at_once, of_results):
+def _first_to_end(share, extra, cut, total, longest, some, at_once, of_results):
     """The share with which the last of the programs ends first that take parts from a counter, the longest first.
 
     Its end is estimated in blocks of keys: an entry costs one beside its own, results of a part `of_results`, the
     kernel that combines them 4; where there are more entries than run at once the last ends later than on average, by
-    some of the longest and of the mean entry. Of 357 random batches (tokens, drafts, chunks of 16 to 2048 queries
-    beside 64 to 32768 keys) the share takes 1.6 % longer than the best in a simulation, more than 10 % in 15; a third
-    of a program's work, for all batches, 5.0 %, in 63."""
-    extra, cut, longest = parts
+    some of the longest and of the mean entry. `extra`, `cut`: of `_parts_by_share`. Of 357 random batches (tokens,
+    drafts, chunks of 16 to 2048 queries beside 64 to 32768 keys) the share takes 1.6 % longer than the best in a
+    simulation, more than 10 % in 15; a third of a program's work, for all batches, 5.0 %, in 63."""
     entries = some + extra
+    longest = tl.minimum(share + share // 4, longest)
     is_cut = (extra > 0).to(tl.float32)
     end = (total + entries + of_results * (extra + cut)) / at_once
     end += tl.where(entries > at_once, 0.15 * longest + 0.3 * total / tl.maximum(entries, 1), 0.0)
@@ -198,9 +194,9 @@ def _store_entries(list_ptr, at, sequence, tile, first_query, count, length, par
 
 
 @triton.jit
-def _counts(blocks, share, FILLS_ONCE: tl.constexpr):
+def _counts(blocks, share):
     """(parts beyond a tile's first, tiles that are cut, whole tiles of each level) of some tiles."""
-    more = extra_parts(blocks, share, FILLS_ONCE)
+    more = extra_parts(blocks, share, False)
     whole = _level_of(blocks, (more == 0) & (blocks >= 0), share)  # [tiles, _LEVELS]
     return tl.sum(more), tl.sum((more > 0).to(tl.int32)), tl.sum(whole, 0)
 
@@ -217,10 +213,10 @@ def _store_header(list_ptr, used, cut, of_levels):
 @triton.jit
 def _store_tiles(
     list_ptr, sequence, tile, first_query, count, length, blocks, share, used, cut, before, cut_before, levels_before,
-    FILLS_ONCE: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The entries of some tiles. `used`, `cut`: the counts of all; the last three: of those before them."""
-    more = extra_parts(blocks, share, FILLS_ONCE)
+    more = extra_parts(blocks, share, False)
     is_cut = (more > 0).to(tl.int32)
     second = before + tl.cumsum(more) - more
     rank = cut_before + tl.cumsum(is_cut) - is_cut
@@ -239,13 +235,30 @@ def _store_tiles(
         )  # fmt: skip
 
 
+@triton.jit
+def _places(blocks, is_cut, share, BLOCK_T: tl.constexpr):
+    """Places of tiles among all that have rows: first those that are cut, then whole ones by levels as in `_level_of`,
+    but fewer of many tiles. Counts of all levels are one integer of 64 bits, so that one scan adds them all: the code
+    is short, since a program that runs alone waits for it to be read."""
+    BITS: tl.constexpr = BLOCK_T.bit_length()
+    LEVELS: tl.constexpr = min(8, 63 // BITS - 1)
+    level = LEVELS - tl.minimum(blocks * LEVELS // (share + share // 4 + 1), LEVELS - 1)
+    shift = tl.where(is_cut, 0, level * BITS)
+    one = (blocks >= 0).to(tl.int64) << shift
+    total = tl.sum(one)
+    # of all levels before: sums of the counts below
+    before = tl.zeros_like(total)
+    for i in tl.static_range(1, LEVELS + 1):
+        before += total << (BITS * i)
+    return (((before + tl.cumsum(one)) >> shift) & ((1 << BITS) - 1)).to(tl.int32) - 1
+
+
 @kernel(unaligned=SMALL)
 def _few_tiles_kernel(
     starts_ptr, seqlens_ptr, leftpad_ptr, list_ptr,
     tiles, batches, queries, ratio, num_new, capacity, left, right, extra, at_once, least, of_results,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FILLS_ONCE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
+    FILLS_ONCE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """`_tiles_kernel` and `_list_kernel` in one program, which holds all tiles. FILLS_ONCE, of no ROUNDS: all parts run
     at once, so there are at most `at_once`."""
@@ -253,7 +266,7 @@ def _few_tiles_kernel(
     slot = tl.arange(0, BLOCK_T)
     sequence, tile, first_query, count, length, blocks = _tiles_at(
         slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, None,
-        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N, BLOCK_T,
+        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     blocks = tl.where(slot < tiles, blocks, -1)
     total, longest = tl.sum(tl.maximum(blocks, 0)), tl.maximum(tl.max(blocks), 1)
@@ -264,18 +277,39 @@ def _few_tiles_kernel(
     else:
         if ROUNDS > 0:
             shares = _shares_of_rounds(total, longest, at_once, least, ROUNDS)
-            share = _first_to_end(shares, _parts_by_share(blocks, shares), total, some, at_once, of_results)
+            more, tiles_cut = _parts_by_share(blocks, shares)
+            share = _first_to_end(shares, more, tiles_cut, total, longest, some, at_once, of_results)
         else:
             share = share_of(total, longest, some, at_once, least)
         share = tl.maximum(share, safe_share(total, extra, least))
     # levels of lengths are parts of it
     share = tl.minimum(share, longest)
-    used, cut, of_levels = _counts(blocks, share, FILLS_ONCE)
-    levels_before = _store_header(list_ptr, used, cut, of_levels)
-    _store_tiles(
-        list_ptr, sequence, tile, first_query, count, length, blocks, share, used, cut, 0, 0, levels_before, FILLS_ONCE,
-        BLOCK_E,
+
+    more = extra_parts(blocks, share, FILLS_ONCE)
+    ends = tl.cumsum(more)
+    used = tl.sum(more)
+    tl.store(list_ptr + LISTED, used + tl.sum((blocks >= 0).to(tl.int32)))
+    tl.store(list_ptr + EXTRA, used)
+    tl.store(list_ptr + CUT, tl.sum((more > 0).to(tl.int32)))
+    # the first parts of those that are cut are as long as the extra ones: they come before whole tiles
+    at = used + _places(blocks, more > 0, share, BLOCK_T)
+    _store_entries(
+        list_ptr, at, sequence, tile, first_query, count, length, tl.zeros_like(tile), more + 1, ends - more,
+        blocks >= 0,
     )  # fmt: skip
+    for start in range(0, used, BLOCK_T):
+        at = start + slot
+        # of which tile: the number of those whose parts end at this one or before
+        of = tl.zeros_like(slot)
+        for i in tl.static_range(BLOCK_T.bit_length() - 1):
+            half = BLOCK_T >> (i + 1)
+            of += tl.where(tl.gather(ends, of + (half - 1), 0) <= at, half, 0)
+        parts = tl.gather(more, of, 0)
+        second = tl.gather(ends, of, 0) - parts
+        _store_entries(
+            list_ptr, at, tl.gather(sequence, of, 0), tl.gather(tile, of, 0), tl.gather(first_query, of, 0),
+            tl.gather(count, of, 0), tl.gather(length, of, 0), at - second + 1, parts + 1, second, at < used,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -310,14 +344,12 @@ def _list_kernel(
         shares = _shares_of_rounds(total, longest, at_once, least, ROUNDS)
         more = tl.zeros_like(shares)
         tiles_cut = tl.zeros_like(shares)
-        of_part = tl.zeros_like(shares)
         for start in range(0, tiles, BLOCK_T):
             blocks = _blocks_at(tiles_ptr, start + tl.arange(0, BLOCK_T), tiles)
-            its_more, its_cut, its_part = _parts_by_share(blocks, shares)
+            its_more, its_cut = _parts_by_share(blocks, shares)
             more += its_more
             tiles_cut += its_cut
-            of_part = tl.maximum(of_part, its_part)
-        share = _first_to_end(shares, (more, tiles_cut, of_part), total, some, at_once, of_results)
+        share = _first_to_end(shares, more, tiles_cut, total, longest, some, at_once, of_results)
     else:
         share = share_of(total, longest, some, at_once, least)
     # levels of lengths are parts of it
@@ -328,7 +360,7 @@ def _list_kernel(
     of_levels = tl.zeros([_LEVELS], tl.int32)
     for start in range(0, tiles, BLOCK_T):
         blocks = _blocks_at(tiles_ptr, start + tl.arange(0, BLOCK_T), tiles)
-        its_used, its_cut, its_levels = _counts(blocks, share, False)
+        its_used, its_cut, its_levels = _counts(blocks, share)
         used += its_used
         cut += its_cut
         of_levels += its_levels
@@ -342,9 +374,9 @@ def _list_kernel(
         _store_tiles(
             list_ptr, _field_at(tiles_ptr, at, tiles, 0), _field_at(tiles_ptr, at, tiles, 1),
             _field_at(tiles_ptr, at, tiles, 2), _field_at(tiles_ptr, at, tiles, 3), _field_at(tiles_ptr, at, tiles, 4),
-            blocks, share, used, cut, before, cut_before, levels_before, False, BLOCK_E,
+            blocks, share, used, cut, before, cut_before, levels_before, BLOCK_E,
         )  # fmt: skip
-        its_used, its_cut, its_levels = _counts(blocks, share, False)
+        its_used, its_cut, its_levels = _counts(blocks, share)
         before += its_used
         cut_before += its_cut
         levels_before += its_levels
@@ -474,11 +506,11 @@ class TileList(NamedTuple):
         }  # fmt: skip
         entries = torch.empty((1 + extra + count, ENTRY_FIELDS.value), dtype=torch.int32, device=device)
         if count <= MOST_AT_ONCE:
-            block_t = max(64, next_power_of_2(count))
+            block_t = max(32, next_power_of_2(count))
             _few_tiles_kernel[(1,)](
                 starts, keys.seqlens, keys.leftpad, entries, count, *of_tiles, *of_parts, **masks,
-                FILLS_ONCE=fills_once, ROUNDS=rounds, BLOCK_T=block_t, BLOCK_E=8,
-                num_warps=1 if block_t == 64 else block_t // 32,
+                FILLS_ONCE=fills_once, ROUNDS=rounds, BLOCK_T=block_t,
+                num_warps=1 if block_t <= 64 else block_t // 32,
             )  # fmt: skip
         else:
             tiles = torch.empty((count, TILE_FIELDS.value), dtype=torch.int32, device=device)
