@@ -82,7 +82,7 @@ MIXED = [
 ]
 
 
-def _randn(*shape: int, device: str) -> Tensor:
+def normal(*shape: int, device: str) -> Tensor:
     return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_()
 
 
@@ -121,11 +121,11 @@ def _of_lengths() -> Iterator[str]:
 def _variants_of_lengths(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, page_size: int, queries: int, device: str = "cuda"
 ) -> dict[str, Callable[[], Any]]:
-    q = _randn(len(lengths), queries, heads, head_dim, device=device)
+    q = normal(len(lengths), queries, heads, head_dim, device=device)
     pages = [-(-n // page_size) for n in lengths] if page_size else []
     shape = (sum(pages), page_size) if page_size else (len(lengths), max(lengths))
-    keys, values = (_randn(*shape, kv_heads, head_dim, device=device) for _ in range(2))
-    of_sequences = _page_table(pages, device) if page_size else None
+    keys, values = (normal(*shape, kv_heads, head_dim, device=device) for _ in range(2))
+    of_sequences = scattered_pages(pages, device) if page_size else None
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
     variants: dict[str, Callable[[], Any]] = {
         "powertrain": lambda: decode_attention(q, keys, values, used, page_table=of_sequences)
@@ -137,7 +137,7 @@ def _variants_of_lengths(
     return variants
 
 
-def _page_table(pages: list[int], device: str) -> Tensor:
+def scattered_pages(pages: list[int], device: str) -> Tensor:
     """Pages in no order, so many of each sequence."""
     order = torch.randperm(sum(pages), device=device).int().split(pages)
     return torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
@@ -146,7 +146,7 @@ def _page_table(pages: list[int], device: str) -> Tensor:
 def _of_packed_queries() -> Iterator[str]:
     """Chunks of prompts beside single tokens in one call, over pages."""
     for label, sizes, heads, kv_heads, page_size in MIXED:
-        variants = _packed_variants(sizes, heads, kv_heads, page_size)
+        variants = packed_variants(sizes, heads, kv_heads, page_size)
         expected = variants["powertrain"]()
         for run in variants.values():
             torch.testing.assert_close(run(), expected, rtol=2e-2, atol=2e-2)
@@ -158,17 +158,17 @@ def _of_packed_queries() -> Iterator[str]:
         torch.cuda.empty_cache()
 
 
-def _packed_variants(
+def packed_variants(
     sizes: list[tuple[int, int]], heads: int, kv_heads: int, page_size: int, device: str = "cuda"
 ) -> dict[str, Callable[[], Any]]:
     queries, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*sizes, strict=True))
     pages = [-(-keys // page_size) for _, keys in sizes]
-    caches = [_randn(sum(pages), page_size, kv_heads, D, device=device) for _ in range(2)]
-    of_sequences = _page_table(pages, device)
+    caches = [normal(sum(pages), page_size, kv_heads, D, device=device) for _ in range(2)]
+    of_sequences = scattered_pages(pages, device)
     starts, ends = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().to(device) for x in (queries, lengths))
     used, most, longest = lengths.to(device), int(queries.max()), int(lengths.max())
     room = torch.arange(len(sizes) + 1, dtype=torch.int32, device=device) * longest
-    q = _randn(int(queries.sum()), heads, D, device=device)
+    q = normal(int(queries.sum()), heads, D, device=device)
 
     def copied() -> Any:
         k, v = (gather_pages(x, of_sequences, longest).flatten(0, 1) for x in caches)
@@ -192,14 +192,14 @@ def _packed_variants(
 def _variants_of_equal_lengths(
     b: int, n: int, page_sizes: tuple[int, ...], device: str
 ) -> dict[str, Callable[[], Any]]:
-    q, keys, values = (_randn(b, *shape, device=device) for shape in ((1, H, D), (n, K, D), (n, K, D)))
+    q, keys, values = (normal(b, *shape, device=device) for shape in ((1, H, D), (n, K, D), (n, K, D)))
     lengths = torch.full((b,), n, dtype=torch.int32, device=device)
     variants = {f"page {p}" if p else "dense": _ours(q, keys, values, lengths, p) for p in page_sizes}
     return {**variants, "torch flash": _sdpa(q, keys, values)}
 
 
 def _mla(b: int, n: int, device: str) -> dict[str, Callable[[], Any]]:
-    q, latent = _randn(b, 1, 128, 576, device=device), _randn(b, n, 1, 576, device=device)
+    q, latent = normal(b, 1, 128, 576, device=device), normal(b, n, 1, 576, device=device)
     lengths = torch.full((b,), n, dtype=torch.int32, device=device)
     return {"dense": lambda: decode_attention(q, latent, None, lengths, head_dim_v=512)}
 
@@ -208,7 +208,7 @@ def _mla(b: int, n: int, device: str) -> dict[str, Callable[[], Any]]:
 def launch() -> None:
     """Ours on meta tensors: for `ahead.build`."""
     every = [_variants_of_lengths(*case[1:], device="meta") for case in LENGTHS]
-    every += [_packed_variants(*case[1:], device="meta") for case in MIXED]
+    every += [packed_variants(*case[1:], device="meta") for case in MIXED]
     every += [_variants_of_equal_lengths(*case, device="meta") for case in CASES]
     for variants in [*every, _mla(*MLA, device="meta")]:
         for name, call in variants.items():

@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture(autouse=True)
 def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few the rows are; and never the universal kernel."""
-    monkeypatch.setattr(decode_op, "PACKED_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_op, "LEAST_ROWS", 0)
     monkeypatch.setattr(decode_op, "EQUAL_LEAST_ROWS", 0)
     monkeypatch.setattr(decode_op, "FEW_LEAST_ROWS", 0)
     monkeypatch.setattr(decode_op, "_work_of", None)
@@ -75,6 +75,15 @@ SIZES = [(1, 700), (130, 700), (3, 3), (0, 90), (1, 0), (300, 300), (9, 1000), (
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
 def test_pages(dims: tuple[int, int], page: int) -> None:
     _check(_problem(SIZES, page, dims=dims, around=(2, 70)))
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (12, 2), (40, 8), (28, 4), (16, 16)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_tokens_and_drafts(dims: tuple[int, int], heads: tuple[int, int]) -> None:
+    """A tile of 64 rows holds all of a sequence."""
+    drafts = [(1, 700), (8, 5000), (1, 3), (4, 130), (0, 50), (1, 0)]
+    for sizes in (drafts, [(1, 3000 + n) for n in range(40)], [(3, 9000)]):
+        _check(_problem(sizes, 16, heads, dims, around=(1, 2)))
 
 
 _CUT = -(1 << 20)  # keys that results of a part take: less than none, so that the smallest parts seem best

@@ -10,8 +10,8 @@ heads, SMs); of a batch, how many there are in all, and a small kernel before sh
 (decode_schedule.py). The host never knows those, and CUDA graphs hold for all of them.
 
 On Hopper two other kernels serve where they are faster (decode_op.py): MLA caches from 16 rows on
-(hopper/decode_mla.py), and packed queries, such as chunks of prompts beside single tokens, or several equal ones of
-each sequence (hopper/forward_pages.py).
+(hopper/decode_mla.py), and packed queries, such as chunks of prompts beside single tokens, or equal ones of several
+sequences (hopper/forward_pages.py).
 
 Pages are found by page_table[batch, token // page_size]: one page id per block of keys where whole blocks lie in a
 page, else one per key. Head dims are split into power-of-two pieces (192 = 128 + 64), never padded to the next one.

@@ -13,7 +13,7 @@ from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, sched
 from powertrain.ops.attention.decode_tiles import TileList
 from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
 from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
-from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
+from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, results_are_aligned, why_not_cache
 from powertrain.ops.attention.triton.tiles import pieces
 from powertrain.ops.early_start import starts_early
 from powertrain.ops.shapes import cdiv
@@ -33,22 +33,23 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
     return why_not_mla(call, target)
 
 
-# rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves: of packed
-# queries, and of as many of each sequence, where sequences times kv heads are more than half of the SMs; where they are
-# fewer. Below, the universal kernel is as fast or has more parts for the SMs. us, one H100, universal and Hopper: 32
-# sequences of 500 to 32k keys in pages H32/8, 1 query 487, 482; 4 508, 491; 8 518, 495; 32 650, 516; 64 1149, 604;
-# packed single tokens 507, 496; chunks of 1 to 16 529, 505; H16/16 D64, 8 queries 502, 533; 16 of 8192, 8 queries 200,
-# 203; 4 of 3000 H28/4 28, 37; 1 of 131072 203, 215. Few packed sequences, which both kernels take by a list, one H200:
-# 40 random batches of 1 to 24, geometric mean of the times 0.90 of the universal kernel's
-PACKED_LEAST_ROWS, EQUAL_LEAST_ROWS, FEW_LEAST_ROWS = 1, 16, 128
+# rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves: sequences by
+# a list of parts; equal queries of one sequence, of more than a list is quickly made of, or whose results of parts are
+# not aligned; the same where sequences times kv heads are at most half of the SMs. Below, the universal kernel serves.
+# us, one H200, nothing in the L2, universal and Hopper: 2 tokens beside 2028 to 2675 keys H16/16 32, 25; 8 H8/1 365 to
+# 1061 24, 16; 3 chunks of 8 H40/8 to 8259 37, 30; 64 tokens H32/8 2952 to 15159 490, 477; 32 of 500 to 32k 347, 322;
+# geometric mean of 61 random batches 0.89, 6 over 3 % slower. H28/4, not aligned: 4 batches 0.84 to 1.13. One sequence
+# of 19836 keys H28/4 28, 54
+LEAST_ROWS, EQUAL_LEAST_ROWS, FEW_LEAST_ROWS = 1, 16, 128
 
 
 def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None = None) -> str | None:
     """Why the universal kernel serves and not the Hopper forward, or None."""
     kv_heads, batch = max(1, call.key_cache.shape[2]), call.seqlens.shape[0]
     rows = call.query.shape[:-1].numel() // kv_heads
-    least = PACKED_LEAST_ROWS
-    if call.query_starts is None:
+    is_listed = 1 < batch <= 1 << 15 and results_are_aligned(call.query.shape[-2] // kv_heads)
+    least = LEAST_ROWS
+    if call.query_starts is None and not is_listed:
         least = FEW_LEAST_ROWS if 2 * batch * kv_heads <= target.num_sms else EQUAL_LEAST_ROWS
     if rows < least * batch:
         return f"it is for {least} rows or more a sequence, got {rows} of {batch} sequences"

@@ -498,7 +498,7 @@ def test_plans_fit(itemsize: int, card: str) -> None:
 def test_keys_have_all_stages(page_size: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Page ids that keys wait for within a step would leave fewer blocks of keys on their way."""
     # never the Hopper forward
-    monkeypatch.setattr(decode_op, "EQUAL_LEAST_ROWS", 1 << 30)
+    monkeypatch.setattr(decode_op, "LEAST_ROWS", 1 << 30)
     with record("H200") as wanted:
         rows = (64 * 8192 // page_size, page_size) if page_size else (64, 8192)
         cache = torch.empty(*rows, 8, 128, device="meta", dtype=torch.bfloat16)
