@@ -121,9 +121,12 @@ class _Loss:
         if shift_labels is None:
             # padded with ignore_index, so that the last position has no label and no row must be cut out of hidden
             shift_labels = nn.functional.pad(given, (0, 1), value=ignore_index)[..., 1:]
-        hidden = hidden if self.scale == 1.0 else hidden * self.scale
+        bias: Tensor | None = head.bias
+        if self.scale != 1.0:
+            # the scale is of the logits, and so of the bias in them
+            hidden, bias = hidden * self.scale, None if bias is None else bias * self.scale
         loss = linear_cross_entropy(
-            hidden, head.weight, shift_labels.to(hidden.device).reshape(shape), bias=head.bias,
+            hidden, head.weight, shift_labels.to(hidden.device).reshape(shape), bias=bias,
             # transformers divides by num_items_in_batch itself, which with gradient accumulation is not this batch's
             # count
             ignore_index=ignore_index, softcap=self.softcap, reduction="mean" if num_items_in_batch is None else "sum",

@@ -252,6 +252,20 @@ def test_a_loss_function_that_is_set_later() -> None:
     judge(new, run(model, inputs), run(copy.deepcopy(model).double(), inputs), torch.float32)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_bias_of_scaled_logits(when: str) -> None:
+    """A head that was set on the patched model had its bias added unscaled; one that was there kept its logits."""
+    model, inputs = causal("Cohere2"), batch()
+    if when == "after":
+        pt.patch(model)
+    model.set_output_embeddings(nn.Linear(64, 131))
+    if when == "before":
+        assert "loss" in {part.kind for part in pt.patch(model).replaced}
+    new = run(model, inputs)
+    pt.unpatch(model)
+    judge(new, run(model, inputs), run(copy.deepcopy(model).double(), inputs), torch.float32)
+
+
 def test_gradient_checkpointing() -> None:
     model, inputs = causal("Qwen3"), batch()
     pt.patch(model)
