@@ -137,10 +137,11 @@ def our_forward(
 
     Shapes: query [b, h, queries, d], key [b, kv heads, keys, d], value [b, kv heads, keys, dv]; attention_mask [b|1,
     h|1, queries, keys], bool (True sees) or added, or [b] lengths of the sequences; position_bias the same, added, with
-    its gradient; s_aux [h]. Without a mask, or with lengths, is_causal (else the module's) counts from the top left,
-    and sliding_window holds; one query sees every key within it. cu_seq_lens_q, [n + 1], are sequences packed in a
-    batch of 1, which see themselves only. indices [b, queries, k], beside a mask, are the keys that each query may see.
-    A model's other keyword arguments pass through here, as transformers has it, and say nothing about attention.
+    its gradient; s_aux [h]. Without a mask, or with lengths that `our_mask` has not marked, is_causal (else the
+    module's) counts from the top left, and sliding_window holds; one query sees every key within it. cu_seq_lens_q,
+    [n + 1], are sequences packed in a batch of 1, which see themselves only. indices [b, queries, k], beside a mask,
+    are the keys that each query may see. A model's other keyword arguments pass through here, as transformers has it,
+    and say nothing about attention.
     """
     _refuse(output_attentions, cache, head_mask, sinks, block_indices)
     if indices is not None:
@@ -152,8 +153,8 @@ def our_forward(
         # positions in a row are not those in its sequences, so that the mask is read as it is
         marks = None
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
-    if marks is not None:
-        options |= marks
+    if attention_mask is not None and marks is not None:
+        options |= marks if attention_mask.dim() > 1 else {**marks, "seqused_k": attention_mask}
         attention_mask = None
     elif attention_mask is None or attention_mask.dim() == 1:
         options |= _without_mask(module, attention_mask, queries, sliding_window, is_causal)
@@ -320,7 +321,7 @@ def our_mask(
     if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length, names_window):
         is_short, short = _short_form(attention_mask, kv_length)
         if is_short:
-            return short
+            return short if short is None else _marked(short, mask_function, local_size)
     # also where arguments would do: other code of the model may read the mask
     mask: Tensor | None = masking_utils.sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
@@ -413,6 +414,18 @@ def _short_form(padding: Tensor | None, keys: int) -> tuple[bool, Tensor | None]
     # left padding shifts positions, which lengths cannot express
     is_padded, has_step = torch.stack([(lengths < keys).any(), padding.int().diff(dim=-1).gt(0).any()]).tolist()
     return not has_step, lengths if is_padded and not has_step else None
+
+
+def _marked(lengths: Tensor, function: Any, local_size: int | None) -> Tensor:
+    """Lengths with the arguments that say the rest of the mask, where these are known: a module's words may be
+    others. Moonshine's say that attention is not causal wherever there is a mask."""
+    masks = _transformers("masking_utils")
+    window = _known(function, local_size, masks.causal_mask_function)
+    if function is masks.bidirectional_mask_function:
+        window = (-1, -1)
+    if window is not None:
+        setattr(lengths, _MARK, {"window_size": window, "causal_align": "top_left"})
+    return lengths
 
 
 def _is_said_by_modules(function: Any, local_size: int | None, keys: int, names_window: bool) -> bool:

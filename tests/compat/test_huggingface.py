@@ -282,6 +282,24 @@ def test_right_padding_is_lengths() -> None:
         same(lambda *x, m=lengths: rows(*x, mask=m), lambda *x, m=dense: rows(*x, mask=m), inputs)
 
 
+def test_lengths_say_what_the_mask_says() -> None:
+    """Moonshine's decoder calls its attention not causal where there is a mask, of which lengths are one."""
+    tokens = torch.tensor([[1] * 6 + [0] * 3, [1] * 9]).bool()
+    inputs = tensors((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8))
+    for function, causal in (
+        (masking_utils.causal_mask_function, True),
+        (masking_utils.bidirectional_mask_function, False),
+    ):
+        lengths = huggingface.attention_mask(2, 9, 9, 0, 0, function, tokens)
+        dense = masking_utils.sdpa_mask(2, 9, 9, 0, 0, function, tokens, allow_is_causal_skip=False)
+        assert lengths is not None and lengths.dim() == 1
+        same(
+            lambda *x, m=lengths, c=causal: _layer(is_causal=not c)(*x, m)[tokens],
+            lambda *x, m=dense: _layer()(*x, m)[tokens],
+            inputs,
+        )
+
+
 def test_lengths_that_come_back() -> None:
     """PaliGemma hands its mask to a language model that asks again; its modules call themselves not causal."""
     tokens = torch.tensor([[1] * 6 + [0] * 3, [1] * 9]).bool()
