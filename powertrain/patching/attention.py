@@ -316,8 +316,7 @@ def our_mask(
     if attention_mask is not None and attention_mask.dim() == 1:
         attention_mask = torch.arange(kv_length, device=attention_mask.device) < attention_mask[:, None]
         skip = False
-    config = options.get("config")
-    names_window = config is None or _names_window(type(config).__module__)
+    names_window = _names_window(options.get("config"))
     if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length, names_window):
         is_short, short = _short_form(attention_mask, kv_length)
         if is_short:
@@ -436,9 +435,17 @@ def _is_said_by_modules(function: Any, local_size: int | None, keys: int, names_
     return names_window and _known(function, local_size, None) is not None
 
 
+def _names_window(config: Any) -> bool:
+    """Whether the modules of a model with this config give its window to the function that computes attention."""
+    # SmolLM3's do not where this is off, whatever its layer_types, and so its masks, say
+    return config is None or (
+        getattr(config, "use_sliding_window", True) and _file_names_window(type(config).__module__)
+    )
+
+
 @functools.cache
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _names_window(name: str) -> bool:
+def _file_names_window(name: str) -> bool:
     """Whether a model in the file of this config gives a window to the function that computes attention; PhiMoE's have
     it in their masks alone. Traces take the answer."""
     file = _file_of(name)

@@ -32,6 +32,10 @@ CONFIGS = {
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=3),
     # its attention does not name the window of its masks
     "phimoe": lambda: transformers.PhimoeConfig(**SIZES, sliding_window=4, num_local_experts=2, num_experts_per_tok=1),
+    # nor does this one's, whose use_sliding_window is off
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **SIZES, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
 }
 # a kernel takes milliseconds a program in the interpreter: there, the two with most in them
 MODELS = ["gemma2", "gpt-oss"] if settings().interpret else list(CONFIGS)
