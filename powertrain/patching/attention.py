@@ -154,7 +154,7 @@ def our_forward(
         marks = None
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
     if attention_mask is not None and marks is not None:
-        options |= marks if attention_mask.dim() > 1 else {**marks, "seqused_k": attention_mask}
+        options |= _marks_of(attention_mask, marks, key.shape[2])
         attention_mask = None
     elif attention_mask is None or attention_mask.dim() == 1:
         options |= _without_mask(module, attention_mask, queries, sliding_window, is_causal)
@@ -193,6 +193,17 @@ def _refuse(
     # MiniMax-M3's: the size of a block, and which are always seen, are known to its indexer alone
     if block_indices is not None:
         unsupported(_OP, "block_indices", list(block_indices.shape), 'attn_implementation="sdpa"')
+
+
+def _marks_of(mask: Tensor, marks: dict[str, Any], keys: int) -> dict[str, Any]:
+    """Keywords of `attention` that a marked mask, or lengths, stands for."""
+    if mask.dim() == 1:
+        return {**marks, "seqused_k": mask}
+    # MiniMax makes the masks of decoding for the one key of its linear attention; "sdpa" spreads them over all keys
+    is_for_them = mask.shape[-1] == keys or "document_ids" not in marks
+    columns = f"have a column for each of {keys} keys (pad no prompts of a model that makes other masks)"
+    checks.require(is_for_them, _OP, "attention_mask", columns, list(mask.shape))
+    return marks
 
 
 def _among(indices: Tensor, mask: Tensor | None) -> Tensor:

@@ -268,6 +268,17 @@ def test_marks_say_what_the_mask_says(offsets: tuple[int, int, int], window: int
     same(lambda *x: _layer(sliding_window=window)(*x, mask), lambda *x: _layer()(*x, dense.clone()), inputs)
 
 
+def test_a_mask_for_other_keys_is_named() -> None:
+    """As MiniMax makes for decoding; the message named `document_ids`, which nobody gives."""
+    tokens = torch.tensor([[0] + [1] * 8, [1] * 9]).bool()
+    mask = huggingface.attention_mask(2, 1, 1, 0, 0, masking_utils.causal_mask_function, tokens)
+    one, keys = tensors((2, 4, 1, 8), (2, 4, 9, 8))
+    with pytest.raises(
+        ValueError, match=r"attention_mask must have a column for each of 9 keys .*, got \[2, 1, 1, 1\]"
+    ):
+        _layer()(one, keys, keys, mask)
+
+
 def test_right_padding_is_lengths() -> None:
     tokens = torch.tensor([[1] * 6 + [0] * 3, [1] * 9])
     for window in (None, 3):
