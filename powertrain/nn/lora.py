@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from powertrain.ops.lora_linear import adapted_norm, add_adapter, few_tokens, lora_linear
 from powertrain.quant.linear import HasFP8State
 from powertrain.runtime import checks
+from powertrain.runtime.fused_encoders import call_layers, fuse_again
 from powertrain.runtime.positional import hinted
 
 
@@ -153,21 +154,8 @@ def lora(
     model.requires_grad_(False)
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     exchange(model, {m: LoRALinear(m, rank, scale, dropout=dropout, dora=dora) for m in chosen.values()})
-    _call_adapted_layers(model)
+    call_layers(model)
     return model
-
-
-def _call_adapted_layers(model: nn.Module) -> None:
-    """PyTorch's encoders, outside of training, give the weights of their linear layers to one fused function: an
-    adapter beside them would have no effect. Layers whose activation is unknown to that function call them."""
-    for module in model.modules():
-        if not isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer) or not lora_layers(module):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        else:
-            # only the fused function takes padded sequences as nested tensors
-            module.use_nested_tensor = False
 
 
 def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
@@ -229,6 +217,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
         plain.weight, plain.bias = nn.Parameter(layer.merged_weight(), layer.weight.requires_grad), layer.bias
         merged_layers[layer] = plain.train(layer.training)
     exchange(model, merged_layers)
+    fuse_again(model)
     return model
 
 

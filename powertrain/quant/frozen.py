@@ -13,6 +13,7 @@ from powertrain.quant.linear import FP8Linear, HasFP8State
 from powertrain.quant.model import Part, Report
 from powertrain.quant.recipe import Block, Recipe, Row
 from powertrain.runtime import checks
+from powertrain.runtime.fused_encoders import call_layers
 
 _aten = torch.ops.aten
 _CASTS = {_aten._to_copy.default, _aten.clone.default}
@@ -120,6 +121,7 @@ def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
         else:
             FP8Linear.convert(layer, recipe)
         report.quantized.append(Part(path, recipe))
+    call_layers(model)
     return report
 
 

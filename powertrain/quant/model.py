@@ -15,6 +15,7 @@ from powertrain.quant.kept import KeepsGates
 from powertrain.quant.linear import FP8Linear, HasFP8State, TakesRecipe
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
+from powertrain.runtime.fused_encoders import call_layers, fuse_again
 from powertrain.runtime.target import Target
 
 # words that `keep` may have beside patterns
@@ -114,6 +115,7 @@ def quantize_model(
         _keep_gates(model, report)
     if unknown := [entry for entry in keep if entry not in matched]:
         _refuse(model, report, unknown)
+    call_layers(model)
     return report
 
 
@@ -123,6 +125,7 @@ def dequantize_model(model: nn.Module) -> None:
         _revert(module)
         if isinstance(module, KeepsGates):
             module.keeps_fp8 = False
+    fuse_again(model)
 
 
 def _refuse(model: nn.Module, report: Report, unknown: list[str]) -> None:

@@ -450,6 +450,12 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
     spread = copy.deepcopy(one)
     parallelize_linears(spread, mesh, {"q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "o_proj": "rows"})
     assert spread.q_proj.label == "q_proj" and spread.o_proj.label == "o_proj"
+    encoder = nn.TransformerEncoderLayer(D, 2, N, batch_first=True, dtype=torch.float64).eval()
+    exact = encoder(randn(2, 3, D)).detach()
+    parallelize_linears(encoder, mesh, {"linear1": "columns", "linear2": "rows"})
+    with torch.no_grad():
+        # its fused function knows no DTensors
+        same(encoder(randn(2, 3, D)), exact)
     x, y = randn(2, 3, D), randn(2, 3, D, seed=1)
     mine = [t.detach().clone().requires_grad_() for t in (x, y)]
     for inputs, others in (((x,), mine[:1]), ((x, y), mine), ((x, y), mine)):

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from powertrain.nn.mlp import GatedMLP
-from powertrain.ops.fp8.formulas import dequantized, quantize_ref
+from powertrain.ops.fp8.formulas import Quantized, dequantized, quantize_ref
 from powertrain.ops.fp8.gated import fp8_gated_activation_ref
 from powertrain.quant import (
     Block,
@@ -24,6 +24,7 @@ from powertrain.quant import (
     watch,
 )
 from powertrain.quant import Tensor as TensorRecipe
+from powertrain.quant.frozen import keep_frozen
 from powertrain.quant.recipe import NAMES, Recipe, named
 from powertrain.quant.scales import updated
 from powertrain.runtime.target import Target
@@ -197,6 +198,26 @@ def test_undone(recipe: Recipe) -> None:
     dequantize_model(model)
     assert list(model.state_dict()) == names and _same(exact, _grads(model))
     assert type(model.blocks[0][0]) is nn.Linear and "recipe" not in vars(model.blocks[0][0])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_pytorchs_encoders_evaluate_in_fp8(padded: bool) -> None:
+    """Their fused function would read the weights alone."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), 2)
+    x, mask = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]]) if padded else None
+    seen = torch.ones(2, 4, dtype=torch.bool) if mask is None else ~mask
+    with torch.no_grad():
+        exact = encoder.eval()(x, src_key_padding_mask=mask)
+        quantize_model(encoder, Row())
+        trained = encoder.train()(x, src_key_padding_mask=mask)
+        evaluated = encoder.eval()(x, src_key_padding_mask=mask)
+        torch.testing.assert_close(evaluated[seen], trained[seen])
+        assert not torch.allclose(evaluated[seen], exact[seen], atol=1e-4)
+        dequantize_model(encoder)
+        assert torch.equal(encoder(x, src_key_padding_mask=mask), exact)
+    stored = Quantized(torch.ones(12, 16).to(torch.float8_e4m3fn), torch.ones(12))
+    keep_frozen(encoder.requires_grad_(False), {"layers.0.linear1.weight": stored})
+    assert [layer.activation_relu_or_gelu for layer in encoder.layers] == [0, 1]
 
 
 @every_recipe

@@ -30,6 +30,7 @@ from powertrain.nn.tensor_parallel.linear import (
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens, split_tokens
 from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import checks
+from powertrain.runtime.fused_encoders import call_layers
 from powertrain.runtime.positional import hinted
 
 # columns, rows        an nn.Linear whose features out (in) are sharded
@@ -100,6 +101,7 @@ def parallelize_linears(
         shared = _Shared(layers, stream)
         for layer in layers:
             layer.shared = shared
+    call_layers(model)
     name_layers(model)
 
 
