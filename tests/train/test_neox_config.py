@@ -252,6 +252,11 @@ def test_a_key_of_the_wrong_kind_is_not_called_missing(keys: dict[str, Any], tmp
     assert len(_error(tmp_path, **keys).splitlines()) == 1
 
 
+def test_empty_paths_are_not_set(tmp_path: Path) -> None:
+    keys = ("save", "load", "log_dir", "tensorboard_dir")
+    assert _config(tmp_path, **dict.fromkeys(keys, "")) == _config(tmp_path)
+
+
 def test_gradients_are_reduced_in_fp32_unless_asked_otherwise(tmp_path: Path) -> None:
     run = _read(tmp_path, precision="bfloat16")
     assert run.config.train.reduce_dtype == "fp32" and _row(run, "fp32_allreduce").disposition == "changes numerics"

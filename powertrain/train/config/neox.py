@@ -145,7 +145,7 @@ def _zero_stage(keys: NeoXKeys) -> int:
         return 0
     for key, value in section.items():
         path = ("zero_optimization", key)
-        if key == "load_from_fp32_weights" and value is False and keys.get("load") is not None:
+        if key == "load_from_fp32_weights" and value is False and keys.path("load") is not None:
             words = "a checkpoint's fp32 masters are read; DeepSpeed then makes them of the 16-bit weights"
             keys.add_inner_row(path, value, "changes numerics", words)
         elif key in _ZERO_HINTS:
@@ -432,7 +432,7 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
         keys.add_row("save_interval", "ignored", "checkpoint_factor is set")
     extra = keys.get("extra_save_iters")
     lacks_steps = all(map(keys.lacks, ("checkpoint_factor", "save_interval", "extra_save_iters")))
-    if keys.get("save") is not None and lacks_steps:
+    if keys.path("save") is not None and lacks_steps:
         keys.wrong(("save",), "must come with checkpoint_factor or extra_save_iters, got neither")
     if every is not None and every != int(every):
         keys.unsupported("checkpoint_factor", every, "use a whole number")
@@ -446,8 +446,8 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     if from_checkpoint and keys.get("override_lr_scheduler"):
         keys.wrong(("override_lr_scheduler",), "must be false beside use_checkpoint_lr_scheduler")
     return {
-        "folder": keys.get("save"),
-        "load": keys.get("load"),
+        "folder": keys.path("save"),
+        "load": keys.path("load"),
         "finetune": bool(keys.get("finetune")),
         "load_optimizer": not keys.get("no_load_optim"),
         "load_schedule": from_checkpoint,
@@ -473,7 +473,7 @@ def _evaluation(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
 
 
 def _logging(keys: NeoXKeys) -> dict[str, Any]:
-    folders = [keys.get("log_dir"), keys.get("tensorboard_dir")]
+    folders = [keys.path("log_dir"), keys.path("tensorboard_dir")]
     folder = next((f for f in folders if f is not None), None)
     if folders[0] is not None and folders[1] is not None:
         keys.add_row("tensorboard_dir", "mapped", f"TensorBoard's events are in log_dir ({folder}) with the other logs")

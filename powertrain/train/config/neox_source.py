@@ -73,6 +73,10 @@ class NeoXKeys:
         value = self.values.get(key)
         return default if value is None else value
 
+    def path(self, key: str) -> str | None:
+        """A file or folder; the empty name is GPT-NeoX's "not set" too."""
+        return self.get(key) or None
+
     def lacks(self, key: str) -> bool:
         """Whether the config leaves the key out; one of a wrong kind was given, and noted."""
         return self.get(key) is None and self.source.values.get(key) is None

@@ -48,10 +48,7 @@ class DataSource(Section):
 
     @field_validator("path")
     @classmethod
-    def _given(cls, path: str) -> str:
-        # the empty path would be this folder to some readers and nothing to others
-        if not path.strip():
-            raise PydanticCustomError("no_path", "Input should be a path")
+    def _named(cls, path: str) -> str:
         if path.strip() == "hf:":
             raise PydanticCustomError("no_name", "Input should name a data set of the Hub, as in hf:ORG/NAME")
         return path

@@ -14,6 +14,9 @@ Above0 = Annotated[float, Field(gt=0)]
 
 
 def _expanded(path: str) -> str:
+    # the empty path would be this folder to some readers and nothing to others
+    if not path.strip():
+        raise PydanticCustomError("no_path", "Input should be a path")
     # no shell has seen a path of a file, and `~` would become the name of a folder
     path = os.path.expanduser(path)
     try:
@@ -26,6 +29,9 @@ def _expanded(path: str) -> str:
             raise PydanticCustomError(
                 "path_too_long", "Input should be a path that the system takes as a name"
             ) from None
+        if path.startswith("~"):
+            words = "Input should be a path in the home folder of a user that is known here, or begin with ./~"
+            raise PydanticCustomError("no_home", words) from None
     return path
 
 
