@@ -44,6 +44,13 @@ class Context(NamedTuple):
     document_starts: Tensor | None = None
 
 
+def check_states(op: str, x: Tensor, hidden_size: int, context: Context) -> None:
+    """Raise ValueError unless x is [B, S, hidden_size], or a rank's share of such tokens."""
+    checks.last_dim(op, "x", x, hidden_size)
+    if context.shape is None and x.dim() != 3:
+        checks.fail(op, "x", f"be [B, S, {hidden_size}]", list(x.shape))
+
+
 def check_cached(op: str, context: Context, batch: int, new: int) -> None:
     """Raise an error unless `new` tokens of each of `batch` sequences can stand behind those in context.cache."""
     for name in ("position_ids", "document_ids", "document_starts"):
@@ -155,7 +162,7 @@ class SelfAttention(nn.Module):
         if head_dim is None and hidden_size % num_heads:
             must = f"be a multiple of num_heads {num_heads} where no head_dim is given"
             raise ValueError(f"SelfAttention: hidden_size must {must}, got {hidden_size}")
-        self.head_dim = head_dim or hidden_size // num_heads
+        self.hidden_size, self.head_dim = hidden_size, head_dim or hidden_size // num_heads
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -189,6 +196,7 @@ class SelfAttention(nn.Module):
         return self.head_dim, self.head_dim
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        check_states("SelfAttention", x, self.hidden_size, context)
         # the head count follows from the projection's output: under tensor parallelism it is this rank's share of them
         (qkv,) = columns(x, self.qkv, shape=context.shape)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))

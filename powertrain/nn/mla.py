@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powertrain.nn.attention import Context, Rotary, attend_documents, check_cached
+from powertrain.nn.attention import Context, Rotary, attend_documents, check_cached, check_states
 from powertrain.nn.cache import KVCache
 from powertrain.nn.lora import LoRALinear
 from powertrain.nn.norm import RMSNorm
@@ -59,7 +59,8 @@ class LatentAttention(nn.Module):
         must = f"turn the qk_rope_head_dim {qk_rope_head_dim} channels"
         checks.require(rotary.dim == qk_rope_head_dim, op, "rotary", must, rotary.dim)
         head_dim = qk_nope_head_dim + qk_rope_head_dim
-        self.num_heads, self.kv_lora_rank, self.v_head_dim = num_heads, kv_lora_rank, v_head_dim
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
         self.nope, self.rope_dim, self.head_dim = qk_nope_head_dim, qk_rope_head_dim, head_dim
         self.rotary, self.interleaved, self.layer = rotary, rotary_interleaved, layer
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -90,6 +91,7 @@ class LatentAttention(nn.Module):
         return 1, self.kv_lora_rank + self.rope_dim, None
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        check_states("LatentAttention", x, self.hidden_size, context)
         cache = context.cache
         if cache is not None:
             check_cached("LatentAttention", context, *x.shape[:2])

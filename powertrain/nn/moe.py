@@ -68,6 +68,7 @@ class Router(nn.Module):
         self.expert_weights_per_token = num_experts * hidden_size
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        checks.last_dim("Router", "x", x, self.weight.shape[1])
         # autocast would compute the product in 16 bits, and close scores would choose other experts
         with without_autocast(x.device):
             logits = F.linear(x.float(), self.weight.float())
@@ -196,6 +197,7 @@ class MoE(nn.Module):
         return {**self.__dict__, "balance_loss": None}
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        checks.tensor("MoE", "x", x)
         checks.require(x.dim() > 1, "MoE", "x", "be [..., S, hidden_size]", list(x.shape))
         logits, weights, experts = self.router(x)
         rows, offsets, positions = moe_permute(x.flatten(0, -2), experts, self.load.shape[0])

@@ -69,6 +69,7 @@ class TokenChoiceRouter(nn.Module):
         self.expert_weights_per_token = num_experts * hidden_size
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        checks.last_dim("TokenChoiceRouter", "x", x, self.weight.shape[1])
         if self.training and self.jitter:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         # autocast would compute the product in 16 bits, and close scores would choose other experts

@@ -71,6 +71,12 @@ def shape(op: str, argument: str, tensor: Tensor | None, expected: tuple[int, ..
         fail(op, argument, f"have shape {list(expected)} ({why})", list(tensor.shape))
 
 
+def last_dim(op: str, argument: str, value: object, size: int) -> None:
+    """The value is a tensor whose last dim has this size."""
+    if not isinstance(value, Tensor) or value.dim() < 1 or value.shape[-1] != size:
+        fail(op, argument, f"be a tensor [..., {size}]", described(value))
+
+
 def integers(op: str, argument: str, tensor: Tensor | None) -> None:
     """The tensor, if given, is int32 or int64."""
     if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):

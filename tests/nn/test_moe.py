@@ -192,6 +192,20 @@ def test_what_a_router_cannot_be(options: dict[str, Any], message: str) -> None:
         TokenChoiceRouter(**{"hidden_size": H, "num_experts": 4, "top_k": 1, **options})
 
 
+def test_layers_name_an_input_of_another_width() -> None:
+    rotary = Rotary(4, 16)
+    latent = LatentAttention(8, 2, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, rotary=rotary)
+    routers = Router(8, 4, 2), TokenChoiceRouter(8, 4, 2)
+    for layer in (SelfAttention(8, 2), latent, *routers):
+        for x in (torch.ones(1, 3, 7), None):
+            with pytest.raises(ValueError, match=rf"{type(layer).__name__}: x must be a tensor \[\.\.\., 8\], got"):
+                layer(x)
+    with pytest.raises(ValueError, match=r"SelfAttention: x must be \[B, S, 8\], got \[3, 8\]"):
+        SelfAttention(8, 2)(torch.ones(3, 8))
+    with pytest.raises(ValueError, match=r"Router: x must be a tensor \[\.\.\., 8\], got"):
+        MoE(routers[0], 8, 4)(torch.ones(1, 3, 7))
+
+
 def test_what_a_layer_of_experts_cannot_be() -> None:
     router = Router(H, E, K)
     with pytest.raises(ValueError, match=r"MoE: kind must be one of 'swiglu', 'gelu', .* got 'geglu'"):
