@@ -529,6 +529,8 @@ def _bda_torch(x: Tensor, residual: Tensor | None, p: float) -> Callable[..., Te
         y = y if bias is None else y + bias
         y = dropout(y, p) if p > 0 else y
         y = y if residual is None else y + residual
-        return y if y.dtype is to else y.to(to)
+        y = y if y.dtype is to else y.to(to)
+        # where nothing is added or dropped: to be written to without a change of x, as a kernel's result
+        return y.clone() if y is x else y
 
     return add

@@ -148,6 +148,15 @@ def test_not_training_is_plain_addition(device: torch.device) -> None:
     torch.testing.assert_close(y, tensors["x"] + tensors["bias"] + tensors["residual"])
 
 
+@pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
+def test_nothing_to_add_or_drop_is_a_copy(p: float, training: bool, device: torch.device) -> None:
+    """A write to the result would be one to x."""
+    x = torch.ones(4, 8, device=device, requires_grad=True)
+    y = bias_dropout_add(x, None, None, p, training=training)
+    y.add_(1.0)
+    assert torch.equal(x, torch.ones_like(x)) and torch.equal(y, torch.full_like(x, 2.0))
+
+
 def test_seed_comes_from_torchs_generator(device: torch.device) -> None:
     x = torch.ones(4, 64, device=device)
 

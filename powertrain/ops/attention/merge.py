@@ -346,7 +346,7 @@ def merge_attentions(
     if len(outs) == 1:
         seen = from_lse_order(lses[0] > -torch.inf, layout)[..., None]
         # one part alone still promises zeros for rows that saw nothing
-        return first.masked_fill(~seen, 0.0), lses[0]
+        return first.masked_fill(~seen, 0.0), lses[0].clone()
     if not use_kernel(op, first):
         with without_autocast(first.device):
             return merge_attentions_ref(outs, lses, layout=layout)

@@ -87,6 +87,14 @@ def test_only_one_result_used(used: int, device: torch.device) -> None:
     check(run(merge_attentions), run(merge_attentions_ref), run(merge_attentions_ref), tensors)
 
 
+def test_results_of_one_part_are_copies(device: torch.device) -> None:
+    out, lse = torch.randn(1, 2, 3, 4, device=device), torch.zeros(1, 3, 2, device=device)
+    before = out.clone(), lse.clone()
+    for result in merge_attentions([out], [lse]):
+        result.add_(1.0)
+    assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
+
+
 def test_large_and_far_apart(device: torch.device) -> None:
     outs = [torch.randn(1, 1, 1, D, device=device) for _ in range(2)]
     for a, b, expected in ((1e4, 1e4 - 200, outs[0]), (-1e4 - 200, -1e4, outs[1])):
