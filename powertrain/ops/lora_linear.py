@@ -25,7 +25,7 @@ from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.gemm.gemm import gemm
 from powertrain.ops.shapes import acc_dtype, as_rows
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, in_functorch, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
 
 
@@ -62,13 +62,21 @@ def adapted_norm(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
     weight, A, B = (t.detach() for t in (weight, A, B))
     with torch.no_grad(), without_autocast(weight.device):
         a, b = A.to(weight.dtype), B.to(acc) * scale
-        cross = gemm(weight, a, out=weight.new_empty((weight.shape[0], a.shape[0]), dtype=acc)) * b
+        cross = _products(weight, a, acc) * b
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=acc).square()
         wide = a.to(acc)
         # not in place: vmap may batch B and not weight
         squares = squares + 2 * cross.sum(1) + (b @ (wide @ wide.T) * b).sum(1)
         # rounding can leave a little less than 0 where B A cancels weight
         return squares.clamp(min=torch.finfo(acc).tiny).sqrt()
+
+
+def _products(weight: Tensor, a: Tensor, acc: torch.dtype) -> Tensor:
+    """weight aᵀ: [N, r] in `acc`."""
+    # in one pass, without weight in `acc`; but vmap may batch the factors, and not what they are written to
+    if in_functorch():
+        return weight.to(acc) @ a.to(acc).T
+    return gemm(weight, a, out=weight.new_empty((weight.shape[0], a.shape[0]), dtype=acc))
 
 
 def _outputs(

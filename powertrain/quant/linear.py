@@ -15,6 +15,7 @@ from powertrain.quant.gathered_weight import GatheredWeight
 from powertrain.quant.recipe import Recipe, grad_format
 from powertrain.quant.recipe import Tensor as TensorRecipe
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import in_functorch
 
 # of delayed scaling, float32. amax [3]: largest magnitudes of x, weight and dy since the last update;
 # history [3, steps]: those of the steps before, the newest first; scale [3]: 0 where none is known yet
@@ -95,7 +96,8 @@ class FP8State(nn.Module):
         )  # fmt: skip
 
     def _shared_copies(self, x: Tensor, weight: Tensor) -> Copies | None:
-        if torch.compiler.is_compiling() or x.dtype is not weight.dtype:
+        # a transform's tensor has no address; FP8 products refuse it by name
+        if torch.compiler.is_compiling() or in_functorch() or x.dtype is not weight.dtype:
             return None
         # an inference tensor has no version by which a change could be seen
         keeps = self.keeps and not weight.requires_grad and not weight.is_inference()

@@ -248,3 +248,15 @@ def test_vmap_over_adapters_that_share_all_but_one_factor(device: torch.device) 
 
     with powertrain.disable("lora_linear"):
         torch.testing.assert_close(torch.vmap(adapted)(many), torch.stack([adapted(B) for B in many]))
+
+
+def test_vmap_over_adapters_and_weights(device: torch.device) -> None:
+    x = torch.randn(3, 8, device=device)
+    many = [torch.randn(4, *size, device=device) for size in ((6, 8), (2, 8), (6, 2), (6,))]
+
+    def adapted(weight: Tensor, A: Tensor, B: Tensor, magnitude: Tensor) -> Tensor:
+        return powertrain.lora_linear(x, weight, A, B, magnitude=magnitude)
+
+    with powertrain.disable("lora_linear"):
+        expected = torch.stack([adapted(*one) for one in zip(*many, strict=True)])
+        torch.testing.assert_close(torch.vmap(adapted)(*many), expected)

@@ -186,6 +186,21 @@ def test_dropout_is_the_adapters_alone() -> None:
     assert torch.equal(layer(x), layer(x))
 
 
+def test_transforms_are_refused_by_name() -> None:
+    """Their tensors have no address, by which the kept weight is known."""
+    layer, x = _layer(Row()), torch.randn(6, 33)
+    weights = torch.stack([layer.weight.detach()] * 2)
+
+    def call(weight: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(layer, {"weight": weight}, (x,))
+        return found
+
+    with pytest.raises(NotImplementedError, match="fp8_linear: vmap is not implemented"):
+        torch.vmap(call)(weights)
+    with pytest.raises(NotImplementedError, match="fp8_linear: forward-mode differentiation is not implemented"):
+        torch.func.jvp(call, (weights[0],), (weights[1],))
+
+
 @pytest.mark.slow
 def test_compiled() -> None:
     layer = _layer(Row())
