@@ -430,7 +430,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if kernel or (is_traced(x) and not in_functorch()):
         y: Tensor = _grouped_gemm_op(x, weight, offsets.contiguous(), kernel)
         return y
-    refuse_vmap(op, offsets)
+    refuse_vmap(op, offsets, instead="offsets are read on the host: groups that differ take one call each")
     with without_autocast(x.device):
         return _grouped_gemm_torch(x, weight, offsets)
 

@@ -45,10 +45,10 @@ def in_functorch() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def refuse_vmap(name: str, *tensors: Tensor) -> None:
-    """Raise NotImplementedError if torch.vmap batches one of the tensors."""
+def refuse_vmap(name: str, *tensors: Tensor, instead: str = nodes.PLAIN) -> None:
+    """Raise NotImplementedError if torch.vmap batches one of the tensors; it names what to do instead."""
     if in_functorch() and any(map(_is_batched, tensors)):
-        raise NotImplementedError(_NO_VMAP.format(name=name))
+        raise NotImplementedError(_NO_VMAP.format(name=name, instead=instead))
 
 
 def _is_batched(x: Tensor) -> bool:
@@ -61,7 +61,7 @@ def _is_batched(x: Tensor) -> bool:
     return False
 
 
-_NO_VMAP = f"{{name}}: vmap is not implemented; add the batch dimension to the tensors; {nodes.PLAIN}"
+_NO_VMAP = "{name}: vmap is not implemented; add the batch dimension to the tensors; {instead}"
 
 _NO_FUNC = f"{{name}}: torch.func.grad and its kin are not implemented; use torch.autograd.grad; {nodes.PLAIN}"
 
@@ -288,7 +288,7 @@ class Op:
         return wanted.specs
 
     def _refuse_vmap(self, info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(_NO_VMAP.format(name=self.name))
+        raise NotImplementedError(_NO_VMAP.format(name=self.name, instead=nodes.PLAIN))
 
 
 # sorted and without duplicates, so that it can be part of a cache key
