@@ -150,20 +150,36 @@ def lora(
         checks.fail("lora", "targets", 'be a list of names, or "all-linear"', repr(targets))
     # before the model changes: an error leaves it as it was
     chosen = _targets(model, targets)
+    # one that pruning or weight norm computes anew would be lost
+    computed = [name for name, layer in chosen.items() if not isinstance(layer.weight, nn.Parameter)]
+    checks.require(not computed, "lora", "targets", "name layers whose weight is a parameter", computed[:3])
     # before adapters are put in, whose parameters are to be trained
     model.requires_grad_(False)
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     exchange(model, {m: LoRALinear(m, rank, scale, dropout=dropout, dora=dora) for m in chosen.values()})
-    call_layers(model)
     return model
 
 
+# of nn.Module, those that a call runs
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+
+
 def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Put layers in the place of others, under all names that these have in the model: `named_modules` gives one."""
+    """Put layers in the place of others, under all names that these have in the model: `named_modules` gives one.
+
+    They get their hooks too: the same tables, so that the hooks' handles still remove them.
+    """
+    for before, layer in layers.items():
+        layer.__dict__.update({name: before.__dict__[name] for name in _HOOKS})
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in layers:
                 setattr(parent, name, layers[child])
+    call_layers(model)
+    fuse_again(model)
 
 
 _HEADS = ("head", "lm_head", "embed_out", "score", "classifier")
@@ -217,7 +233,6 @@ def merge_lora(model: nn.Module) -> nn.Module:
         plain.weight, plain.bias = nn.Parameter(layer.merged_weight(), layer.weight.requires_grad), layer.bias
         merged_layers[layer] = plain.train(layer.training)
     exchange(model, merged_layers)
-    fuse_again(model)
     return model
 
 

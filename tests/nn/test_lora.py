@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import powertrain
 from powertrain.models import build, configure
@@ -206,11 +207,33 @@ def test_pytorchs_encoders_evaluate_with_adapters(padded: bool) -> None:
     torch.testing.assert_close(merge_lora(model)(x, src_key_padding_mask=mask)[seen], trained[seen])
 
 
+def test_hooks_of_a_layer_stay() -> None:
+    """With the adapter and after it is merged; they were dropped, and with them what they compute."""
+    model = _Block()
+    seen: list[torch.Size] = []
+    handle = model.up.register_forward_hook(lambda layer, args, y: y * 2)
+    model.up.register_full_backward_hook(lambda layer, dx, dy: seen.append(dy[0].shape))
+    x = torch.randn(2, 12)
+    exact = model(x)
+    powertrain.lora(model, rank=2)
+    torch.testing.assert_close(model(x), exact)
+    model(x).sum().backward()
+    assert len(seen) == 1
+    merge_lora(model)
+    torch.testing.assert_close(model(x), exact)
+    handle.remove()
+    assert not torch.allclose(model(x), exact)
+
+
 def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match=r"lora: targets must name layers of the model, such as \['up', 'down'"):
         powertrain.lora(_Block(), targets=["q_proj"])
     with pytest.raises(ValueError, match=r"targets must name layers of type nn\.Linear, got norm, LayerNorm"):
         powertrain.lora(_Block(), targets=["norm"])
+    pruned = _Block()
+    prune.l1_unstructured(pruned.up, "weight", 0.5)
+    with pytest.raises(ValueError, match=r"targets must name layers whose weight is a parameter, got \['up'\]"):
+        powertrain.lora(pruned)
     with pytest.raises(ValueError, match="lora: rank must be above 0, got 0"):
         powertrain.lora(_Block(), rank=0)
     with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1"):
