@@ -17,6 +17,7 @@ from powertrain.ops.lora_linear import adapted_norm, add_adapter, few_tokens, lo
 from powertrain.quant.linear import HasFP8State
 from powertrain.runtime import checks
 from powertrain.runtime.fused_encoders import call_layers, fuse_again
+from powertrain.runtime.hooks import take_hooks
 from powertrain.runtime.positional import hinted
 
 
@@ -160,20 +161,13 @@ def lora(
     return model
 
 
-# of nn.Module, those that a call runs
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
-)  # fmt: skip
-
-
 def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
     """Put layers in the place of others, under all names that these have in the model: `named_modules` gives one.
 
-    They get their hooks too: the same tables, so that the hooks' handles still remove them.
+    They get their hooks too.
     """
     for before, layer in layers.items():
-        layer.__dict__.update({name: before.__dict__[name] for name in _HOOKS})
+        take_hooks(layer, before)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in layers:

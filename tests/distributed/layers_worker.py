@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from powertrain.models import build, configure
@@ -450,6 +451,11 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
     spread = copy.deepcopy(one)
     parallelize_linears(spread, mesh, {"q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "o_proj": "rows"})
     assert spread.q_proj.label == "q_proj" and spread.o_proj.label == "o_proj"
+    hooked = nn.Sequential(nn.Linear(D, N), nn.Linear(N, D)).double()
+    hooked[0].register_forward_hook(lambda layer, args, y: y * 2)
+    exact = hooked(randn(2, 3, D)).detach()
+    parallelize_linears(hooked, mesh, {"0": "columns", "1": "rows"})
+    same(hooked(randn(2, 3, D)).detach(), exact)
     encoder = nn.TransformerEncoderLayer(D, 2, N, batch_first=True, dtype=torch.float64).eval()
     exact = encoder(randn(2, 3, D)).detach()
     parallelize_linears(encoder, mesh, {"linear1": "columns", "linear2": "rows"})
@@ -486,13 +492,28 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
         ({"q_proj": "columns", "z_proj": "rows"}, "plan must name modules that the model has, got z_proj"),
         ({"": "rows"}, "must be an nn.Linear to be sharded, got Plain"),
     )
-    for plan, said in cases:
+    computed = Plain()
+    prune.l1_unstructured(computed.q_proj, "weight", 0.5)
+    derived = Plain()
+    derived.q_proj = Scaled(D, D)
+    others = (
+        (computed, {"q_proj": "columns"}, "plan's q_proj must have a weight that is a parameter, got a computed one"),
+        (derived, {"q_proj": "columns"}, "plan's q_proj must be an nn.Linear to be sharded, got Scaled"),
+    )
+    for model, plan, said in (*((Plain(), *case) for case in cases), *others):
         try:
-            parallelize_linears(Plain(), mesh, plan)
+            parallelize_linears(model, mesh, plan)
         except ValueError as error:
             assert said in str(error), str(error)
         else:
             raise AssertionError(f"must be refused: {said}")
+
+
+class Scaled(nn.Linear):
+    """Does more than its weight says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
 
 
 def hugging_face(mesh: DeviceMesh, kind: str, *, sequence_parallel: bool, recompute: bool = False) -> None:

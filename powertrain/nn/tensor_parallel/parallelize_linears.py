@@ -31,6 +31,7 @@ from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens,
 from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import checks
 from powertrain.runtime.fused_encoders import call_layers
+from powertrain.runtime.hooks import take_hooks
 from powertrain.runtime.positional import hinted
 
 # columns, rows        an nn.Linear whose features out (in) are sharded
@@ -129,10 +130,14 @@ def _matched(model: nn.Module, plan: Mapping[str, Role]) -> list[tuple[str, nn.M
 
 
 def _shard_linear(model: nn.Module, name: str, module: nn.Module, role: Role, **options: Any) -> Any:
-    good = isinstance(module, nn.Linear) and not isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    checks.require(good, _OP, f"plan's {name}", "be an nn.Linear to be sharded", type(module).__name__)
+    # what a derived class adds would be lost, as would a weight that pruning computes
+    if type(module) is not nn.Linear:
+        checks.fail(_OP, f"plan's {name}", "be an nn.Linear to be sharded", type(module).__name__)
+    is_parameter = isinstance(module.weight, nn.Parameter)
+    checks.require(is_parameter, _OP, f"plan's {name}", "have a weight that is a parameter", "a computed one")
     kind = _Columns if role == "columns" else RowParallelLinear
-    sharded = kind.from_linear(module, options.pop("ranks"), **options)  # type: ignore[arg-type]
+    sharded = kind.from_linear(module, options.pop("ranks"), **options)
+    take_hooks(sharded, module)
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, sharded)
     return sharded
