@@ -13,7 +13,7 @@ from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, sched
 from powertrain.ops.attention.decode_tiles import TileList
 from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
 from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
-from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, results_are_aligned, why_not_cache
+from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
 from powertrain.ops.attention.triton.tiles import pieces
 from powertrain.ops.early_start import starts_early
 from powertrain.ops.shapes import cdiv
@@ -34,12 +34,12 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
 
 
 # rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves: sequences by
-# a list of parts; equal queries of one sequence, of more than a list is quickly made of, or whose results of parts are
-# not aligned; the same where sequences times kv heads are at most half of the SMs. Below, the universal kernel serves.
+# a list of parts; equal queries of one sequence, of more than a list is quickly made of, or of heads that do not fill a
+# tile; the same where sequences times kv heads are at most half of the SMs. Below, the universal kernel serves.
 # us, one H200, nothing in the L2, universal and Hopper: 2 tokens beside 2028 to 2675 keys H16/16 32, 25; 8 H8/1 365 to
 # 1061 24, 16; 3 chunks of 8 H40/8 to 8259 37, 30; 64 tokens H32/8 2952 to 15159 490, 477; 32 of 500 to 32k 347, 322;
-# geometric mean of 61 random batches 0.89, 6 over 3 % slower. H28/4, not aligned: 4 batches 0.84 to 1.13. One sequence
-# of 19836 keys H28/4 28, 54
+# geometric mean of 61 random batches 0.89, 6 over 3 % slower. H28/4, with unaligned results: 8 batches 0.84 to 1.27.
+# One sequence of 19836 keys H28/4 28, 54
 LEAST_ROWS, EQUAL_LEAST_ROWS, FEW_LEAST_ROWS = 1, 16, 128
 
 
@@ -47,13 +47,17 @@ def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None
     """Why the universal kernel serves and not the Hopper forward, or None."""
     kv_heads, batch = max(1, call.key_cache.shape[2]), call.seqlens.shape[0]
     rows = call.query.shape[:-1].numel() // kv_heads
-    is_listed = 1 < batch <= 1 << 15 and results_are_aligned(call.query.shape[-2] // kv_heads)
     least = LEAST_ROWS
-    if call.query_starts is None and not is_listed:
+    if call.query_starts is None and not (1 < batch <= 1 << 15 and _fills_tiles(call.query.shape[-2] // kv_heads)):
         least = FEW_LEAST_ROWS if 2 * batch * kv_heads <= target.num_sms else EQUAL_LEAST_ROWS
     if rows < least * batch:
         return f"it is for {least} rows or more a sequence, got {rows} of {batch} sequences"
     return why_not_cache(call, cache_batch_idx, target)
+
+
+def _fills_tiles(ratio: int) -> bool:
+    """Whether as many heads fill 64 rows, or but a multiple of 4: 3 and 7 do not."""
+    return 64 % max(1, ratio) % 4 == 0
 
 
 def _decode_outputs(

@@ -450,14 +450,18 @@ def _combine_tiles_kernel(
     tl.store(lse_ptr + of_row, result, mask=mask)  # [BLOCK_R]
 
 
-def results_in(memory: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
-    """`partial` and `partial_lse` of `combine` in one tensor [slots, G, (E + 1) * BLOCK_M]: of each the LSE, then the
-    results."""
+def size_of_part(rows: int, head_dim_v: int) -> int:
+    """Elements of a part's LSE, in a multiple of 4 rows, so that the results behind it are aligned, and of these."""
+    return cdiv(rows, 4) * 4 + rows * head_dim_v
+
+
+def results_in(memory: Tensor, rows: int, head_dim_v: int) -> tuple[Tensor, Tensor]:
+    """`partial` and `partial_lse` of `combine` in one tensor [slots, G, size_of_part]."""
     slots, groups, size = memory.shape
-    head_dim_v = size // block_m - 1
     # not by views, whose strides of dims of size 1 may be any
-    shape, strides = (slots, groups, block_m, head_dim_v), (groups * size, size, head_dim_v, 1)
-    return memory.as_strided(shape, strides, block_m), memory.as_strided(shape[:3], (groups * size, size, 1), 0)
+    shape, strides = (slots, groups, rows, head_dim_v), (groups * size, size, head_dim_v, 1)
+    results = memory.as_strided(shape, strides, size - rows * head_dim_v)
+    return results, memory.as_strided(shape[:3], (groups * size, size, 1), 0)
 
 
 class TileList(NamedTuple):

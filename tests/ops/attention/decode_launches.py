@@ -41,11 +41,14 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
     _decode(dtype, 64, 16, 1, 576, 512)
     cache = torch.empty(8192, 64, 8, 128, dtype=dtype, device=META)
     lengths, starts, pages = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((32,), (33,), (32, 512)))
-    for queries, most in ((543, 512), (32, 1)):  # a chunk of a prompt beside 31 new tokens; tokens alone
+    # a chunk of a prompt beside 31 new tokens; tokens alone; more tiles than one program lists
+    for queries, most in ((543, 512), (32, 1), (16384, 512)):
         query = torch.empty(queries, 32, 128, dtype=dtype, device=META)
         decode_attention(query, cache, cache, lengths, page_table=pages, cu_seqlens_q=starts, max_seqlen_q=most)
     if Target.of(META).arch == 90 and dtype is not torch.float32:
         _launch_over_caches(dtype)
+        # by the universal kernel here too
+        _decode(dtype, 64, 28, 4, 128, 128)
         _decode(dtype, 64, 128, 1, 576, 512)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=16)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=64)

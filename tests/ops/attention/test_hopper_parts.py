@@ -13,8 +13,9 @@ from torch import Tensor
 
 from powertrain.ops.attention import decode_tiles
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
+from powertrain.ops.attention.decode_op import why_not_many
 from powertrain.ops.attention.decode_schedule import KeysSeen
-from powertrain.ops.attention.decode_tiles import ENTRY_FIELDS, LISTED, TileList, results_in
+from powertrain.ops.attention.decode_tiles import ENTRY_FIELDS, LISTED, TileList, results_in, size_of_part
 from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.compile import prebuild
@@ -96,7 +97,7 @@ class _Problem:
         rows = self.query.reshape(-1, heads, dim)
         out = torch.full_like(rows, torch.nan)
         lse = rows.new_full((heads, rows.shape[0]), torch.nan)
-        partial = rows.new_full((tiles.slots, groups, block_m * (dim + 1)), torch.nan)
+        partial = rows.new_full((tiles.slots, groups, size_of_part(block_m, dim)), torch.nan)
         for at, part, parts, tile in _parts_of(tiles):
             sequence, block, start, count, _ = tile
             for group in range(groups):
@@ -120,10 +121,10 @@ class _Problem:
                 for n in range(len(mine)):
                     place = (local - block * queries) * self.pack + n
                     of_part[place] = its_lse[:, n]
-                    of_part[block_m:].view(block_m, dim)[place] = o[:, n]
+                    of_part[-block_m * dim :].view(block_m, dim)[place] = o[:, n]
         if self.equal:
             out, lse = out.view_as(self.query), lse.view(heads, -1, self.equal).transpose(0, 1).contiguous()
-        tiles.combine(*results_in(partial, block_m), self.sinks, out, lse, self.kv_heads, self.pack)
+        tiles.combine(*results_in(partial, block_m, dim), self.sinks, out, lse, self.kv_heads, self.pack)
         return out, lse
 
     def _block(
@@ -252,6 +253,26 @@ def test_why_not() -> None:
         assert why_not_cache(changed, None, target) == reason
     assert why_not_cache(call, call.seqlens, target) == "it has no cache_batch_idx"
     assert why_not_cache(call, None, Target.parse("A100")) == "it is made for sm_90"
+
+
+@pytest.mark.skipif(settings().interpret, reason="Gluon has no interpreter")
+def test_equal_queries_of_several_sequences_come_here_if_their_heads_fill_a_tile() -> None:
+    target = Target.parse("H200")
+
+    def why_not(batch: int, heads: int, kv_heads: int, queries: int = 1) -> str | None:
+        call = _call(queries, 64)
+        cache = torch.empty(64, 64, kv_heads, 128, dtype=torch.bfloat16, device=META)
+        query = torch.empty(batch, queries, heads, 128, dtype=torch.bfloat16, device=META)
+        lengths, table = (torch.empty(batch, *more, dtype=torch.int32, device=META) for more in ((), (64,)))
+        call = call._replace(query=query, key_cache=cache, value_cache=cache, seqlens=lengths, page_table=table)
+        return why_not_many(call, target)
+
+    assert why_not(2, 32, 8) is why_not(100, 40, 8) is why_not(30, 16, 16) is None
+    assert why_not(1, 32, 8) == "it is for 128 rows or more a sequence, got 4 of 1 sequences"
+    assert why_not(8, 28, 4) == "it is for 128 rows or more a sequence, got 56 of 8 sequences"
+    assert why_not(64, 28, 4) == "it is for 16 rows or more a sequence, got 448 of 64 sequences"
+    assert why_not(64, 28, 4, queries=3) is why_not(1, 32, 8, queries=32) is None
+    assert why_not(40000, 32, 8) == "it is for 16 rows or more a sequence, got 160000 of 40000 sequences"
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powertrain.ops.attention.decode_tiles import size_of_part
 from powertrain.ops.attention.hopper import forward_store, forward_tiles, plans, softmax
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from tests.torch_setup import INTERPRET
@@ -306,7 +307,7 @@ def test_parts_of_a_list_leave_all_their_rows(seed: int) -> None:
     rows = queries * pack * launch.consumers
     tiles = list(launch.tiles())
     slots = max((tile.at for tile in tiles), default=-1) + 1
-    partial = _Memory(max(1, slots), rows * (dim + 1))
+    partial = _Memory(max(1, slots), size_of_part(rows, dim))
     expected = torch.zeros(max(1, slots), rows)
     for tile in tiles:
         row, _, _, result = tile.vectors()
@@ -323,10 +324,12 @@ def test_parts_of_a_list_leave_all_their_rows(seed: int) -> None:
             query, lane = int(row) + n // pack, n % pack
             if query < tile.capacity and tile.head % launch.per_kv + lane < launch.per_kv:
                 expected[tile.at, tile.consumer * queries * pack + n] = 1
+    begin = partial.values.shape[1] - rows * dim
+    assert begin % 4 == 0 and not partial.stores[:, rows:begin].any()
     assert partial.stores[:, :rows].equal(expected.int())
-    assert partial.stores[:, rows:].view(-1, rows, dim).equal(expected.int()[..., None].expand(-1, -1, dim))
+    assert partial.stores[:, begin:].view(-1, rows, dim).equal(expected.int()[..., None].expand(-1, -1, dim))
     assert not partial.values[partial.stores > 0].isnan().any()
-    lse, o = partial.values[:, :rows], partial.values[:, rows:].view(-1, rows, dim)
+    lse, o = partial.values[:, :rows], partial.values[:, begin:].view(-1, rows, dim)
     assert (o[expected > 0] == lse[expected > 0][:, None]).all()
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.combine import combine
-from powertrain.ops.attention.decode_tiles import TileList, results_in
+from powertrain.ops.attention.decode_tiles import TileList, results_in, size_of_part
 from powertrain.ops.attention.hopper.forward_consumer import consume
 from powertrain.ops.attention.hopper.forward_producer import produce
 from powertrain.ops.attention.hopper.forward_tiles import (
@@ -198,7 +198,7 @@ class _Results(NamedTuple):
     lse: Tensor
     strides: tuple[int, ...]  # of o by batch, query and head
     maps: MaybeMaps  # none where results leave by ordinary stores
-    partial: Tensor | None = None  # of a list [slots, groups, (D + 1) * rows of a tile]
+    partial: Tensor | None = None  # of a list [slots, groups, size_of_part]
 
 
 def launch_forward(
@@ -252,7 +252,7 @@ def launch_forward(
         num_warps=plan.warps,
     )  # fmt: skip
     if listed is not None and into.partial is not None:
-        partial, partial_lse = results_in(into.partial, plan.queries * plan.heads_per_tile)
+        partial, partial_lse = results_in(into.partial, plan.queries * plan.heads_per_tile, operands.d_v)
         listed.combine(partial, partial_lse, args.sinks, out, lse, heads.kv, plan.heads_per_tile)
     elif listed is None and plan.num_splits > 1:
         combine(into.o, into.lse, None, out, lse, (o.b, o.s, o.r))
@@ -275,7 +275,7 @@ def _results_of(
     if listed is not None:
         rows = plan.queries * plan.heads_per_tile
         # one tensor, for a second address would take two registers of the consumers
-        partial = lse.new_empty((listed.slots, plan.groups_of(heads), rows * (operands.d_v + 1)))
+        partial = lse.new_empty((listed.slots, plan.groups_of(heads), size_of_part(rows, operands.d_v)))
     return _Results(out, lse, (o.b, o.s, o.r), maps, partial)
 
 

@@ -134,13 +134,6 @@ def _operands_of(call: PagedCall, target: Target) -> Operands:
     )  # fmt: skip
 
 
-def results_are_aligned(q_per_kv: int) -> bool:
-    """Whether results of a part of 64 rows begin at a multiple of 16 bytes: they lie behind the LSE of each row that
-    such heads fill. us, one H200, tiles of 128 and of 64 rows, 7 heads of a kv head, 126 and 63 rows: 8 sequences of
-    1725 to 20328 keys 52, 59; 6 drafts beside 458 to 2503 25, 30."""
-    return 64 // q_per_kv * q_per_kv % 4 == 0
-
-
 def _in_equal_parts(operands: Operands, plan: Plan) -> Plan:
     work = work_of(operands, plan, operands.queries, operands.keys)
     return plan._replace(num_splits=num_splits_for(work))
@@ -151,7 +144,7 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
     heads = operands.heads
     mean = max(1, operands.queries // operands.batch) if operands.is_packed else operands.queries
     plan = plan_for(operands.d_qk, operands.d_v, max_queries)
-    if max_queries * heads.q_per_kv <= 64 and results_are_aligned(heads.q_per_kv):
+    if max_queries * heads.q_per_kv <= 64:
         # one tile of 64 rows holds all of a sequence: us, one H200, with 128 rows and so: 8 sequences of 365 to 1061
         # keys H8/1 18.2, 17.0; 3 to 8259 H40/8 41, 30; 64 to 2766 H64/8 104, 97; 32 of 500 to 32k H32/8 327, 326
         plan = with_consumers(plan, 1)

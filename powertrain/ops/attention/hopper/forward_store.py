@@ -67,7 +67,8 @@ def _is_row(i, row, lane, head, q_capacity, num_q_per_kv, HEADS_PER_TILE: gl.con
 
 @gluon.jit
 def _place_of_part(partial, slot, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    return partial + slot.to(gl.int64) * (ROWS * (CONFIG.d_v + 1))
+    """Of a part's LSE, in a multiple of 4 rows, so that the results behind it are aligned."""
+    return partial + slot.to(gl.int64) * ((ROWS + 3) // 4 * 4 + ROWS * CONFIG.d_v)
 
 
 @gluon.jit
@@ -160,7 +161,7 @@ def _store_listed_part(
     stride = gl.to_tensor(HEADS_PER_TILE * CONFIG.d_v)
     stride_h = gl.to_tensor(CONFIG.d_v)
     base = _place_of_part(partial, slot, ROWS * CONFIG.consumers, CONFIG)
-    base += ROWS * (CONFIG.consumers + CONSUMER * CONFIG.d_v)
+    base += (ROWS * CONFIG.consumers + 3) // 4 * 4 + ROWS * CONSUMER * CONFIG.d_v
     members = num_q_per_kv - head % num_q_per_kv
     for n in gl.static_range(len(o)):
         _store_split(

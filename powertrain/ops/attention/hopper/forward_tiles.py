@@ -66,7 +66,7 @@ class Results(NamedTuple):
     lse: Any
     slopes: Any
     sinks: Any
-    # of a list's parts [slots, groups of heads, (D + 1) * rows of a tile]: LSE of all rows, then results; None without
+    # of a list's parts [slots, groups of heads, size_of_part]: LSE of all rows, then results; None without
     partial: Any
 
 
