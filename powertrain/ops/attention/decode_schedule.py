@@ -279,15 +279,13 @@ MOST_AT_ONCE = 256  # sequences that the schedule reads at a time
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_parts(
-    sequences: int, tiles: int, keys: int, per_sm: int, target: Target, waves: int = _WAVES
-) -> tuple[int, int, bool]:
+def choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Target) -> tuple[int, int, bool]:
     """(parts beyond one a sequence, parts that run at once, whether all do), where `tiles` programs work on each."""
     at_once = max(1, target.num_sms * per_sm // max(1, tiles))
     # where all run at once the schedule takes the sequences as one block
     if at_once >= 2 * sequences and sequences <= MOST_AT_ONCE:
         return at_once - sequences, at_once, True
-    most = cdiv(waves * target.num_sms * per_sm, max(1, tiles))
+    most = cdiv(_WAVES * target.num_sms * per_sm, max(1, tiles))
     return max(1, min(sequences * cdiv(keys, LEAST_KEYS), most)), at_once, False
 
 
