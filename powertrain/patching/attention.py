@@ -327,7 +327,8 @@ def our_mask(
     if attention_mask is not None and attention_mask.dim() == 1:
         attention_mask = torch.arange(kv_length, device=attention_mask.device) < attention_mask[:, None]
         skip = False
-    names_window = _names_window(options.get("config"))
+    # a window to both sides is never said by modules
+    names_window = allow_is_causal_skip and _names_window(options.get("config"))
     if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length, names_window):
         is_short, short = _short_form(attention_mask, kv_length)
         if is_short:
@@ -471,12 +472,45 @@ def _known(function: Any, local_size: int | None, causal: Any) -> tuple[int, int
     if local_size is None or local_size < 2:
         return None
     # key by key at the window's edges: chunks of that size differ from a window in the second
-    w, zero = local_size, torch.tensor(0, device="cpu")
+    w, index = local_size, _Index if torch.compiler.is_compiling() else functools.partial(torch.tensor, device="cpu")
+    pairs = ((w, 0), (w, 1), (w, w), (w, w + 1))
     try:
-        seen = [bool(function(zero, zero, zero + q, zero + k)) for q, k in ((w, 0), (w, 1), (w, w), (w, w + 1))]
+        seen = [bool(function(index(0), index(0), index(q), index(k))) for q, k in pairs]
     except Exception:  # it asks for more than indices
         return None
     return (w - 1, 0) if seen == [False, True, True, False] else None
+
+
+class _Index:
+    """An index, or whether it is seen, that a causal window's function takes as a tensor. A trace can read its value,
+    where a tensor's would break the graph."""
+
+    device = None
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def new_ones(self, *sizes: Any, **options: Any) -> "_Index":
+        return _Index(True)
+
+    def to(self, device: None) -> "_Index":
+        return self
+
+    def __sub__(self, other: int) -> "_Index":
+        return _Index(self.value - other)
+
+    # as bool: of symbols that are only compared, torch 2.13 cannot make `&`
+    def __le__(self, other: "_Index") -> "_Index":
+        return _Index(bool(self.value <= other.value))
+
+    def __gt__(self, other: "_Index") -> "_Index":
+        return _Index(bool(self.value > other.value))
+
+    def __and__(self, other: "_Index") -> "_Index":
+        return _Index(self.value & other.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
 
 
 def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import powertrain as pt
 from powertrain.patching import replace
@@ -306,6 +307,23 @@ def test_compiled_model(use_cache: bool) -> None:
     torch.testing.assert_close(loss.double(), right[0], rtol=1e-5, atol=1e-5)
     grads = {name: p.grad.double() for name, p in model.named_parameters()}
     torch.testing.assert_close(grads, right[1], rtol=1e-3, atol=1e-5)
+
+
+def test_compiled_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph, and no dense mask: whether the masks are windows was asked with tensors, whose values broke it."""
+    model = causal("Mistral", num_hidden_layers=1).eval()
+    tokens = [torch.randint(3, 131, (2, n)) for n in (20, 25)]
+    with torch.no_grad():
+        right = [model(x).logits for x in tokens]
+        pt.patch(model)
+        # what makes a dense mask
+        monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", None)
+        torch._dynamo.reset()
+        # not fullgraph=True, which lets Dynamo keep values that are read
+        compiled = torch.compile(model, backend=(counter := CompileCounter()), dynamic=True)
+        for x, logits in zip(tokens, right, strict=True):
+            torch.testing.assert_close(compiled(x).logits, logits, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
 
 
 class LoRA(nn.Linear):
