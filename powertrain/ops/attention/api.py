@@ -399,7 +399,7 @@ def facts_of(call: AttentionCall) -> Facts:
         call.dropout_seed is not None, needs_grad, call.return_lse, call.deterministic,
         # TF32 is a global setting of PyTorch, so it is read at each call
         _aligned(query, key, value, compiling), compiling, query.dtype is torch.float32 and allows_tf32(),
-        Lengths.facts(queries, keys, equal, batch, elements, longest, compiling),
+        Lengths.facts(queries, keys, equal, batch, elements, longest, compiling, call.mask.bias != "none"),
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class Lengths:
     @staticmethod
     def facts(
         queries: int, keys: int, equal: bool | None, batch: int, elements: int, longest: int | None = None,
-        compiling: bool = False,
+        compiling: bool = False, has_bias: bool = True,
     ) -> "_LengthFacts":  # fmt: skip
         """The fields as a tuple, which costs less to make and to look up. Packed sequences have a bound of their
         `longest`, 0 if it is not known; queries and keys are those of all."""
@@ -83,8 +83,9 @@ class Lengths:
         return (
             *classes(queries, keys, batch, longest),
             queries == keys if equal is None else equal,
-            queries % 128 == 64,
-            keys % 8 == 0,
+            # without a bias no choice depends on these two, and torch.compile would guard them
+            has_bias and queries % 128 == 64,
+            not has_bias or keys % 8 == 0,
             not (queries and keys and batch),
             keys == 1,
             batch > 65535 or elements >= 2**31,

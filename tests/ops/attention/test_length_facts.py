@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+import powertrain
 from powertrain.ops.attention.api import _constant
 from powertrain.ops.attention.problem import Lengths, size_class
 from tests.torch_setup import INTERPRET
@@ -34,6 +35,21 @@ def test_symbolic_sizes_have_four_classes() -> None:
     # 65 is odd and no multiple of 8, as all the others but 16
     lengths = [(3, n) for n in (9, 15, 17, 65, 513, 1001, 1025, 3001, 5001, 9001)]
     assert _graphs(lengths, True) == 4
+
+
+@pytest.mark.parametrize(("has_bias", "graphs"), [(False, 1), (True, 3)])
+def test_divisors_are_guarded_beside_a_bias_alone(has_bias: bool, graphs: int) -> None:
+    torch._dynamo.reset()
+
+    def attend(x: Tensor, bias: Tensor) -> Tensor:
+        return powertrain.attention(x, x, x, is_causal=True, attn_bias=bias if has_bias else None)
+
+    compiled = torch.compile(attend, backend=(counter := CompileCounter()), dynamic=True, fullgraph=True)
+    # a multiple of 8, 64 more than one of 128, neither
+    for length in (24, 192, 25):
+        x, bias = torch.randn(2, length, 2, 8), torch.randn(length, length)
+        torch.testing.assert_close(compiled(x, bias), attend(x, bias))
+    assert counter.frame_count == graphs
 
 
 def test_sizes_of_one_shape_have_their_own_class() -> None:
