@@ -3,9 +3,11 @@ sequence as it has, or equal.
 
 A chunk of a prompt and single new tokens stand in one tensor [T, H, D]. Tiles of BLOCK_M rows (query, query head of a
 kv head) never hold two sequences; the host knows only that there are at most cdiv(T * ratio, BLOCK_M) + B + 2 of them.
-One kernel finds each tile's sequence and keys. Another cuts the keys of long tiles into parts, as decode_schedule.py
-cuts those of sequences, and writes a list of whole tiles and parts, the longest first. Results of parts lie by entry of
-the list: 4 bytes a row and head dim for each part of a tile that is cut.
+A kernel finds each tile's sequence and keys, cuts the keys of long tiles into parts, as decode_schedule.py cuts those
+of sequences, and writes a list of whole tiles and parts, the longest first; of more than 256 tiles two kernels do. It
+runs alone, and a call of few sequences takes little longer than its kernels' code takes to be read: code that is short
+is fast here (_few_tiles_kernel). Results of parts lie by entry of the list: 4 bytes a row and head dim for each part of
+a tile that is cut.
 """
 
 from typing import NamedTuple
@@ -44,8 +46,6 @@ ENTRY_FIELDS = tl.constexpr(8)
 LISTED, EXTRA, CUT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _BLOCK_T = 128  # tiles that a program finds at a time
 _MOST_LISTED = 1024  # that are listed at a time
-
-
 _BLOCK_B = tl.constexpr(32)  # starts that are read at a time
 
 
