@@ -3,9 +3,9 @@ among them, or several equal ones of each sequence.
 
 Tiles of 64 or 128 rows of one sequence (queries, times heads that share keys where queries are few) and blocks of 64 or
 128 keys, which the loader warp finds through the page table: the kernel of forward.py. The host knows neither lengths
-nor shares of the rows. A list made on the device says which tiles there are and into how many parts the keys of each are
-cut, by the blocks of keys that it sees (decode_tiles.py): the CTAs take its entries from a counter,
-the longest first, so that few tiles need be cut for all CTAs to end together.
+nor shares of the rows. A list made on the device says which tiles there are and into how many parts the keys of each
+are cut, by the blocks of keys that it sees (decode_tiles.py): the CTAs take its entries from a counter, the longest
+first, so that few tiles need be cut for all CTAs to end together.
 """
 
 import math
