@@ -79,6 +79,13 @@ MIXED = [
     ("1 chunk of 1024 beside 32768 keys", [(1024, 32768)], 32, 8, 64),
     ("40 chunks of 20 to 600, to 16000 keys", _chunks(40, 16000), 32, 8, 128),
     ("100 chunks of 20 to 600, to 2600 keys", _chunks(100, 2000), 28, 4, 128),
+    # few sequences, whose calls take little longer than their kernels' code takes to be read
+    ("1 chunk of 16 beside 3856 keys", [(16, 3856)], 32, 8, 16),
+    ("3 chunks of 8 beside 230 to 8259 keys", [(8, 584), (8, 230), (8, 8259)], 40, 8, 16),
+    ("4, a draft of 8, 735 to 1007 keys", [(1, 989), (8, 930), (1, 735), (1, 1007)], 12, 2, 128),
+    ("6 tokens, 190 to 9624 keys", [(1, n) for n in (190, 9624, 234, 1176, 1115, 811)], 8, 1, 128),
+    ("8 tokens, 1725 to 20328 keys", [(1, n) for n in (3998, 1725, 3639, 2792, 20328, 4593, 9270, 1780)], 28, 4, 64),
+    ("16 tokens of 8000 keys", [(1, 8000)] * 16, 32, 8, 64),
 ]
 
 

@@ -73,7 +73,7 @@ def adapted_norm(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
 
 def _products(weight: Tensor, a: Tensor, acc: torch.dtype) -> Tensor:
     """weight aᵀ: [N, r] in `acc`."""
-    # in one pass, without weight in `acc`; but vmap may batch the factors, and not what they are written to
+    # the product in `acc` without a copy of weight in that dtype; vmap cannot batch an `out=` argument
     if in_functorch():
         return weight.to(acc) @ a.to(acc).T
     return gemm(weight, a, out=weight.new_empty((weight.shape[0], a.shape[0]), dtype=acc))

@@ -208,7 +208,7 @@ def test_pytorchs_encoders_evaluate_with_adapters(padded: bool) -> None:
 
 
 def test_hooks_of_a_layer_stay() -> None:
-    """With the adapter and after it is merged; they were dropped, and with them what they compute."""
+    """A forward hook runs on the layer with an adapter, and on the layer into which the adapter is merged."""
     model = _Block()
     seen: list[torch.Size] = []
     handle = model.up.register_forward_hook(lambda layer, args, y: y * 2)

@@ -130,7 +130,7 @@ def _matched(model: nn.Module, plan: Mapping[str, Role]) -> list[tuple[str, nn.M
 
 
 def _shard_linear(model: nn.Module, name: str, module: nn.Module, role: Role, **options: Any) -> Any:
-    # what a derived class adds would be lost, as would a weight that pruning computes
+    # the sharded layer replaces this one: it would lose what a subclass adds, or the mask of a pruned weight
     if type(module) is not nn.Linear:
         checks.fail(_OP, f"plan's {name}", "be an nn.Linear to be sharded", type(module).__name__)
     is_parameter = isinstance(module.weight, nn.Parameter)

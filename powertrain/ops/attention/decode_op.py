@@ -33,13 +33,13 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
     return why_not_mla(call, target)
 
 
-# rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves: sequences by
-# a list of parts; equal queries of one sequence, of more than a list is quickly made of, or of heads that do not fill a
-# tile; the same where sequences times kv heads are at most half of the SMs. Below, the universal kernel serves.
-# us, one H200, nothing in the L2, universal and Hopper: 2 tokens beside 2028 to 2675 keys H16/16 32, 25; 8 H8/1 365 to
+# rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves; below, the
+# universal kernel does. LEAST_ROWS: packed queries, and equal ones of 2 to 32768 sequences whose heads fill a tile.
+# Other equal queries: EQUAL_LEAST_ROWS, or FEW_LEAST_ROWS where sequences times kv heads are at most half of the SMs.
+# us, universal and Hopper, one H200, nothing in the L2: 2 tokens beside 2028 to 2675 keys H16/16 32, 25; 8 H8/1 365 to
 # 1061 24, 16; 3 chunks of 8 H40/8 to 8259 37, 30; 64 tokens H32/8 2952 to 15159 490, 477; 32 of 500 to 32k 347, 322;
 # geometric mean of 61 random batches 0.89, 6 over 3 % slower. H28/4, with unaligned results: 8 batches 0.84 to 1.27.
-# One sequence of 19836 keys H28/4 28, 54
+# One sequence of 19836 keys H28/4 28, 54; one H100: 16 of 8192 keys, 8 queries H32/8 200, 203; 1 of 131072 203, 215
 LEAST_ROWS, EQUAL_LEAST_ROWS, FEW_LEAST_ROWS = 1, 16, 128
 
 
@@ -56,7 +56,7 @@ def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None
 
 
 def _fills_tiles(ratio: int) -> bool:
-    """Whether as many heads fill 64 rows, or but a multiple of 4: 3 and 7 do not."""
+    """Whether whole queries of `ratio` heads fill a multiple of 4 of a tile's 64 rows. 3, 7 and 9 heads fill 63."""
     return 64 % max(1, ratio) % 4 == 0
 
 

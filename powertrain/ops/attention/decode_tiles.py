@@ -133,8 +133,8 @@ def _tiles_kernel(
 
 @triton.jit
 def _shares_of_rounds(total, longest, at_once, least, ROUNDS: tl.constexpr):
-    """Sizes of parts, in blocks of keys, of which `_first_to_end` chooses: all of the longest tile, and what a program
-    computes in a round of 1, 2, ... ROUNDS."""
+    """The sizes of parts, in blocks of keys, from which `_first_to_end` chooses: the longest tile's (no tile is cut),
+    and the work of a program divided by 1, 2, ... ROUNDS."""
     rounds = tl.arange(0, 1 << ROUNDS.bit_length())
     share = tl.maximum(tl.cdiv(total, at_once) // tl.minimum(tl.maximum(rounds, 1), ROUNDS), least)
     return tl.maximum(tl.where(rounds == 0, longest, tl.minimum(share, longest)), 1)
@@ -151,11 +151,12 @@ def _parts_by_share(blocks, share):
 
 @triton.jit
 def _first_to_end(share, extra, cut, total, longest, some, at_once, of_results):
-    """The share with which the last of the programs ends first that take parts from a counter, the longest first.
+    """The share with which the last program ends first, where programs take entries from a counter, the longest first.
 
-    Its end is estimated in blocks of keys: an entry costs one beside its own, results of a part `of_results`, the
-    kernel that combines them 4; where there are more entries than run at once the last ends later than on average, by
-    some of the longest and of the mean entry. `extra`, `cut`: of `_parts_by_share`. Of 357 random batches (tokens,
+    The time of the last program is estimated in blocks of keys: each entry costs one block more than it has, the
+    results of a part `of_results` blocks, the kernel that combines them 4. If there are more entries than run at once,
+    the last program ends later than the mean by a share of the longest and of the mean entry. `extra`, `cut`: of
+    `_parts_by_share`. Of 357 random batches (tokens,
     drafts, chunks of 16 to 2048 queries beside 64 to 32768 keys) the share takes 1.6 % longer than the best in a
     simulation, more than 10 % in 15; a third of a program's work, for all batches, 5.0 %, in 63."""
     entries = some + extra
