@@ -3,6 +3,7 @@ forward."""
 
 from typing import NamedTuple
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -12,6 +13,26 @@ from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
+
+
+@triton.jit
+def add_parts(acc, total, top, lses, parts, AHEAD: tl.constexpr):
+    """AHEAD blocks of parts more of some rows: acc [rows, dims], their results weighted by 2^(lse - top); the weights'
+    sum and the highest LSE, base 2, so far. lses [parts, rows], -inf of none, base 2; parts [parts, rows, dims]."""
+    higher = top
+    for i in tl.static_range(AHEAD):
+        higher = tl.maximum(higher, tl.max(lses[i], axis=0))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    scale = tl.exp2(top - safe)
+    total *= scale
+    acc *= scale[:, None]
+    for i in tl.static_range(AHEAD):
+        weight = tl.exp2(lses[i] - safe[None, :])
+        total += tl.sum(weight, axis=0)
+        # the result of a part without keys may be NaN
+        part = tl.where((lses[i] > float("-inf"))[:, :, None], parts[i], 0.0)
+        acc += tl.sum(weight[:, :, None] * part, axis=0)
+    return acc, total, higher
 
 
 @kernel(unaligned=SMALL)
@@ -96,20 +117,7 @@ def _combine_kernel(
                 parts += (tl.load(at),)  # type: ignore[assignment]
             else:
                 parts += (tl.load(at, mask=is_dim[None, None, :], other=0.0),)  # type: ignore[assignment]
-        higher = top
-        for i in tl.static_range(AHEAD):
-            higher = tl.maximum(higher, tl.max(lses[i], axis=0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        scale = tl.exp2(top - safe)
-        total *= scale
-        acc *= scale[:, None]
-        for i in tl.static_range(AHEAD):
-            weight = tl.exp2(lses[i] - safe[None, :])
-            total += tl.sum(weight, axis=0)
-            # the result of a part without keys may be NaN
-            part = tl.where((lses[i] > float("-inf"))[:, :, None], parts[i], 0.0)  # type: ignore[index]
-            acc += tl.sum(weight[:, :, None] * part, axis=0)
-        top = higher
+        acc, total, top = add_parts(acc, total, top, lses, parts, AHEAD)
     # a row that no split saw has total 0 and gives 0
     divisor = tl.where(total > 0.0, total, 1.0)
     acc = acc * (1.0 / divisor)[:, None]
@@ -132,14 +140,16 @@ class PartTable(NamedTuple):
     extra: int  # slot of the first sequence's first part; those of the others follow
 
 
-class _Tile(NamedTuple):
+class Rows(NamedTuple):
+    """Of a program that combines."""
+
     heads: int  # of a query, a power of 2
     splits: int  # at a time, which warps share
     ahead: int  # as many of these are loaded before the first is added
     warps: int
 
 
-def _tile_of(rows: int, splits: int | None) -> _Tile:
+def rows_of(rows: int, splits: int | None) -> Rows:
     """Of so many rows (batch, query, head) and splits of each, None where rows have different numbers of them.
 
     Few splits or many rows: a warp a head, which has all splits of its channels, so that warps exchange nothing. Else a
@@ -149,14 +159,14 @@ def _tile_of(rows: int, splits: int | None) -> _Tile:
     (4, 1, 2, 4) 7.0, (4, 1, 4, 4) 7.6. Of rows with different numbers of splits whole decoding calls were timed
     (benchmarks/results/2026-11-29_h200_where_few_queries_wait.md)."""
     if splits is None:
-        return _Tile(1, 32, 1, 4) if rows <= 256 else _Tile(1, 16, 1, 2) if rows <= 2048 else _Tile(4, 1, 4, 4)
+        return Rows(1, 32, 1, 4) if rows <= 256 else Rows(1, 16, 1, 2) if rows <= 2048 else Rows(4, 1, 4, 4)
     if splits <= 8:
-        return _Tile(4, 1, 2 if splits == 2 else 4 if splits <= 4 else 8, 4)
+        return Rows(4, 1, 2 if splits == 2 else 4 if splits <= 4 else 8, 4)
     if rows > 1024:
-        return _Tile(4, 1, 4, 4)
+        return Rows(4, 1, 4, 4)
     if rows > 256 or splits <= 16:
-        return _Tile(1, 16, 1, 2)
-    return _Tile(1, 64, 1, 8) if splits > 32 and rows <= 64 else _Tile(1, 32, 1, 4)
+        return Rows(1, 16, 1, 2)
+    return Rows(1, 64, 1, 8) if splits > 32 and rows <= 64 else Rows(1, 32, 1, 4)
 
 
 def combine(
@@ -175,7 +185,7 @@ def combine(
     # of packed sequences partial results have a batch of one, and lse [H, S] has no batch
     b = partial.shape[1] if table is None else lse.shape[0]
     block_d = min(128, next_power_of_2(head_dim_v))
-    tile = _tile_of(b * sq * h, None if table else partial.shape[0])
+    tile = rows_of(b * sq * h, None if table else partial.shape[0])
     block_h = min(tile.heads, next_power_of_2(h))
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)
     _combine_kernel[(b * sq, cdiv(h, block_h) * cdiv(head_dim_v, block_d))](

@@ -48,16 +48,11 @@ def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None
     kv_heads, batch = max(1, call.key_cache.shape[2]), call.seqlens.shape[0]
     rows = call.query.shape[:-1].numel() // kv_heads
     least = LEAST_ROWS
-    if call.query_starts is None and not (1 < batch <= 1 << 15 and _fills_tiles(call.query.shape[-2] // kv_heads)):
+    if call.query_starts is None and not 1 < batch <= 1 << 15:
         least = FEW_LEAST_ROWS if 2 * batch * kv_heads <= target.num_sms else EQUAL_LEAST_ROWS
     if rows < least * batch:
         return f"it is for {least} rows or more a sequence, got {rows} of {batch} sequences"
     return why_not_cache(call, cache_batch_idx, target)
-
-
-def _fills_tiles(ratio: int) -> bool:
-    """Whether whole queries of `ratio` heads fill a multiple of 4 of a tile's 64 rows. 3, 7 and 9 heads fill 63."""
-    return 64 % max(1, ratio) % 4 == 0
 
 
 def _decode_outputs(
@@ -257,7 +252,7 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
         _launch_universal(call, operands, plan, work, out, lse, target)
     if work.partial is not None and work.partial_lse is not None:
         if work.listed is not None:
-            work.listed.combine(work.partial, work.partial_lse, call.sinks, out, lse, call.kv_heads)
+            work.listed.combine(work.partial, work.partial_lse, call.sinks, out, lse, call.kv_heads, call.queries)
         else:
             combine(work.partial, work.partial_lse, call.sinks, out, lse, out.stride()[:3], work.table)
     return out, lse

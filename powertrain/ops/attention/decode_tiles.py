@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.attention.combine import add_parts, rows_of
 from powertrain.ops.attention.decode_schedule import (
     LEAST_KEYS,
     MOST_AT_ONCE,
@@ -30,6 +31,7 @@ from powertrain.ops.attention.decode_schedule import (
     smallest_share,
 )
 from powertrain.ops.attention.triton.sequences import SMALL, sequence_span
+from powertrain.ops.attention.triton.tiles import LN2, LOG2E
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
@@ -46,6 +48,7 @@ ENTRY_FIELDS = tl.constexpr(8)
 LISTED, EXTRA, CUT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _BLOCK_T = 128  # tiles that a program finds at a time
 _MOST_LISTED = 1024  # that are listed at a time
+_COMBINING = 8  # programs that combine, of an SM
 _BLOCK_B = tl.constexpr(32)  # starts that are read at a time
 
 
@@ -133,11 +136,13 @@ def _tiles_kernel(
 
 @triton.jit
 def _shares_of_rounds(total, longest, at_once, least, ROUNDS: tl.constexpr):
-    """The sizes of parts, in blocks of keys, from which `_first_to_end` chooses: the longest tile's (no tile is cut),
-    and the work of a program divided by 1, 2, ... ROUNDS."""
-    rounds = tl.arange(0, 1 << ROUNDS.bit_length())
-    share = tl.maximum(tl.cdiv(total, at_once) // tl.minimum(tl.maximum(rounds, 1), ROUNDS), least)
-    return tl.maximum(tl.where(rounds == 0, longest, tl.minimum(share, longest)), 1)
+    """The sizes of parts, in blocks of keys, from which `_first_to_end` chooses: the work of a program divided by 1, 2,
+    ... ROUNDS, or multiplied by 1.25, 1.5, ..., and the longest tile's (no tile is cut)."""
+    COUNT: tl.constexpr = 2 << ROUNDS.bit_length()
+    n = tl.arange(0, COUNT)
+    of_each = tl.cdiv(total, at_once)
+    share = tl.where(n < ROUNDS, of_each // (n + 1), (of_each * (5 + n - ROUNDS) + 2) // 4)
+    return tl.maximum(tl.where(n < COUNT - 1, tl.minimum(tl.maximum(share, least), longest), longest), 1)
 
 
 @triton.jit
@@ -153,18 +158,17 @@ def _parts_by_share(blocks, share):
 def _first_to_end(share, extra, cut, total, longest, some, at_once, of_results):
     """The share with which the last program ends first, where programs take entries from a counter, the longest first.
 
-    The time of the last program is estimated in blocks of keys: each entry costs one block more than it has, the
-    results of a part `of_results` blocks, the kernel that combines them 4. If there are more entries than run at once,
-    the last program ends later than the mean by a share of the longest and of the mean entry. `extra`, `cut`: of
-    `_parts_by_share`. Of 357 random batches (tokens,
-    drafts, chunks of 16 to 2048 queries beside 64 to 32768 keys) the share takes 1.6 % longer than the best in a
-    simulation, more than 10 % in 15; a third of a program's work, for all batches, 5.0 %, in 63."""
+    The time of the last program is estimated in blocks of keys: each entry costs two blocks more than it has, the
+    results of a part `of_results` blocks, the kernel that combines them one, and a sixth for each part of the longest
+    tile. If there are more entries than run at once, the last program ends later than the mean by a share of the longest
+    and of the mean entry. `extra`, `cut`: of `_parts_by_share`."""
     entries = some + extra
-    longest = tl.minimum(share + share // 4, longest)
     is_cut = (extra > 0).to(tl.float32)
-    end = (total + entries + of_results * (extra + cut)) / at_once
-    end += tl.where(entries > at_once, 0.15 * longest + 0.3 * total / tl.maximum(entries, 1), 0.0)
-    end = tl.maximum(end, longest + 1 + of_results * is_cut) + 4 * is_cut
+    parts = tl.cdiv(longest - share // 4, share)
+    longest = tl.minimum(share + share // 4, longest)
+    end = (total + 2 * entries + of_results * (extra + cut)) / at_once
+    end += tl.where(entries > at_once, 0.15 * longest + 0.6 * total / tl.maximum(entries, 1), 0.0)
+    end = tl.maximum(end, longest + 2 + of_results * is_cut) + is_cut * (1 + parts / 6)
     return tl.max(tl.where(end <= tl.min(end), share, 0))
 
 
@@ -386,69 +390,73 @@ def _list_kernel(
 @kernel(unaligned=SMALL)
 def _combine_tiles_kernel(
     partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, list_ptr,
-    queries, groups, ratio, heads, heads_per_kv, stride, stride_lse,
-    EQUAL: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    queries, groups, ratio, heads, heads_per_kv, per_tile, stride, stride_lse,
+    EQUAL: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK_D: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a tile that is cut, and some channels: the parts' results, weighted by exp(lse - max). `ratio` heads
-    of the `heads_per_kv` that share keys are one of the `groups`; the last of a kv head may have fewer. Strides: from
-    group to group of parts. EQUAL: lse is [B, heads, queries], else [heads, queries]."""
+    """BLOCK_R rows of a tile that is cut, and some channels: the parts' results, weighted by exp(lse - max). AHEAD
+    blocks of BLOCK_S parts are loaded at a time. `per_tile` programs share the rows of a tile. `ratio` heads of the
+    `heads_per_kv` that share keys are one of the `groups`; the last of a kv head may have fewer. Strides: from group to
+    group of parts. EQUAL: lse is [B, heads, queries], else [heads, queries]."""
     wait_for_kernel_before(STARTS_EARLY)
-    PER_TILE: tl.constexpr = (BLOCK_M + BLOCK_R - 1) // BLOCK_R
-    number = tl.program_id(0) // (PER_TILE * groups)
-    group = tl.program_id(0) // PER_TILE % groups
-    # whole tiles have no part to combine
-    if number >= tl.load(list_ptr + CUT):
-        return
-    first = tl.load(list_ptr + EXTRA) + number  # scalar
-    entry = list_ptr + (first + 1) * ENTRY_FIELDS
-    sequence, tile, start, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)  # scalars
-    num_parts, second = tl.load(entry + _BLOCKS + 1), tl.load(entry + _BLOCKS + 2)  # scalars
-    local = tl.program_id(0) % PER_TILE * BLOCK_R + tl.arange(0, BLOCK_R)
-    rows = tile * BLOCK_M + local
-    # of few queries most programs have no row
-    if tile * BLOCK_M + tl.program_id(0) % PER_TILE * BLOCK_R >= count * ratio:
-        return
+    extra = tl.load(list_ptr + EXTRA)  # scalar
     of_kv = tl.cdiv(heads_per_kv, ratio)
-    lane = group % of_kv * ratio + rows % ratio
-    mask = (rows < count * ratio) & (lane < heads_per_kv) & (local < BLOCK_M)
-    query, head = (start + rows // ratio).to(tl.int64), group // of_kv * heads_per_kv + lane
-    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    wanted = mask[:, None] & (dims < HEAD_DIM_V)
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    if sinks_ptr is not None:
-        # one more score of the whole row, counted here once
-        top = tl.load(sinks_ptr + head, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_R]
-        total += 1.0
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    at = partial_ptr + (group * stride).to(tl.int64) + (local[:, None] * HEAD_DIM_V + dims)
-    at_lse = partial_lse_ptr + (group * stride_lse).to(tl.int64) + local
-    for begin in range(0, num_parts, UNROLL):
-        # their loads do not wait for one another
-        for i in tl.static_range(UNROLL):
-            part = begin + i
-            slot = tl.where(part == 0, first, second + part - 1).to(tl.int64) * groups
-            is_part = mask & (part < num_parts)
-            lse = tl.load(at_lse + slot * stride_lse, mask=is_part, other=float("-inf"))  # [BLOCK_R]
-            is_wanted = is_part[:, None] & (dims < HEAD_DIM_V)
-            partial = tl.load(at + slot * stride, mask=is_wanted, other=0.0)  # [BLOCK_R, BLOCK_D]
-            new_top = tl.maximum(top, lse)
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-            kept, weight = tl.exp(top - safe), tl.exp(lse - safe)
-            total = total * kept + weight
-            # a part that holds no key of a row leaves its result unwritten
-            acc = acc * kept[:, None] + tl.where((lse > float("-inf"))[:, None], weight[:, None] * partial, 0.0)
-            top = new_top
-    seen = total > 0.0
-    acc = acc / tl.where(seen, total, 1.0)[:, None]
-    to = (query * heads + head) * HEAD_DIM_V
-    tl.store(out_ptr + to[:, None] + dims, acc.to(out_ptr.dtype.element_ty), mask=wanted)  # [BLOCK_R, BLOCK_D]
-    result = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
-    of_row = head.to(tl.int64) * queries + query
-    if EQUAL:
-        of_row = (sequence.to(tl.int64) * heads + head) * queries + rows // ratio
-    tl.store(lse_ptr + of_row, result, mask=mask)  # [BLOCK_R]
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM_V
+    # whole tiles have no part to combine
+    for item in range(tl.program_id(0), tl.load(list_ptr + CUT) * groups * per_tile, tl.num_programs(0)):
+        pair = item // per_tile
+        number = pair // groups
+        group, block = pair - number * groups, item - pair * per_tile
+        first = extra + number
+        entry = list_ptr + (first + 1) * ENTRY_FIELDS
+        sequence, tile = tl.load(entry), tl.load(entry + 1)  # scalars
+        start, count = tl.load(entry + 2), tl.load(entry + 3)  # scalars
+        num_parts, second = tl.load(entry + _BLOCKS + 1), tl.load(entry + _BLOCKS + 2)  # scalars
+        end = tl.minimum(count * ratio - tile * BLOCK_M, BLOCK_M)  # of the tile's rows
+        for row in range(block * BLOCK_R, end, per_tile * BLOCK_R):
+            # of rows that are none the last one is read
+            local = row + tl.arange(0, BLOCK_R)
+            near = tl.minimum(local, end - 1)
+            lane = group % of_kv * ratio + (tile * BLOCK_M + near) % ratio
+            query, head = (tile * BLOCK_M + near) // ratio, group // of_kv * heads_per_kv + lane
+            is_row = (local < end) & (lane < heads_per_kv)
+            top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_R], tl.float32)
+            if sinks_ptr is not None:
+                # one more score of the whole row, counted here once
+                top = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_R]
+                total = tl.where(top > float("-inf"), 1.0, 0.0)
+            acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+            for begin in range(0, num_parts, BLOCK_S * AHEAD):
+                lses = ()
+                parts = ()
+                # no load waits for another
+                for i in tl.static_range(AHEAD):
+                    part = begin + i * BLOCK_S + tl.arange(0, BLOCK_S)
+                    is_part = part < num_parts
+                    # of parts that are none the first one's results are read
+                    slot = tl.where((part == 0) | (is_part == 0), first, second + part - 1) * groups + group
+                    lse = tl.load(partial_lse_ptr + (slot * stride_lse)[:, None] + near[None, :])  # [BLOCK_S, BLOCK_R]
+                    lses += (tl.where(is_part[:, None], lse * LOG2E, float("-inf")),)  # type: ignore[assignment]
+                    of_rows = near[:, None] * HEAD_DIM_V + dims[None, :]
+                    at = partial_ptr + (slot * stride)[:, None, None] + of_rows[None, :, :]
+                    if HEAD_DIM_V % BLOCK_D == 0:
+                        parts += (tl.load(at),)  # type: ignore[assignment]
+                    else:
+                        parts += (tl.load(at, mask=is_dim[None, None, :], other=0.0),)  # type: ignore[assignment]
+                acc, total, top = add_parts(acc, total, top, lses, parts, AHEAD)
+            # a row that no part saw has total 0 and gives 0
+            divisor = tl.where(total > 0.0, total, 1.0)
+            acc = acc * (1.0 / divisor)[:, None]
+            to = out_ptr + ((start + query).to(tl.int64) * heads + head)[:, None] * HEAD_DIM_V + dims[None, :]
+            tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])  # [BLOCK_R, BLOCK_D]
+            result = tl.where(total > 0.0, (top + tl.log2(divisor)) * LN2, float("-inf"))
+            if EQUAL:
+                of_row = (sequence.to(tl.int64) * heads + head) * queries + query
+            else:
+                of_row = head.to(tl.int64) * queries + (start + query)
+            tl.store(lse_ptr + of_row, result, mask=is_row)  # [BLOCK_R]
 
 
 def size_of_part(rows: int, head_dim_v: int) -> int:
@@ -471,6 +479,7 @@ class TileList(NamedTuple):
     entries: Tensor  # [1 + N, ENTRY_FIELDS] int32, as `_list_kernel` writes them
     slots: int  # of results of parts: the first so many entries have them
     cut: int  # tiles of several parts, at most
+    sequences: int
 
     @property
     def most(self) -> int:
@@ -529,23 +538,30 @@ class TileList(NamedTuple):
             )  # fmt: skip
         # each tile that is cut has a part beyond its first
         cut = min(extra, count)
-        return TileList(entries, extra + count if fills_once else extra + cut, cut)
+        return TileList(entries, extra + count if fills_once else extra + cut, cut, batch)
 
     def combine(
         self, partial: Tensor, partial_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, kv_heads: int,
-        ratio: int | None = None,
+        most: int, ratio: int | None = None,
     ) -> None:  # fmt: skip
         """Results of parts, weighted by their LSE, into `out` and `lse`, contiguous, of the tiles that are cut: [T, H,
         E] and [H, T] of packed queries, [B, S, H, E] and [B, H, S] of equal ones, B may be 1 in both. `ratio`: heads of
         a tile; None: all that share keys. partial [slots, G, BLOCK_M, E] and partial_lse [slots, G, BLOCK_M], float32,
-        of the G groups of so many heads; a slot's groups follow one another."""
+        of the G groups of so many heads; a slot's groups follow one another. `most`: queries of a sequence; the grid
+        depends on it, results do not."""
         (groups, block_m, head_dim_v), heads = partial.shape[1:], out.shape[-2]
         of_kv = heads // kv_heads
-        block_r, block_d = min(8, block_m), min(128, next_power_of_2(head_dim_v))
-        grid = self.cut * groups * cdiv(block_m, block_r), cdiv(head_dim_v, block_d)
-        _combine_tiles_kernel[grid](
+        ratio = ratio or of_kv
+        target = Target.of(out.device)
+        rows_of_tile = min(block_m, most * ratio)
+        cut = min(self.cut, self.sequences * cdiv(most * ratio, block_m))
+        each = rows_of(cut * groups * rows_of_tile, None)
+        per_tile, block_d = cdiv(rows_of_tile, each.heads), min(128, next_power_of_2(head_dim_v))
+        programs = min(cut * groups * per_tile, _COMBINING * target.num_sms)
+        _combine_tiles_kernel[(programs, cdiv(head_dim_v, block_d))](
             partial, partial_lse, sinks, out, lse, self.entries,
-            lse.shape[-1], groups, ratio or of_kv, heads, of_kv, partial.stride(1), partial_lse.stride(1),
-            EQUAL=lse.dim() == 3 and lse.shape[0] > 1, HEAD_DIM_V=head_dim_v, BLOCK_M=block_m, BLOCK_R=block_r,
-            BLOCK_D=block_d, UNROLL=4, STARTS_EARLY=starts_early(Target.of(out.device)), num_warps=2,
+            lse.shape[-1], groups, ratio, heads, of_kv, per_tile, partial.stride(1), partial_lse.stride(1),
+            EQUAL=lse.dim() == 3 and lse.shape[0] > 1, HEAD_DIM_V=head_dim_v, BLOCK_M=block_m, BLOCK_R=each.heads,
+            BLOCK_S=each.splits, AHEAD=each.ahead, BLOCK_D=block_d,
+            STARTS_EARLY=starts_early(target), num_warps=each.warps,
         )  # fmt: skip

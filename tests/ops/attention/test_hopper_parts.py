@@ -63,6 +63,8 @@ class _Problem:
         self.pack = draws.choice([1, 2, 3, 4, 5, 7, 8]) if self.ratio > 1 else 1
         self.right, self.rounds, self.least = draws.choice([-1, 0, 2]), draws.choice([1, 3, 50]), draws.choice([16, 96])
         self.result_keys = draws.choice([0, 40])
+        # most queries, as callers say, who may be wrong
+        self.said = draws.choice([1, max(counts)])
         self.sms, self.most, dim = draws.choice([1, 9, 132]), most, 16
         starts = before + torch.tensor([0, *counts]).cumsum(0)
         self.queries = self.equal or max(1, int(starts[-1]) + behind)
@@ -124,7 +126,7 @@ class _Problem:
                     of_part[-block_m * dim :].view(block_m, dim)[place] = o[:, n]
         if self.equal:
             out, lse = out.view_as(self.query), lse.view(heads, -1, self.equal).transpose(0, 1).contiguous()
-        tiles.combine(*results_in(partial, block_m, dim), self.sinks, out, lse, self.kv_heads, self.pack)
+        tiles.combine(*results_in(partial, block_m, dim), self.sinks, out, lse, self.kv_heads, self.said, self.pack)
         return out, lse
 
     def _block(

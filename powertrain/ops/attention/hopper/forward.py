@@ -207,10 +207,12 @@ def launch_forward(
     page_table: Tensor | None = None,
     listed: TileList | None = None,
     together: int = 1,
+    most: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). With a page table keys and values are [pages, rows of a page, kv heads, head dim]; with a list of
     parts and none, [entries >= batch, rows, kv heads, head dim]. `together` groups of heads, a divisor of all, take the
-    same entry of the list one after another."""
+    same entry of the list one after another;
+    `most` queries of a sequence: the combination's grid, not results, depends on it."""
     args, heads = operands.args, operands.heads
     q, k = operands.q, operands.k
     out, lse = operands.outputs()
@@ -253,7 +255,7 @@ def launch_forward(
     )  # fmt: skip
     if listed is not None and into.partial is not None:
         partial, partial_lse = results_in(into.partial, plan.queries * plan.heads_per_tile, operands.d_v)
-        listed.combine(partial, partial_lse, args.sinks, out, lse, heads.kv, plan.heads_per_tile)
+        listed.combine(partial, partial_lse, args.sinks, out, lse, heads.kv, most, plan.heads_per_tile)
     elif listed is None and plan.num_splits > 1:
         combine(into.o, into.lse, None, out, lse, (o.b, o.s, o.r))
     return out, lse

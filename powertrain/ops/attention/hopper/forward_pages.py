@@ -36,10 +36,10 @@ class Cut(NamedTuple):
 def cut_for(rows: int) -> Cut:
     """`rows`: queries times heads of a kv head, of a sequence on average.
 
-    Results of 128 rows cost as much as two or three blocks of 128 keys. Two groups of heads together are 6 to 8 %
+    Results of 128 rows cost as much as three or four blocks of 128 keys. Two groups of heads together are 6 to 8 %
     faster than eight at 2 or 3 tiles a sequence, eight 3 to 4 % faster at few rows, where memory bounds them (one
     H100)."""
-    return Cut(3, 256, 40 + 5 * min(rows, 128) // 2, 2 if 128 < rows < 512 else 8)
+    return Cut(3, 128, 72 + 3 * min(rows, 128), 2 if 128 < rows < 512 else 8)
 
 
 class PagedCall(NamedTuple):
@@ -108,7 +108,7 @@ def launch_pages(call: PagedCall, max_queries: int, target: Target) -> tuple[Ten
         cut.result_keys,
     )  # fmt: skip
     return launch_forward(
-        operands, plan, call.page_table, listed, math.gcd(plan.groups_of(operands.heads), cut.together)
+        operands, plan, call.page_table, listed, math.gcd(plan.groups_of(operands.heads), cut.together), max_queries
     )
 
 
