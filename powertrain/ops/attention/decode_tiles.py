@@ -4,7 +4,7 @@ sequence as it has, or equal.
 A chunk of a prompt and single new tokens stand in one tensor [T, H, D]. Tiles of BLOCK_M rows (query, query head of a
 kv head) never hold two sequences; the host knows only that there are at most cdiv(T * ratio, BLOCK_M) + B + 2 of them.
 A kernel finds each tile's sequence and keys, cuts the keys of long tiles into parts, as decode_schedule.py cuts those
-of sequences, and writes a list of whole tiles and parts, the longest first; of more than 256 tiles two kernels do. It
+of sequences, and writes a list of whole tiles and parts, the longest first; of more than 2048 tiles two kernels do. It
 runs alone, and a call of few sequences takes little longer than its kernels' code takes to be read: code that is short
 is fast here (_few_tiles_kernel). Results of parts lie by entry of the list: 4 bytes a row and head dim for each part of
 a tile that is cut.
@@ -20,7 +20,6 @@ from torch import Tensor
 from powertrain.ops.attention.combine import add_parts, rows_of
 from powertrain.ops.attention.decode_schedule import (
     LEAST_KEYS,
-    MOST_AT_ONCE,
     KeysSeen,
     choose_parts,
     extra_parts,
@@ -49,22 +48,29 @@ LISTED, EXTRA, CUT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _BLOCK_T = 128  # tiles that a program finds at a time
 _MOST_LISTED = 1024  # that are listed at a time
 _COMBINING = 8  # programs that combine, of an SM
-_BLOCK_B = tl.constexpr(32)  # starts that are read at a time
+_MOST_IN_ONE = 2048  # that one kernel finds and lists
 
 
 @triton.jit
-def _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M: tl.constexpr):
+def _count_up_to(value, ascending, COUNT: tl.constexpr):
+    """How many of fewer than COUNT numbers are at most `value`, by a search; of `ascending` [COUNT], a power of 2, the
+    numbers behind are larger."""
+    found = tl.zeros_like(value)
+    for i in tl.static_range(COUNT.bit_length() - 1):
+        half = COUNT >> (i + 1)
+        found += tl.where(tl.gather(ascending, found + (half - 1), 0) <= value, half, 0)
+    return found
+
+
+@triton.jit
+def _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr):
     """Sequences of slots: -1 ahead of the first, `batches` behind the last. Sequence n owns the slots from
-    cdiv(starts[n] * ratio, BLOCK_M) + n + 1 on. All starts are read, which for few takes less than a search, whose
-    reads wait for one another."""
-    sequence = tl.zeros_like(slot) - 1
-    for begin in range(0, batches + 1, _BLOCK_B):
-        n = begin + tl.arange(0, _BLOCK_B)
-        start = tl.load(starts_ptr + n, mask=n <= batches, other=0)  # [_BLOCK_B]
-        first = tl.where(n <= batches, tl.cdiv(start * ratio, BLOCK_M) + n + 1, 1 << 30)
-        # slots along the lanes, so that a thread adds for itself
-        sequence += tl.sum((first[:, None] <= slot[None, :]).to(tl.int32), 0)
-    return sequence
+    cdiv(starts[n] * ratio, BLOCK_M) + n + 1 on. There are fewer starts than the BLOCK_T slots: all are read at once,
+    for reads that wait for one another take longer than the search."""
+    n = tl.arange(0, BLOCK_T)
+    start = tl.load(starts_ptr + n, mask=n <= batches, other=0)  # [BLOCK_T]
+    first = tl.where(n <= batches, tl.cdiv(start * ratio, BLOCK_M) + n + 1, 1 << 30)
+    return _count_up_to(slot, first, BLOCK_T) - 1
 
 
 @triton.jit
@@ -86,6 +92,7 @@ def _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M: tl.con
 def _tiles_at(
     slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, steps,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The tiles of slots: sequence (-1: none, without keys), tile of it, first query, how many queries it has, how many
     keys, blocks of keys that the tile sees (-1: it has no rows). Without starts each sequence has `queries`, one behind
@@ -96,7 +103,7 @@ def _tiles_at(
         first_query, count = sequence * queries, tl.zeros_like(slot) + queries
     else:
         if steps is None:
-            found = _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M)
+            found = _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M, BLOCK_T)
         else:
             found = _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M)
         # of `sequence_span`: rows behind the last sequence, and before the first
@@ -123,7 +130,7 @@ def _tiles_kernel(
     slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sequence, tile, first_query, count, length, blocks = _tiles_at(
         slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, steps,
-        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N, BLOCK_T,
     )  # fmt: skip
     to, mask = tiles_ptr + slot * TILE_FIELDS, slot < tiles
     tl.store(to, sequence, mask=mask)  # [BLOCK_T]
@@ -160,8 +167,8 @@ def _first_to_end(share, extra, cut, total, longest, some, at_once, of_results):
 
     The time of the last program is estimated in blocks of keys: each entry costs two blocks more than it has, the
     results of a part `of_results` blocks, the kernel that combines them one, and a sixth for each part of the longest
-    tile. If there are more entries than run at once, the last program ends later than the mean by a share of the longest
-    and of the mean entry. `extra`, `cut`: of `_parts_by_share`."""
+    tile. If there are more entries than run at once, the last program ends later than the mean by a share of the
+    longest and of the mean entry. `extra`, `cut`: of `_parts_by_share`."""
     entries = some + extra
     is_cut = (extra > 0).to(tl.float32)
     parts = tl.cdiv(longest - share // 4, share)
@@ -242,20 +249,29 @@ def _store_tiles(
 
 @triton.jit
 def _places(blocks, is_cut, share, BLOCK_T: tl.constexpr):
-    """Places of tiles among all that have rows: first those that are cut, then whole ones by levels as in `_level_of`,
-    but fewer of many tiles. Counts of all levels are one integer of 64 bits, so that one scan adds them all: the code
-    is short, since a program that runs alone waits for it to be read."""
+    """Places of tiles among all that have rows: first those that are cut, then whole ones by levels as in `_level_of`.
+    Counts of as many of these groups as fit are fields of one integer of 64 bits, so that one scan adds them all: the
+    code is short, since a program that runs alone waits for it to be read."""
+    GROUPS: tl.constexpr = 1 + _LEVELS
     BITS: tl.constexpr = BLOCK_T.bit_length()
-    LEVELS: tl.constexpr = min(8, 63 // BITS - 1)
-    level = LEVELS - tl.minimum(blocks * LEVELS // (share + share // 4 + 1), LEVELS - 1)
-    shift = tl.where(is_cut, 0, level * BITS)
-    one = (blocks >= 0).to(tl.int64) << shift
-    total = tl.sum(one)
-    # of all levels before: sums of the counts below
-    before = tl.zeros_like(total)
-    for i in tl.static_range(1, LEVELS + 1):
-        before += total << (BITS * i)
-    return (((before + tl.cumsum(one)) >> shift) & ((1 << BITS) - 1)).to(tl.int32) - 1
+    FIELDS: tl.constexpr = min(GROUPS, 63 // BITS)
+    level = _LEVELS - tl.minimum(blocks * _LEVELS // (share + share // 4 + 1), _LEVELS - 1)
+    group = tl.where(is_cut, 0, level)
+    place = tl.zeros_like(blocks)
+    before = 0  # tiles of the groups of earlier integers
+    for i in tl.static_range((GROUPS + FIELDS - 1) // FIELDS):
+        is_here = (blocks >= 0) & (group >= i * FIELDS) & (group < (i + 1) * FIELDS)
+        shift = tl.where(is_here, group - i * FIELDS, 0) * BITS
+        one = is_here.to(tl.int64) << shift
+        total = tl.sum(one)
+        # of all groups before: sums of the counts below
+        ahead = tl.zeros_like(total)
+        for field in tl.static_range(1, FIELDS):
+            ahead += total << (BITS * field)
+        count = ((ahead + tl.cumsum(one)) >> shift) & ((1 << BITS) - 1)
+        place += tl.where(is_here, before + count.to(tl.int32) - 1, 0)
+        before += (((ahead + total) >> (BITS * (FIELDS - 1))) & ((1 << BITS) - 1)).to(tl.int32)
+    return place
 
 
 @kernel(unaligned=SMALL)
@@ -271,7 +287,7 @@ def _few_tiles_kernel(
     slot = tl.arange(0, BLOCK_T)
     sequence, tile, first_query, count, length, blocks = _tiles_at(
         slot, starts_ptr, seqlens_ptr, leftpad_ptr, batches, queries, ratio, num_new, capacity, left, right, None,
-        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N, BLOCK_T,
     )  # fmt: skip
     blocks = tl.where(slot < tiles, blocks, -1)
     total, longest = tl.sum(tl.maximum(blocks, 0)), tl.maximum(tl.max(blocks), 1)
@@ -305,10 +321,7 @@ def _few_tiles_kernel(
     for start in range(0, used, BLOCK_T):
         at = start + slot
         # of which tile: the number of those whose parts end at this one or before
-        of = tl.zeros_like(slot)
-        for i in tl.static_range(BLOCK_T.bit_length() - 1):
-            half = BLOCK_T >> (i + 1)
-            of += tl.where(tl.gather(ends, of + (half - 1), 0) <= at, half, 0)
+        of = _count_up_to(at, ends, BLOCK_T)
         parts = tl.gather(more, of, 0)
         second = tl.gather(ends, of, 0) - parts
         _store_entries(
@@ -519,12 +532,12 @@ class TileList(NamedTuple):
             "STARTS_EARLY": starts_early(target),
         }  # fmt: skip
         entries = torch.empty((1 + extra + count, ENTRY_FIELDS.value), dtype=torch.int32, device=device)
-        if count <= MOST_AT_ONCE:
+        if count <= _MOST_IN_ONE:
             block_t = max(32, next_power_of_2(count))
             _few_tiles_kernel[(1,)](
                 starts, keys.seqlens, keys.leftpad, entries, count, *of_tiles, *of_parts, **masks,
                 FILLS_ONCE=fills_once, ROUNDS=rounds, BLOCK_T=block_t,
-                num_warps=1 if block_t <= 64 else block_t // 32,
+                num_warps=1 if block_t <= 64 else min(32, block_t // 32),
             )  # fmt: skip
         else:
             tiles = torch.empty((count, TILE_FIELDS.value), dtype=torch.int32, device=device)

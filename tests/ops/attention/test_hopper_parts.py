@@ -157,7 +157,7 @@ class _Problem:
 def test_random_problems(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
         # as if there were too many tiles for one program
-        monkeypatch.setattr(decode_tiles, "MOST_AT_ONCE", 0)
+        monkeypatch.setattr(decode_tiles, "_MOST_IN_ONE", 0)
     problem, block_n = _Problem(seed, device), 16
     block_m = 16 // problem.pack * problem.pack  # rows that are of a query
     out, lse = problem.attended(problem.tiles(block_m, block_n), block_m, block_n)
@@ -175,8 +175,8 @@ def test_one_program_lists_what_two_kernels_list(
     problem = _Problem(seed, device)
     problem.sms = 1  # so that not all parts run at once
     lists = []
-    for most in (256, 0):
-        monkeypatch.setattr(decode_tiles, "MOST_AT_ONCE", most)
+    for most in (2048, 0):
+        monkeypatch.setattr(decode_tiles, "_MOST_IN_ONE", most)
         lists.append(_parts_of(problem.tiles(16 // problem.pack * problem.pack, 16)))
     assert lists[0] and lists[0] == lists[1]
 
