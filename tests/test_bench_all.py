@@ -21,9 +21,9 @@ from powertrain.testing.bench import Timing, recorded, table
 
 # some of each section's kernels
 KERNELS = {
-    "host": {"_norm_fwd_kernel", "_norm_bwd_kernel", "_hopper_attention_bwd_kernel", "_decode_kernel"},
+    "host": {"_norm_fwd_kernel", "_norm_bwd_kernel", "_hopper_attention_bwd_kernel", "_hopper_attention_fwd_kernel"},
     "decode": {
-        "_decode_kernel", "_tiles_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel",
+        "_few_tiles_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel",
         "_hopper_decode_mla_kernel",
     },
     "attention": {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_attention_fwd_kernel"},

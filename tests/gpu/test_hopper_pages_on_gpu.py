@@ -23,8 +23,7 @@ CUDA = torch.device("cuda")
 def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few the rows are; and never the universal kernel."""
     monkeypatch.setattr(decode_op, "LEAST_ROWS", 0)
-    monkeypatch.setattr(decode_op, "EQUAL_LEAST_ROWS", 0)
-    monkeypatch.setattr(decode_op, "FEW_LEAST_ROWS", 0)
+    monkeypatch.setattr(decode_op, "MANY_LEAST_ROWS", 0)
     monkeypatch.setattr(decode_op, "_work_of", None)
 
 
@@ -186,13 +185,35 @@ def test_equal_queries(heads: tuple[int, int], queries: int, page: int, monkeypa
     """Also more than there are keys, and sequences without any."""
     for least in (128, 3072):
         monkeypatch.setattr(forward_pages, "cut_for", lambda rows, least=least: Cut(3, least, 0, 8))
-        for lengths in ((700, 3000, 5, 0, 64), (4000,), (130, 2000) * 10):
+        for lengths in ((700, 3000, 5, 0, 64), (130, 2000) * 10):
             sizes = [(queries, length) for length in lengths]
             problem = _problem(sizes, page, heads) if page else _dense(sizes, max(lengths) + 3, heads=heads)
             problem.pop("cu_seqlens_q")
             problem["query"] = problem["query"].unflatten(0, (len(sizes), queries))
             _check_call(problem, queries)
             _check_call(problem, queries, right=-1, sinks=torch.randn(heads[0], device=CUDA))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_one_sequence(page: int, dims: tuple[int, int]) -> None:
+    """By equal parts of its keys, of which a cache's capacity makes more than the sequence may fill."""
+    for length, capacity, queries, heads in (
+        (0, 3000, 1, (8, 2)), (1, 60000, 2, (7, 1)), (4000, 4000, 1, (32, 8)), (700, 20000, 33, (5, 1)),
+        (3000, 3001, 200, (32, 32)), (50, 130, 100, (12, 2)),
+    ):  # fmt: skip
+        sizes = [(queries, length)]
+        problem = _problem(sizes, page, heads, dims) if page else _dense(sizes, capacity, heads=heads, dims=dims)
+        if page:
+            # ids behind the last key are undefined
+            more = torch.full((1, capacity // page), 1 << 30, device=CUDA, dtype=torch.int32)
+            problem["page_table"] = torch.cat([problem["page_table"], more], 1)
+        problem.pop("cu_seqlens_q")
+        problem["query"] = problem["query"][None]
+        _check_call(problem, queries)
+        _check_call(problem, queries, right=-1, sinks=torch.randn(heads[0], device=CUDA))
+        if length >= 3:
+            _check_call(problem, queries, num_new=3)
 
 
 def test_new_keys_count() -> None:
@@ -202,14 +223,15 @@ def test_new_keys_count() -> None:
     _check_call(problem, 2, num_new=2)
 
 
+@pytest.mark.parametrize("sizes", [[(8, 700), (8, 3000), (8, 8)], [(1, 3000)]], ids=str)
 @pytest.mark.parametrize("page", [0, 16])
-def test_equal_queries_whose_keys_are_appended(page: int) -> None:
-    sizes = [(8, 700), (8, 3000), (8, 8)]
+def test_equal_queries_whose_keys_are_appended(page: int, sizes: list[tuple[int, int]]) -> None:
+    queries = sizes[0][0]
     problem = _problem(sizes, page) if page else _dense(sizes, 3003)
     problem.pop("cu_seqlens_q")
-    problem["query"] = problem["query"].unflatten(0, (3, 8))
-    key_new, value_new = (torch.randn(3, 8, 2, 128, device=CUDA).bfloat16() for _ in range(2))
-    before = {**problem, "cache_seqlens": problem["cache_seqlens"] - 8}
+    problem["query"] = problem["query"].unflatten(0, (len(sizes), queries))
+    key_new, value_new = (torch.randn(len(sizes), queries, 2, 128, device=CUDA).bfloat16() for _ in range(2))
+    before = {**problem, "cache_seqlens": problem["cache_seqlens"] - queries}
     out, lse = decode_attention(**before, key_new=key_new, value_new=value_new, return_lse=True)
     wide = {n: x.double() if x.is_floating_point() else x for n, x in problem.items()}
     expected, expected_lse = decode_attention_ref(**wide)

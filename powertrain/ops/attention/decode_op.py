@@ -33,23 +33,19 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
     return why_not_mla(call, target)
 
 
-# rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves; below, the
-# universal kernel does. LEAST_ROWS: packed queries, and equal ones of 2 to 32768 sequences whose heads fill a tile.
-# Other equal queries: EQUAL_LEAST_ROWS, or FEW_LEAST_ROWS where sequences times kv heads are at most half of the SMs.
-# us, universal and Hopper, one H200, nothing in the L2: 2 tokens beside 2028 to 2675 keys H16/16 32, 25; 8 H8/1 365 to
-# 1061 24, 16; 3 chunks of 8 H40/8 to 8259 37, 30; 64 tokens H32/8 2952 to 15159 490, 477; 32 of 500 to 32k 347, 322;
-# geometric mean of 61 random batches 0.89, 6 over 3 % slower. H28/4, with unaligned results: 8 batches 0.84 to 1.27.
-# One sequence of 19836 keys H28/4 28, 54; one H100: 16 of 8192 keys, 8 queries H32/8 200, 203; 1 of 131072 203, 215
-LEAST_ROWS, EQUAL_LEAST_ROWS, FEW_LEAST_ROWS = 1, 16, 128
+# Rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves; below, the
+# universal kernel does. MANY_LEAST_ROWS: of equal queries of more than 32768 sequences. us, universal and Hopper, one
+# H200, nothing in the L2: 2 tokens beside 2028 to 2675 keys H16/16 32, 25; 8 H8/1 365 to 1061 24, 16; 64 H32/8 2952 to
+# 15159 490, 477; 32 of 500 to 32k 347, 322; one sequence of 1232 keys, 2 queries H32/8 14.9, 12.5; of 25848, 1 query
+# H12/2 24.4, 20.0; of 115649, 32 queries H32/8 131.5, 142.4; geometric mean of 24 random calls of one sequence 0.88
+LEAST_ROWS, MANY_LEAST_ROWS = 1, 16
 
 
 def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None = None) -> str | None:
     """Why the universal kernel serves and not the Hopper forward, or None."""
     kv_heads, batch = max(1, call.key_cache.shape[2]), call.seqlens.shape[0]
     rows = call.query.shape[:-1].numel() // kv_heads
-    least = LEAST_ROWS
-    if call.query_starts is None and not 1 < batch <= 1 << 15:
-        least = FEW_LEAST_ROWS if 2 * batch * kv_heads <= target.num_sms else EQUAL_LEAST_ROWS
+    least = MANY_LEAST_ROWS if call.query_starts is None and batch > 1 << 15 else LEAST_ROWS
     if rows < least * batch:
         return f"it is for {least} rows or more a sequence, got {rows} of {batch} sequences"
     return why_not_cache(call, cache_batch_idx, target)

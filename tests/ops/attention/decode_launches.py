@@ -11,7 +11,10 @@ from powertrain.runtime.target import Target
 META = torch.device("meta")
 
 
-def _decode(dtype: torch.dtype, batch: int, heads: int, kv_heads: int, dqk: int, dv: int, page_size: int = 0) -> None:
+def _decode(
+    dtype: torch.dtype, batch: int, heads: int, kv_heads: int, dqk: int, dv: int, page_size: int = 0,
+    left: int = -1,
+) -> None:  # fmt: skip
     """One new token appended to a cache of 8192, and attended to. A value of 512 in a key of 576 shares it."""
 
     def empty(*shape: int) -> Tensor:
@@ -29,6 +32,7 @@ def _decode(dtype: torch.dtype, batch: int, heads: int, kv_heads: int, dqk: int,
         value_new=None if shares else empty(batch, 1, kv_heads, dv),
         page_table=table,
         head_dim_v=dv,
+        window_size=(left, 0 if left >= 0 else -1),
     )
 
 
@@ -42,13 +46,14 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
     cache = torch.empty(8192, 64, 8, 128, dtype=dtype, device=META)
     lengths, starts, pages = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((32,), (33,), (32, 512)))
     # a chunk of a prompt beside 31 new tokens; tokens alone; more tiles than one program lists
-    for queries, most in ((543, 512), (32, 1), (16384, 512)):
+    for queries, most in ((543, 512), (32, 1), (131072, 512)):
         query = torch.empty(queries, 32, 128, dtype=dtype, device=META)
         decode_attention(query, cache, cache, lengths, page_table=pages, cu_seqlens_q=starts, max_seqlen_q=most)
     if Target.of(META).arch == 90 and dtype is not torch.float32:
         _launch_over_caches(dtype)
         # by the universal kernel here too
-        _decode(dtype, 64, 28, 4, 128, 128)
+        _decode(dtype, 64, 32, 8, 128, 128, left=1023)
+        _decode(dtype, 1, 32, 8, 128, 128, left=1023)
         _decode(dtype, 64, 128, 1, 576, 512)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=16)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=64)

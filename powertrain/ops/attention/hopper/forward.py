@@ -77,7 +77,7 @@ def _hopper_attention_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_desc, o_tail_desc,
     o_ptr, lse_ptr, slopes_ptr, sinks_ptr, partial_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, page_table_ptr, list_ptr, counter_ptr,
-    page_row, batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
+    page_row, batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, new_keys,
     stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
@@ -169,7 +169,9 @@ def _hopper_attention_fwd_kernel(
         o_descs = by_piece(o_desc, o_tail_desc, P_V)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     pages = Pages(page_table_ptr, page_row)
-    all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
+    all_sizes = ProducerSizes(
+        batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits, new_keys
+    )
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
     if CONSUMERS == 1:
         gl.warp_specialize([
@@ -208,11 +210,15 @@ def launch_forward(
     listed: TileList | None = None,
     together: int = 1,
     most: int = 1,
+    new_keys: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). With a page table keys and values are [pages, rows of a page, kv heads, head dim]; with a list of
-    parts and none, [entries >= batch, rows, kv heads, head dim]. `together` groups of heads, a divisor of all, take the
-    same entry of the list one after another;
-    `most` queries of a sequence: the combination's grid, not results, depends on it."""
+    parts and none, [entries >= batch, rows, kv heads, head dim].
+
+    together  groups of heads, a divisor of all, that take the same entry of the list one after another
+    most      queries of a sequence of a list: the combination's grid depends on it, results do not
+    new_keys  of a sequence beyond `key_used`, of equal queries without a list
+    """
     args, heads = operands.args, operands.heads
     q, k = operands.q, operands.k
     out, lse = operands.outputs()
@@ -242,7 +248,7 @@ def launch_forward(
         args.query_starts, args.key_starts, args.query_used, args.key_used, page_table,
         listed and listed.entries, counter_of(q.tensor),
         0 if page_table is None else page_table.stride(0),
-        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, together, tiles,
+        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, together, tiles, new_keys,
         *into.strides, args.slopes_stride,
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,

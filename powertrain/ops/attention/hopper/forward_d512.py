@@ -101,7 +101,7 @@ def _hopper_attention_fwd_d512_kernel(
     window = Window(left, right)
     descs = (q_desc, k_desc, v_desc)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
-    all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, None)
+    all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, None, None)
     # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used
     gl.warp_specialize([
         (consume, (o_desc, results, buffers, sync, sizes, strides, window, scale, softcap, CONFIG, P_QK, P_V_LEFT, 0)),

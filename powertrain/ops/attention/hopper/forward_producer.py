@@ -258,6 +258,8 @@ def _load_tile(
     if not CONFIG.listed:
         q_start, q_len, q_capacity = sequence_span(lengths.q_starts, lengths.q_used, b, batch, sizes.queries)
         k_start, k_len, _ = sequence_span(lengths.k_starts, lengths.k_used, b, batch, sizes.keys)
+        if lengths.k_used is not None and not CONFIG.packed:
+            k_len += sizes.new_keys
     first = block * QUERIES
     if first < q_capacity:
         pair = taken & 1

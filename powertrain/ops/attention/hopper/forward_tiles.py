@@ -89,6 +89,7 @@ class ProducerSizes(NamedTuple):
     swizzle: Any
     tiles: Any
     num_splits: Any  # None: keys are not split
+    new_keys: Any  # of a sequence beyond `k_used`
 
 
 class Pages(NamedTuple):
