@@ -28,7 +28,7 @@ TILES = ((4, 1, 2, 4), (4, 1, 4, 4), (4, 1, 8, 4), (1, 16, 1, 2), (1, 32, 1, 4),
 def test_batches_and_packed_rows(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tile of so few rows, and with those of more."""
     if seed >= 6:
-        monkeypatch.setattr(module, "_tile_of", lambda rows, splits: module._Tile(*TILES[seed % len(TILES)]))
+        monkeypatch.setattr(module, "rows_of", lambda rows, splits: module.Rows(*TILES[seed % len(TILES)]))
     draw = torch.Generator().manual_seed(seed)
 
     def pick(*values: int) -> int:

@@ -17,7 +17,14 @@ from torch import Tensor
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import TileList
 from powertrain.ops.attention.hopper.forward import launch_forward
-from powertrain.ops.attention.hopper.plans import Plan, heads_per_tile_for, plan_for, with_consumers, work_of
+from powertrain.ops.attention.hopper.plans import (
+    Plan,
+    heads_per_tile_for,
+    most_tiles,
+    plan_for,
+    with_consumers,
+    work_of,
+)
 from powertrain.ops.attention.hopper.splits import num_splits_for
 from powertrain.ops.attention.operands import Heads, OpArguments, Operand, Operands
 from powertrain.runtime import checks, gluon_compat
@@ -141,21 +148,39 @@ def _in_equal_parts(operands: Operands, plan: Plan) -> Plan:
 
 
 def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
-    """Heads share tiles by the mean number of queries a sequence."""
-    heads = operands.heads
-    mean = max(1, operands.queries // operands.batch) if operands.is_packed else operands.queries
+    """With tiles of 64 rows, or with warpgroups that share their code."""
     plan = plan_for(operands.d_qk, operands.d_v, max_queries)
-    if max_queries * heads.q_per_kv <= 64:
-        # one tile of 64 rows holds all of a sequence: us, one H200, with 128 rows and so: 8 sequences of 365 to 1061
-        # keys H8/1 18.2, 17.0; 3 to 8259 H40/8 41, 30; 64 to 2766 H64/8 104, 97; 32 of 500 to 32k H32/8 327, 326
-        plan = with_consumers(plan, 1)
-    elif max(operands.d_qk, operands.d_v) > 64:
-        # warpgroups that share their code: us, one H200, with two consumers and so: 100 chunks of 20 to 600 queries
-        # beside 2600 keys H28/4 1018, 954; 32 chunks of 256 H32/8 2054, 1999; 4 chunks of 512 beside 28 tokens 436, 427
+    small = _sharing_heads(operands, with_consumers(plan, 1), max_queries)
+    # one tile of 64 rows holds all of a sequence: us, one H200, with 128 rows and so: 8 sequences of 365 to 1061 keys
+    # H8/1 18.2, 17.0; 3 to 8259 H40/8 41, 30; 64 to 2766 H64/8 104, 97; 32 of 500 to 32k H32/8 327, 326
+    if max_queries * operands.heads.q_per_kv <= 64 or _is_faster_in_small_tiles(operands, small):
+        return small
+    if max(operands.d_qk, operands.d_v) > 64:
+        # us, one H200, with two consumers and so: 100 chunks of 20 to 600 queries beside 2600 keys H28/4 1018, 954; 32
+        # chunks of 256 H32/8 2054, 1999; 4 chunks of 512 beside 28 tokens 436, 427
         plan = with_consumers(plan, 1, warps=8)
+    return _sharing_heads(operands, plan, max_queries)
+
+
+def _is_faster_in_small_tiles(operands: Operands, small: Plan) -> bool:
+    """Whether tiles of 64 rows, which start sooner for their code is shorter, are faster than larger ones though a
+    sequence fills several. They run at once, and memory bounds them: rows are few on average, or keys are.
+
+    us, one H200, nothing in the L2, with 128 rows and 64: a chunk of 32 and 7 tokens beside 424 to 1724 keys H8/1 19.3,
+    16.3; 3 of 128 beside 505 H12/2 22.5, 18.7; 8 of 16 beside 214 to 295 H28/4 19.4, 17.2; geometric mean of 21 random
+    batches 0.90, slowest 1.05. But a chunk of 256 and 2 tokens beside 1546 to 3955 H40/8, 192 tiles, 40.5, 67.7; 8 of
+    32 beside 625 to 14838 H28/4, 144 tiles, 54.1, 70.8."""
+    rows = operands.queries * operands.storage * operands.heads.q_per_kv
+    is_few = rows <= 128 * operands.batch or operands.keys <= 2048
+    return operands.batch > 1 and is_few and most_tiles(operands, small) <= operands.target.num_sms
+
+
+def _sharing_heads(operands: Operands, plan: Plan, max_queries: int) -> Plan:
+    """With as many heads in one tile as makes the fewest tiles of the mean number of queries."""
     # a tile has one slope
     if operands.args.slopes is not None:
         return plan
     is_ragged = operands.is_packed and operands.queries < operands.batch * max_queries
-    pack = heads_per_tile_for(heads.q_per_kv, mean, plan.block_m, is_ragged)
-    return plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
+    mean = max(1, operands.queries // operands.batch) if operands.is_packed else operands.queries
+    pack = heads_per_tile_for(operands.heads.q_per_kv, mean, plan.block_m, is_ragged)
+    return plan._replace(heads_per_tile=pack, partial=operands.heads.q_per_kv % pack > 0)

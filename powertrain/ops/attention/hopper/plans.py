@@ -208,13 +208,13 @@ def _is_faster_in_small_tiles(operands: Operands, small: Plan, plan: Plan) -> bo
     full 15.6, 13.8. But a tile of 128 rows takes less than two of 64: B1 S452 H32/32 D128 full, 128 and 256 tiles,
     behind calls of itself 15.5, 16.9; B1 S1291 H8/8 D128 full, 88 and 168 tiles, 24.0, 29.6; B2 S739 H28/4 D128
     causal, 336 and 672, 26.9, 31.3."""
-    tiles = _most_tiles(operands, small)
+    tiles = most_tiles(operands, small)
     # under a causal mask tiles differ, so that some end early
     at_once = operands.target.num_sms * (2 if operands.args.right >= 0 else 1)
-    return tiles <= at_once or (not operands.is_packed and tiles == _most_tiles(operands, plan))
+    return tiles <= at_once or (not operands.is_packed and tiles == most_tiles(operands, plan))
 
 
-def _most_tiles(operands: Operands, plan: Plan) -> int:
+def most_tiles(operands: Operands, plan: Plan) -> int:
     if operands.is_packed:
         # however the queries are distributed among the sequences
         return plan.groups_of(operands.heads) * (operands.queries // plan.queries + operands.batch)
