@@ -53,8 +53,7 @@ _MOST_IN_ONE = 2048  # that one kernel finds and lists
 
 @triton.jit
 def _count_up_to(value, ascending, COUNT: tl.constexpr):
-    """How many of fewer than COUNT numbers are at most `value`, by a search; of `ascending` [COUNT], a power of 2, the
-    numbers behind are larger."""
+    """How many numbers of `ascending` [COUNT], a power of 2, are at most `value`, by a search. Fewer than all are."""
     found = tl.zeros_like(value)
     for i in tl.static_range(COUNT.bit_length() - 1):
         half = COUNT >> (i + 1)
@@ -570,8 +569,8 @@ class TileList(NamedTuple):
         of_kv = heads // kv_heads
         ratio = ratio or of_kv
         target = Target.of(out.device)
-        rows_of_tile = min(block_m, most * ratio)
-        cut = min(self.cut, self.sequences * cdiv(most * ratio, block_m))
+        rows = max(1, most) * ratio
+        rows_of_tile, cut = min(block_m, rows), min(self.cut, self.sequences * cdiv(rows, block_m))
         each = rows_of(cut * groups * rows_of_tile, None)
         per_tile, block_d = cdiv(rows_of_tile, each.heads), min(128, next_power_of_2(head_dim_v))
         programs = min(cut * groups * per_tile, _COMBINING * target.num_sms)

@@ -64,7 +64,7 @@ class _Problem:
         self.right, self.rounds, self.least = draws.choice([-1, 0, 2]), draws.choice([1, 3, 50]), draws.choice([16, 96])
         self.result_keys = draws.choice([0, 40])
         # most queries, as callers say, who may be wrong
-        self.said = draws.choice([1, max(counts)])
+        self.said = draws.choice([0, 1, max(counts)])
         self.sms, self.most, dim = draws.choice([1, 9, 132]), most, 16
         starts = before + torch.tensor([0, *counts]).cumsum(0)
         self.queries = self.equal or max(1, int(starts[-1]) + behind)
@@ -179,6 +179,24 @@ def test_one_program_lists_what_two_kernels_list(
         monkeypatch.setattr(decode_tiles, "_MOST_IN_ONE", most)
         lists.append(_parts_of(problem.tiles(16 // problem.pack * problem.pack, 16)))
     assert lists[0] and lists[0] == lists[1]
+
+
+@runs_kernels
+@pytest.mark.kernels
+@pytest.mark.parametrize("batch", [130, 500, 1900])
+def test_long_lists(batch: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts of the levels are fields of two integers; one program lists what two kernels list."""
+    draws = random.Random(batch)
+    counts, lengths = ([draws.choice(sizes) for _ in range(batch)] for sizes in ([0, 1, 40], [0, 700, 30000]))
+    starts = torch.tensor([7, *counts], device=device).cumsum(0).int()
+    keys = KeysSeen(torch.tensor(lengths, dtype=torch.int32, device=device), None, 0, 30000, -1, 0)
+    lists = []
+    for most in (2048, 0):
+        monkeypatch.setattr(decode_tiles, "_MOST_IN_ONE", most)
+        lists.append(_parts_of(TileList.of(starts, keys, int(starts[-1]), 1, 2, 30000, (64, 128, 1), CARD, 3, 128, 90)))
+    assert lists[0] == lists[1]
+    firsts = [(tile[0], tile[1]) for _, part, _, tile in lists[0] if part == 0 and tile[0] >= 0]
+    assert sorted(firsts) == [(n, 0) for n in range(batch) if counts[n]]
 
 
 def _end_of(blocks: Sequence[int], is_cut: Sequence[bool], at_once: int, result_blocks: float) -> float:
