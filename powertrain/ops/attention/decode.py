@@ -324,8 +324,10 @@ def _by_kernel(
         # of no sequences: rows that belong to none read the first one's
         slopes = slopes.new_zeros(slopes.shape[-1])
     sinks = None if scores.sinks is None else scores.sinks.contiguous()
+    # of no sequences: the kernel reads an entry ahead of the keys, whether there are any or not
+    batch_idx = None if cache.batch_idx is None or not cache.batch_idx.numel() else cache.batch_idx
     out, lse = decode_op(
-        query, cache.keys, cache.values, head_dim_v, cache.seqlens, cache.page_table, cache.batch_idx, cache.leftpad,
+        query, cache.keys, cache.values, head_dim_v, cache.seqlens, cache.page_table, batch_idx, cache.leftpad,
         slopes, sinks, num_new, scores.left, scores.right, scores.softcap, scores.scale, num_splits or 0,
         allows_tf32(), cu_seqlens_q, query.shape[1] if max_seqlen_q is None else max_seqlen_q,
     )  # fmt: skip

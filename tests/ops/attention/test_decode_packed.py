@@ -68,6 +68,20 @@ def test_alibi_sinks_padding_and_entries(device: torch.device) -> None:
     _check(problem, alibi_slopes=slopes, sinks=sinks, cache_leftpad=pads, cache_batch_idx=entries)
 
 
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_no_sequences_with_everything_that_a_sequence_has(page_size: int, device: torch.device) -> None:
+    """Rows that belong to none are 0 and -inf. The kernel read the first of no entries of the cache: of no memory."""
+    cache = torch.randn(2, 4, 2, 16, device=device)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    table = none.view(0, 1).expand(0, 3) if page_size else None
+    out, lse = decode_attention(
+        torch.randn(5, 4, 16, device=device), cache, cache, none, page_table=table,
+        cache_batch_idx=None if page_size else none, cache_leftpad=none, alibi_slopes=torch.rand(0, 4, device=device),
+        sinks=torch.randn(4, device=device), cu_seqlens_q=none.new_zeros(1), return_lse=True,
+    )  # fmt: skip
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(12))
 def test_random_problems_whose_keys_are_cut(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
