@@ -52,7 +52,7 @@ def flash_attn_func(
     # FP8 attention and qv of MLA are inputs that no kernel of ours reads
     _refuse("flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attention(
-        *unit_stride(q, k, v), scale=softmax_scale, is_causal=causal, window_size=window_size,
+        *unit_stride(q, k, v, "flash_attn_func"), scale=softmax_scale, is_causal=causal, window_size=window_size,
         # False means "not required" there, and None "as PyTorch's setting" here
         chunk_size=attention_chunk, softcap=softcap, deterministic=deterministic or None, return_lse=return_attn_probs,
     )  # fmt: skip
@@ -75,6 +75,7 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """qkv [b, s, 3, h, d], or with num_heads_q [b, s, num_heads_q + 2 * heads of k, d]."""
     op = "flash_attn_qkvpacked_func"
+    checks.tensor(op, "qkv", qkv)
     if num_heads_q is None:
         checks.require(qkv.dim() == 5 and qkv.shape[2] == 3, op, "qkv", "be [b, s, 3, h, d]", list(qkv.shape))
         q, k, v = qkv.unbind(2)
@@ -121,7 +122,8 @@ def flash_attn_varlen_func(
     _refuse("flash_attn_varlen_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return varlen_attention(
         # known(): lengths may come as tensors, and reading one would wait for the GPU
-        *unit_stride(q, k, v), cu_seqlens_q, cu_seqlens_k, known(max_seqlen_q), known(max_seqlen_k),
+        *unit_stride(q, k, v, "flash_attn_varlen_func"), cu_seqlens_q, cu_seqlens_k,
+        known(max_seqlen_q), known(max_seqlen_k),
         seqused_q=seqused_q, seqused_k=seqused_k, scale=softmax_scale, is_causal=causal, window_size=window_size,
         chunk_size=attention_chunk, softcap=softcap, deterministic=deterministic or None, return_lse=return_attn_probs,
     )  # fmt: skip
@@ -183,6 +185,8 @@ def flash_attn_combine(
     Returns (out [b, s, h, d] in out_dtype, None: that of out_partial; lse [b, s, h] float32).
     """
     op = "flash_attn_combine"
+    checks.tensor(op, "out_partial", out_partial)
+    checks.tensor(op, "lse_partial", lse_partial)
     checks.require(out_partial.dim() == 5, op, "out_partial", "be [splits, b, s, h, d]", list(out_partial.shape))
     checks.shape(op, "lse_partial", lse_partial, out_partial.shape[:-1], "that of out_partial without d")
     # there LSE is [b, s, h], ours [b, h, s]

@@ -5,18 +5,27 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from powertrain.runtime import checks
+
 
 def unsupported(op: str, argument: str, got: object, nearest: str) -> NoReturn:
     """Raise `NotImplementedError: op: argument = got is not supported; nearest: ...`."""
     raise NotImplementedError(f"{op}: {argument} = {got!r} is not supported; nearest: {nearest}")
 
 
-def unit_stride(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each tensor with a last dim of stride 1: itself where it has one, else a copy."""
+def unit_stride(q: Tensor, k: Tensor, v: Tensor, op: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Each tensor with a last dim of stride 1: itself where it has one, else a copy. `op`: of q, k and v by those
+    names, for errors."""
+    if op is not None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            checks.tensor(op, name, x)
     return _unit_stride(q), _unit_stride(k), _unit_stride(v)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
+    # what has no dims is named by the op that takes it
+    if not x.dim():
+        return x
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 

@@ -31,10 +31,12 @@ def name(dtype: torch.dtype) -> str:
 def floating(op: str, **tensors: Tensor | None) -> None:
     """Each tensor given is float32, float16 or bfloat16; on the CPU float64 is accepted too."""
     for argument, tensor in tensors.items():
-        if tensor is None or tensor.dtype in FLOATS:
+        if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
             fail(op, argument, "be a tensor", described(tensor))
+        if tensor.dtype in FLOATS:
+            continue
         if tensor.dtype is torch.float64:
             if tensor.device.type == "cpu":
                 continue
@@ -42,9 +44,25 @@ def floating(op: str, **tensors: Tensor | None) -> None:
         fail(op, argument, "be float32, float16 or bfloat16", name(tensor.dtype))
 
 
+def at_least_16_bits(op: str, **tensors: Tensor | None) -> None:
+    """Each tensor given is floating point, and no FP8, with which PyTorch does not compute."""
+    for argument, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            fail(op, argument, "be a tensor", described(x))
+        if not x.is_floating_point() or x.dtype.itemsize < 2:
+            fail(op, argument, "be floating point, of 16 bits or more", name(x.dtype))
+
+
 def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) -> None:
     for argument, other in others.items():
-        if other is not None and other.device != tensor.device:
+        if other is None:
+            continue
+        # an array of NumPy has a device too, "cpu"
+        if not isinstance(other, Tensor):
+            fail(op, argument, "be a tensor", described(other))
+        if other.device != tensor.device:
             fail(op, argument, f"be on {first}'s device {tensor.device}", other.device)
 
 
@@ -92,6 +110,18 @@ def indices(op: str, argument: str, tensor: Tensor | None, end: float, first: in
     for worst in tensor.aminmax():
         if not first <= worst < end:
             fail(op, argument, f"be in [{first}, {end})", int(worst))
+
+
+def pages(op: str, argument: str, table: Tensor, end: int, page_size: int, first: Tensor, last: Tensor) -> None:
+    """As `indices` for [0, end), of the pages that hold positions first to last - 1 [rows] of each row of `table`."""
+    if table.device.type != "cpu" or type(table) is not Tensor or torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    start = torch.arange(table.shape[1], device="cpu") * page_size
+    # other numbers of a table may be anything
+    is_read = (start + page_size > first[:, None]) & (start < last[:, None]) & (first < last)[:, None]
+    indices(op, argument, table[is_read], end)
 
 
 def sizes(op: str, **counts: int) -> None:

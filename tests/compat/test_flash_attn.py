@@ -244,6 +244,34 @@ def test_more_than_there_are_pages_for() -> None:
         fa.flash_attn_varlen_func(q[:, 0], k, v, cu, cu * 9, 1, 9, block_table=table)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_wrong_pages(grad: bool) -> None:
+    """Values in pages of another size than the keys', and pages that are not there, were read as others."""
+    q, k, v = tensors((2, 2, 8), (4, 4, 2, 8), (4, 4, 2, 8), grad=grad)
+    table, cu = torch.tensor([[0, 1], [2, 3]]).int(), torch.tensor([0, 1, 2]).int()
+    right = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu * 7, "max_seqlen_q": 1, "max_seqlen_k": 7}
+    for wrong, message in [
+        ({"v": v.reshape(2, 8, 2, 8)}, r"v must have shape \[4, 4, 2, 8\] \(as k, but for the head dim\), got \[2, 8"),
+        ({"block_table": table + 1}, r"(block|page)_table must be in \[0, 4\), got 4"),
+        ({"block_table": table - 1}, r"(block|page)_table must be in \[0, 4\), got -1"),
+        (
+            {"block_table": table.float()},
+            "block_table.dtype must be one of torch.int32, torch.int64, got torch.float32",
+        ),
+        ({"block_table": table[0]}, r"block_table must be \[batch, pages of a sequence\], got \[2\]"),
+        ({"max_seqlen_k": -1}, "max_seqlen_k must be an integer of at least 0, got -1"),
+        ({"max_seqlen_k": 7.5}, "max_seqlen_k must be an integer of at least 0, got 7.5"),
+        ({"cu_seqlens_k": cu[0]}, r"cu_seqlens_k must have 1 dim, got \[\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fa.flash_attn_varlen_func(**{**right, "block_table": table, **wrong})
+    wild = table.masked_fill(torch.tensor([[False, True], [False, True]]), 99)
+    short = {**right, "cu_seqlens_k": cu * 4}
+    torch.testing.assert_close(
+        fa.flash_attn_varlen_func(**short, block_table=wild), fa.flash_attn_varlen_func(**short, block_table=table)
+    )
+
+
 def test_kvcache_lengths() -> None:
     q, k, v = tensors((2, 1, 2, 8), (2, 6, 2, 8), (2, 6, 2, 8), grad=False)
     whole = _expected(q, k, v)[0]
@@ -288,6 +316,42 @@ def test_errors() -> None:
         fa.flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(9, 2))
     with pytest.raises(ValueError, match="key_new must be given with rotary"):
         fa.flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(9, 2), rotary_sin=torch.ones(9, 2))
+
+
+@pytest.mark.parametrize("wrong", ["a name", [1, 2], None, 3, np.zeros(3)], ids=str)
+def test_what_is_no_tensor_is_named(wrong: object) -> None:
+    """An AttributeError of 'stride' or 'dim' was all that was said."""
+    q, k, v = tensors((2, 5, 2, 8), (2, 5, 2, 8), (2, 5, 2, 8), grad=False)
+    cu = torch.tensor([0, 5, 10]).int()
+    for n, name in enumerate("qkv"):
+        three = [wrong if n == place else x for place, x in enumerate((q, k, v))]
+        packed = [x if x is wrong else x.flatten(0, 1) for x in three]
+        for call in (
+            lambda three=three: fa.flash_attn_func(*three),
+            lambda packed=packed: fa.flash_attn_varlen_func(*packed, cu, cu, 5, 5),
+        ):
+            with pytest.raises((TypeError, ValueError), match=f"flash_attn_.*func: {name} must be a tensor, got"):
+                call()
+    with pytest.raises((TypeError, ValueError), match="qkv must be a tensor, got"):
+        fa.flash_attn_qkvpacked_func(wrong)  # type: ignore[arg-type]
+    for name in ("q", "k_cache"):
+        with pytest.raises((TypeError, ValueError), match=f"{name} must be a tensor, got"):
+            fa.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v, name: wrong})  # type: ignore[arg-type]
+
+
+def test_kvcache_refuses_other_kinds() -> None:
+    """The imaginary part of complex cosines was left out without a word."""
+    q, k, v = tensors((2, 1, 2, 8), (2, 5, 2, 8), (2, 5, 2, 8), grad=False)
+    table = torch.ones(9, 4)
+    options = {"k": k[:, :1], "v": v[:, :1], "rotary_cos": table, "rotary_sin": table, "cache_seqlens": 2}
+    with pytest.raises(ValueError, match="rotary_cos must be floating point, of 16 bits or more, got complex64"):
+        fa.flash_attn_with_kvcache(q, k, v, **{**options, "rotary_cos": torch.polar(table, table)})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cache_seqlens must be an int, a tensor or None, got \[2, 2\]"):
+        fa.flash_attn_with_kvcache(q, k, v, **{**options, "cache_seqlens": [2, 2]})  # type: ignore[arg-type]
+    torch.testing.assert_close(
+        fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=np.int64(4)),  # type: ignore[arg-type]
+        fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=4),
+    )
 
 
 def test_kvcache_takes_columns_of_tables(device: torch.device) -> None:

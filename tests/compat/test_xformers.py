@@ -399,6 +399,30 @@ def test_what_raises_there_raises_here() -> None:
             call()
 
 
+def test_backward_refuses_other_kinds() -> None:
+    """Of a complex gradient the imaginary part was left out, and integers were taken for numbers of the result."""
+    q, k, v = (x.detach() for x in tensors((2, 5, 3, 8), (2, 9, 3, 8), (2, 9, 3, 8)))
+    out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v)
+    right = {"grad": out, "output": out, "lse": lse, "query": q, "key": k, "value": v}
+    for name, x in right.items():
+        for wrong, got in ((x.to(torch.complex64), "complex64"), (x.int(), "int32")):
+            with pytest.raises(ValueError, match=f"{name} must be floating point, of 16 bits or more, got {got}"):
+                fmha.memory_efficient_attention_backward(**{**right, name: wrong})
+        with pytest.raises(ValueError, match=f"{name} must be a tensor, got 3"):
+            fmha.memory_efficient_attention_backward(**{**right, name: 3})
+    with pytest.raises(ValueError, match="lse must be on query's device cpu, got meta"):
+        fmha.memory_efficient_attention_backward(**{**right, "lse": lse.to("meta")})
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_pages_that_are_not_there(grad: bool) -> None:
+    """The nearest page's keys were taken for theirs."""
+    q, k, v = (x.detach().requires_grad_(grad) for x in tensors((1, 2, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8)))
+    bias = ab.PagedBlockDiagonalPaddedKeysMask.from_seqlens([1, 1], [3, 4], torch.tensor([[0, 1], [2, 4]]).int(), 2)
+    with pytest.raises(ValueError, match=r"(block_tables|page_table) must be in \[0, 4\), got 4"):
+        memory_efficient_attention(q, k, v, bias)
+
+
 def test_backward_of_a_part() -> None:
     """With the LSE and result of all keys, a part gives its share of the gradients (ring attention)."""
     q, k, v = tensors((2, 5, 3, 8), (2, 9, 3, 8), (2, 9, 3, 8))

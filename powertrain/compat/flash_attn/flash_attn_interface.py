@@ -8,6 +8,7 @@ Philox, so the same seed keeps other elements; S_dmask is never written, so its 
 asking for it together with dropout raises.
 """
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 Window = tuple[int, int]
+# NumPy's too, and what torch.compile traces
+_Integer = Integral | torch.SymInt
 
 
 def flash_attn_func(
@@ -56,7 +59,8 @@ def flash_attn_func(
     # refused ahead of the computation, not after it
     _no_mask_of_dropout("flash_attn_func", return_attn_probs, dropout_p)
     result = attention(
-        *unit_stride(q, k, v), dropout_p=dropout_p, scale=softmax_scale, is_causal=causal, window_size=window_size,
+        *unit_stride(q, k, v, "flash_attn_func"), dropout_p=dropout_p, scale=softmax_scale, is_causal=causal,
+        window_size=window_size,
         # False there means "not required"; None here follows torch.use_deterministic_algorithms
         softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic or None, return_lse=return_attn_probs,
     )  # fmt: skip
@@ -136,14 +140,20 @@ def flash_attn_varlen_func(
     used: dict[str, Any] = {}
     if block_table is not None:
         op = "flash_attn_varlen_func"
-        checks.require(k.dim() == 4, op, "k", "be [pages, page_size, heads, d]", list(k.shape))
+        checks.tensor(op, "q", q)
+        checks.tensor(op, "cu_seqlens_k", cu_seqlens_k)
+        checks.same_device(op, "q", q, k=k, cu_seqlens_k=cu_seqlens_k)
+        checks.require(cu_seqlens_k.dim() == 1, op, "cu_seqlens_k", "have 1 dim", list(cu_seqlens_k.shape))
+        _check_pages(op, k, v, block_table, "k", "v")
         most = block_table.shape[1] * k.shape[1]
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         q, k, v = unit_stride(q, k, v)
         lengths, left = cu_seqlens_k.diff(), window_bounds(op, window_size)[0]
         reads = not wanted and dropout_p == 0 and reads_pages(q, k, v, cu_seqlens_q, lengths, block_table, left)
-        # int(): the pages are gathered to this size, so there a tensor is read
-        room = known(max_seqlen_k) if reads else int(max_seqlen_k)
+        # pages are gathered to this size, so there a tensor is read
+        room = max_seqlen_k.item() if isinstance(max_seqlen_k, Tensor) and not reads else known(max_seqlen_k)
+        if not (isinstance(room, _Integer) and room >= 0) and not (reads and room is None):
+            checks.fail(op, "max_seqlen_k", "be an integer of at least 0", checks.described(room))
         checks.require(
             room is None or room <= most, op, "max_seqlen_k", f"be at most {most}, the pages of block_table", room
         )
@@ -155,13 +165,16 @@ def flash_attn_varlen_func(
             )  # fmt: skip
             return (*found, None) if return_attn_probs else found
         assert room is not None
+        if lengths.shape[0] == block_table.shape[0]:
+            checks.pages(op, "block_table", block_table, k.shape[0], k.shape[1], torch.zeros_like(lengths), lengths)
         # gathered together, for packed sequences have no page table here; O(b * max_seqlen_k) memory
         k, v = (gather_pages(x, block_table, room).flatten(0, 1) for x in (k, v))
         # each sequence begins at a multiple of the room, and cu_seqlens_k still says its length
         starts = torch.arange(block_table.shape[0] + 1, device=k.device, dtype=torch.int32) * room
         used = {"cu_seqlens_k_padded": starts}
     result = varlen_attention(
-        *unit_stride(q, k, v), cu_seqlens_q, cu_seqlens_k, known(max_seqlen_q), known(max_seqlen_k), **used,
+        *unit_stride(q, k, v, "flash_attn_varlen_func"), cu_seqlens_q, cu_seqlens_k,
+        known(max_seqlen_q), known(max_seqlen_k), **used,
         dropout_p=dropout_p, scale=softmax_scale, is_causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic or None, return_lse=return_attn_probs,
     )  # fmt: skip
@@ -250,6 +263,16 @@ def flash_attn_with_kvcache(
     checks.require(
         (rotary_cos is None) == (rotary_sin is None), op, "rotary_sin", "be given with rotary_cos", "one of the two"
     )
+    checks.tensor(op, "q", q)
+    checks.tensor(op, "k_cache", k_cache)
+    if k is not None:
+        checks.tensor(op, "k", k)
+        checks.tensor(op, "v", v)
+    checks.at_least_16_bits(op, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    if block_table is not None:
+        _check_pages(op, k_cache, v_cache, block_table, "k_cache", "v_cache")
+    if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor | _Integer)):
+        checks.fail(op, "cache_seqlens", "be an int, a tensor or None", checks.described(cache_seqlens))
     # float32, so that 16-bit tables lose nothing more
     rotary = None if rotary_cos is None or rotary_sin is None else RopeTable(rotary_cos.float(), rotary_sin.float())
     # pages of one sequence are as many as the table has columns
@@ -280,6 +303,20 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
 
 
+def _check_pages(op: str, k: Tensor, v: Tensor, table: Tensor, name: str, name_v: str) -> None:
+    """k and v are pages of one size, [pages, page_size, heads, d], and block_table the numbers of each sequence's."""
+    checks.tensor(op, name, k)
+    checks.require(k.dim() == 4, op, name, "be [pages, page_size, heads, d]", list(k.shape))
+    checks.require(k.shape[1] >= 1, op, name, "have pages of at least 1 row", list(k.shape))
+    checks.tensor(op, name_v, v)
+    shape = (*k.shape[:3], v.shape[-1] if v.dim() else 0)
+    checks.shape(op, name_v, v, shape, f"as {name}, but for the head dim")
+    checks.tensor(op, "block_table", table)
+    checks.require(table.dim() == 2, op, "block_table", "be [batch, pages of a sequence]", list(table.shape))
+    checks.one_of(op, "block_table.dtype", table.dtype, (torch.int32, torch.int64))
+    checks.same_device(op, name, k, **{name_v: v}, block_table=table)
+
+
 def _no_mask_of_dropout(op: str, return_attn_probs: bool, dropout_p: float) -> None:
     if return_attn_probs and dropout_p > 0:
         unsupported(
@@ -290,6 +327,7 @@ def _no_mask_of_dropout(op: str, return_attn_probs: bool, dropout_p: float) -> N
 
 def _parts(op: str, argument: str, x: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
     """Views of tensors packed in the third dim from last."""
+    checks.tensor(op, argument, x)
     ok = x.dim() == dims and x.shape[-3] == parts
     checks.require(ok, op, argument, f"have {dims} dims, the third from last of size {parts}", list(x.shape))
     # views: packed projections are not copied

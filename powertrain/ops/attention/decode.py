@@ -87,8 +87,11 @@ def decode_attention_ref(
     outs, lses = [], []
     for n, length in enumerate(cache_seqlens.tolist()):
         first = 0 if cache_leftpad is None else int(cache_leftpad[n])
-        k, v = (_rows(x, n, page_table, cache_batch_idx)[None, first:length] for x in (key_cache, value_cache))
         of_sequence = query[n : n + 1] if starts is None else query[None, starts[n] : starts[n + 1]]
+        if left >= 0:
+            # positions count from the end. Pages ahead of the window may have been given away, and hold anything
+            first = max(first, length - of_sequence.shape[1] - left)
+        k, v = (_rows(x, n, page_table, cache_batch_idx)[None, first:length] for x in (key_cache, value_cache))
         out, lse = attention_ref(of_sequence, k, v, mask=mask, tensors=tensors.of_batch(n), scale=scale, upcast=upcast)
         outs.append(out)
         lses.append(lse)
@@ -251,16 +254,16 @@ def decode_attention(
     refuse_invariant("decode_attention", "compute whole sequences, without a KV cache")
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
-    _check_values(query, cache, cu_seqlens_q)
-
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right
+    num_new = 0 if key_new is None else key_new.shape[1]
+    _check_values(query, cache, cu_seqlens_q, num_new, left)
+
     if rotary is not None:
         query, key_new = _rotate(query, key_new, rotary, rotary_interleaved, cache.seqlens, left >= 0 or right >= 0)
     if key_new is not None:
         append = append_op if runs_kernel else _append_ref
         append(key_new, value_new, keys, values, cache.seqlens, cache.page_table, cache.batch_idx)
-    num_new = 0 if key_new is None else key_new.shape[1]
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     checks.require(-inf < scale < inf, _OP, "scale", "be a finite number or None", scale)
     scores = _Scores(left, right, float(softcap), scale, alibi_slopes, sinks)
@@ -414,8 +417,9 @@ def _refuse_gradients(*tensors: Tensor | None) -> None:
         )
 
 
-def _check_values(query: Tensor, cache: _Cache, cu_seqlens_q: Tensor | None) -> None:
-    """Lengths and entries on the CPU are those of a sequence and of the cache; those on a GPU are never read."""
+def _check_values(query: Tensor, cache: _Cache, cu_seqlens_q: Tensor | None, num_new: int, left: int) -> None:
+    """Lengths, entries and pages on the CPU are those of a sequence and of the cache; those on a GPU are never read.
+    `left`: of the window."""
     seqlens, capacity = cache.seqlens, cache.capacity
     if seqlens.device.type != "cpu" or is_traced(seqlens):
         return
@@ -430,6 +434,17 @@ def _check_values(query: Tensor, cache: _Cache, cu_seqlens_q: Tensor | None) -> 
         ends = [0, *cu_seqlens_q.tolist(), query.shape[1]]
         if ends != sorted(ends):
             checks.fail(_OP, "cu_seqlens_q", f"ascend from 0 to at most {ends[-1]} (rows of query)", ends[1:-1])
+    if cache.page_table is not None:
+        # what is read and, of new rows, written: pages ahead of the padding or the window may have been given away
+        last = (seqlens + num_new).clamp(max=capacity)
+        first = torch.zeros_like(last) if cache.leftpad is None else cache.leftpad
+        if left >= 0:
+            queries = query.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
+            first = torch.maximum(first, last - queries - left)
+        if num_new:
+            first = torch.minimum(first, seqlens)
+        pages, page_size = cache.keys.shape[:2]
+        checks.pages(_OP, "page_table", cache.page_table, pages, page_size, first, last)
 
 
 def _rotate(

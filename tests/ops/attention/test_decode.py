@@ -365,6 +365,55 @@ def test_values_are_checked_where_the_host_reads_them(wrong: dict[str, list[int]
         decode_attention(query, cache, cache, **numbers)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("wrong", [-1, 6])
+def test_pages_are_checked_where_the_host_reads_them(wrong: int, packed: bool) -> None:
+    """Another page's rows were taken. Pages that no row of the sequence lies in may have any number."""
+    pages, lengths = torch.randn(6, 4, 2, 16), torch.tensor([9, 0], dtype=torch.int32)
+    query = torch.randn(2, 1, 2, 16)
+    more = {"cu_seqlens_q": torch.arange(3, dtype=torch.int32)} if packed else {}
+
+    def decode(*first: int, **options: Any) -> Tensor:
+        table = torch.tensor([first, [wrong] * 4], dtype=torch.int32)
+        found = decode_attention(
+            query[:, 0] if packed else query, pages, pages, lengths, page_table=table, **more, **options
+        )
+        assert isinstance(found, Tensor)
+        return found
+
+    for place in range(3):
+        with pytest.raises(ValueError, match=rf"page_table must be in \[0, 6\), got {wrong}"):
+            decode(*(wrong if n == place else n for n in range(3)), wrong)
+    pads = torch.tensor([4, 0], dtype=torch.int32)
+    torch.testing.assert_close(
+        decode(wrong, 1, 2, wrong, cache_leftpad=pads), decode(0, 1, 2, 3, cache_leftpad=pads), rtol=0, atol=0
+    )
+    near = {"window_size": (2, 0)}
+    torch.testing.assert_close(decode(wrong, 1, 2, wrong, **near), decode(0, 1, 2, 3, **near), rtol=0, atol=0)
+    if not packed:
+        # new rows go to the last page and the one behind it
+        new = torch.randn(2, 4, 2, 16)
+        with pytest.raises(ValueError, match="page_table must be in"):
+            decode(0, 1, 2, wrong, key_new=new, value_new=new)
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_keys_ahead_of_the_window_may_hold_anything(queries: int, page_size: int, device: torch.device) -> None:
+    """Their pages may have been given away. On a CPU a NaN in one of them made the whole result NaN."""
+    problem = _problem(device, lengths=(40, 21, 3), queries=queries, page_size=page_size)
+    options: dict[str, Any] = {"window_size": (5, 0), "return_lse": True}
+    expected = decode_attention(**problem, **options)
+    for name in ("key_cache", "value_cache"):
+        for n, length in enumerate((40, 21, 3)):
+            for row in range(max(0, length - queries - 5)):
+                entry, at = (n, row)
+                if page_size:
+                    entry, at = int(problem["page_table"][n, row // page_size]), row % page_size
+                problem[name][entry, at] = torch.nan
+    torch.testing.assert_close(decode_attention(**problem, **options), expected)
+
+
 def test_errors(device: torch.device) -> None:
     problem = _problem(device)
 

@@ -161,7 +161,7 @@ def memory_efficient_attention_backward(
     """
     _no_dropout("memory_efficient_attention_backward", p)
     backends = backends_of(op)
-    _check_results(grad, output, lse, query, value)
+    _check_results(grad, output, lse, query, key, value)
     in_blocks = isinstance(attn_bias, BlockBias)
     is_plain = not isinstance(attn_bias, PagedBias) and not (in_blocks and query.dim() == 5)
     # Dynamo cannot differentiate our op inside its trace, so this path is taken where possible
@@ -223,8 +223,12 @@ def _backward(
     return (dq.squeeze(2), dk.squeeze(2), dv.squeeze(2)) if dims == 3 else (dq, dk, dv)
 
 
-def _check_results(grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, value: Tensor) -> None:
+def _check_results(grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
     op = "memory_efficient_attention_backward"
+    given = {"query": query, "key": key, "value": value, "grad": grad, "output": output, "lse": lse}
+    for name, x in given.items():
+        checks.at_least_16_bits(op, **{name: x})
+        checks.same_device(op, "query", query, **{name: x})
     expected = (*query.shape[:-1], value.shape[-1])
     for name, x in (("grad", grad), ("output", output)):
         checks.shape(op, name, x, expected, "query's, with value's last dim")
@@ -250,6 +254,9 @@ def merge_attentions(
     """
     outs, lses = list(attn_split), list(lse_split)
     checks.require(len(outs) == len(lses) > 0, "merge_attentions", "lse_split", f"be {len(outs)} parts", len(lses))
+    for n, (part, its_lse) in enumerate(zip(outs, lses, strict=True)):
+        checks.tensor("merge_attentions", f"attn_split[{n}]", part)
+        checks.tensor("merge_attentions", f"lse_split[{n}]", its_lse)
     shape = outs[0].shape
     if len(shape) == 5:
         outs, lses = [x.flatten(2, 3) for x in outs], [x.flatten(1, 2) for x in lses]
@@ -285,9 +292,11 @@ def _attend(
     return_lse: bool,
 ) -> Any:
     """(out, lse or None)."""
+    checks.tensor(_OP, "query", query)
     dims = query.dim()
     checks.require(dims in (3, 4, 5), _OP, "query", "have 3, 4 or 5 dims", list(query.shape))
     for name, x in (("key", key), ("value", value)):
+        checks.tensor(_OP, name, x)
         checks.require(x.dim() == dims, _OP, name, f"have query's {dims} dims", list(x.shape))
     q, k, v = unit_stride(query, key, value)
     if dims == 3:
@@ -461,6 +470,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options)
 def _paged(q: Tensor, k: Tensor, v: Tensor, bias: PagedBias, options: _Options) -> Any:
     """Paged keys, copied together first."""
     info, first = bias.k_seqinfo, bias.first_rows()
+    begin = torch.zeros_like(info.seqlen) if first is None else first
+    pages = k.shape[0] // bias.page_size
+    checks.pages(_OP, "attn_bias.block_tables", bias.block_tables, pages, bias.page_size, begin, info.seqlen)
     room = max(info.seqlen_py) if first is not None else info.max_seqlen
     k, v = (gather_pages(x.unflatten(0, (-1, bias.page_size)), bias.block_tables, room).flatten(0, 1) for x in (k, v))
     starts = torch.arange(len(info.seqlen_py) + 1, device=q.device, dtype=torch.int32) * room
