@@ -45,6 +45,27 @@ def in_functorch() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Whether the gradient of one of the tensors may be asked for: by autograd, or by a transform of torch.func inside
+    of a compiled function, where Dynamo takes `requires_grad` for what it is outside of the transform."""
+    if not torch.is_grad_enabled():
+        return False
+    if any(x is not None and x.requires_grad for x in tensors):
+        return True
+    return torch.compiler.is_compiling() and _is_in_grad()
+
+
+def _is_in_grad() -> bool:
+    """Inside torch.func.grad, vjp or jvp. Dynamo enters the transforms that it traces."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return stack is not None and any(one.key() in kinds for one in stack)
+
+
+# as torch.compiler.assume_constant_result, which would import all of torch._dynamo: called when Dynamo traces
+_is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def refuse_vmap(name: str, *tensors: Tensor, instead: str = nodes.PLAIN) -> None:
     """Raise NotImplementedError if torch.vmap batches one of the tensors; it names what to do instead."""
     if in_functorch() and any(map(_is_batched, tensors)):

@@ -21,6 +21,7 @@ from powertrain.ops.attention.decode import reads_pages
 from powertrain.ops.conversion import gather_pages, known, unit_stride, unsupported
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import wants_grad
 
 __all__ = [
     "flash_attn_func",
@@ -146,7 +147,7 @@ def flash_attn_varlen_func(
         checks.require(cu_seqlens_k.dim() == 1, op, "cu_seqlens_k", "have 1 dim", list(cu_seqlens_k.shape))
         _check_pages(op, k, v, block_table, "k", "v")
         most = block_table.shape[1] * k.shape[1]
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        wanted = wants_grad(q, k, v)
         q, k, v = unit_stride(q, k, v)
         lengths, left = cu_seqlens_k.diff(), window_bounds(op, window_size)[0]
         reads = not wanted and dropout_p == 0 and reads_pages(q, k, v, cu_seqlens_q, lengths, block_table, left)

@@ -26,7 +26,7 @@ from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionPr
 from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.philox import dropout_seed as draw_seed
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import falls_back, has_kernels, is_traced, refuse_vmap, use_kernel
+from powertrain.runtime.dispatch import falls_back, has_kernels, is_traced, refuse_vmap, use_kernel, wants_grad
 from powertrain.runtime.float32_products import allows_tf32
 from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.target import Target
@@ -379,13 +379,7 @@ class Facts(NamedTuple):
 def facts_of(call: AttentionCall) -> Facts:
     query, key, value, varlen, tensors = call.query, call.key, call.value, call.varlen, call.tensors
     # needs_grad is asked of the inputs: a backend without backward may serve in evaluation
-    needs_grad = torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (tensors.bias is not None and tensors.bias.requires_grad)
-        or (tensors.sinks is not None and tensors.sinks.requires_grad)
-    )
+    needs_grad = wants_grad(query, key, value, tensors.bias, tensors.sinks)
     # identity of the two tensors: equal values would have to be read from the device
     equal = varlen.query_starts is varlen.key_starts if call.layout == "thd" else None
     compiling = is_traced(query)

@@ -14,6 +14,7 @@ from powertrain.ops.attention.mask import BiasKind, MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout, Sizes, Varlen
 from powertrain.ops.shapes import broadcasts
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import wants_grad
 
 # 512 is the widest head dim whose tiles have plans; MLA decodes 576 by a kernel of its own
 MAX_HEAD_DIM = 512
@@ -234,7 +235,7 @@ def lower_mask(op: str, sizes: Sizes, mask: MaskArguments) -> tuple[MaskSpec, Ma
         documents=query_documents is not None,
         bias=bias_kind,
         # a bias that requires a gradient under no_grad is an ordinary bias, which more backends take
-        bias_grad=bias is not None and bias.requires_grad and torch.is_grad_enabled(),
+        bias_grad=bias is not None and bias.is_floating_point() and wants_grad(bias),
         alibi=mask.alibi_slopes is not None,
         softcap=float(softcap),
         sinks=sinks is not None,

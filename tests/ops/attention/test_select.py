@@ -501,3 +501,25 @@ def test_many_short_packed_sequences_of_wide_heads_have_the_universal_backward()
             )  # fmt: skip
             decision = select.decide(p, BackendPreference(("hopper",), only=True))
             assert decision is not None and decision.backward == expected
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gradient_inside_a_compiled_function(bias: bool) -> None:
+    """torch.func's transforms: a backend was chosen as if none was wanted, and the LSE's gradient was left out."""
+    q, k, v, weight = torch.randn(2, 5, 2, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 2, 5)
+    given = (q, k, v, torch.randn(2, 2, 5, 7)) if bias else (q, k, v)
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        out, lse = attention(*inputs[:3], attn_bias=inputs[3] if bias else None, return_lse=True)
+        return out.cos().sum() + (lse * weight).sum()
+
+    places = tuple(range(len(given)))
+
+    def gradients(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = torch.func.grad(loss, argnums=places)(*inputs)
+        return found
+
+    leaves = [x.clone().requires_grad_() for x in given]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(gradients, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given), expected, rtol=1e-5, atol=1e-5)

@@ -16,10 +16,11 @@ from powertrain.ops.attention.backends.requirements import KnownBad, Limits, kno
 from powertrain.ops.attention.backends.versions import Installed, cudnn_name, installed
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.runtime.dispatch import wants_grad
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return wants_grad(*tensors)
 
 
 def _added(call: AttentionCall, query: Tensor) -> Tensor | None:

@@ -49,7 +49,7 @@ from powertrain.ops.attention import merge_attentions as merge
 from powertrain.ops.attention.decode import reads_pages
 from powertrain.ops.conversion import gather_pages, unit_stride
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import use_kernel
+from powertrain.runtime.dispatch import use_kernel, wants_grad
 
 _OP = "memory_efficient_attention"
 # queries per sequence up to which keys are split among programs rather than queries
@@ -433,7 +433,7 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options
             bias.band.left,
             bias.first_rows(),
         )
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    wanted = wants_grad(q, k, v)
     ours = options.backend in (None, triton_splitk.FwOp.BACKENDS)
     return in_cache and few and ours and not wanted and options.dropout_p == 0
 
