@@ -436,6 +436,9 @@ def test_backward_of_a_part() -> None:
     dq = parts[0][0] + parts[1][0]
     dk, dv = (torch.cat([p[n] for p in parts], 1) for n in (1, 2))
     torch.testing.assert_close((dq, dk, dv), expected, rtol=1e-6, atol=1e-6)
+    with torch.inference_mode():
+        inside = fmha.memory_efficient_attention_backward(grad * 1, out, lse, q * 1, k[:, :4] * 1, v[:, :4])
+    torch.testing.assert_close(inside, parts[0])
     # the part of the gradient that goes by the LSE was left out there
     compiled = torch.compile(fmha.memory_efficient_attention_backward, backend="aot_eager")
     small = [x.detach().float() for x in (grad, out, lse, q, k[:, :4], v[:, :4])]

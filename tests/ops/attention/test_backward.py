@@ -265,3 +265,32 @@ def test_tiles_of_a_bias_gradient_in_tf32_fit(arch: str, head_dim: int, block: i
     """32 x 32 take 192 bytes of shared memory for each column of query and of value."""
     plan = plans.plan_dbias(4, head_dim, head_dim, True, False, Target.parse(arch))
     assert (plan.block_m, plan.block_n) == (block, block)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_in_inference_mode(layout: Any, device: torch.device) -> None:
+    """PyTorch's error of a tensor without a gradient was all that it gave on a CPU, also for tensors made there."""
+
+    def problem() -> tuple[list[Tensor], dict[str, Any]]:
+        generator = torch.Generator().manual_seed(0)
+        lead = (7,) if layout == "thd" else (1, 7)
+        tensors = [torch.randn(*lead, h, 16, generator=generator).to(device) for h in (H, H, K, K)]
+        options: dict[str, Any] = {"alibi_slopes": torch.full((H,), 0.5, device=device), "is_causal": True}
+        if layout == "thd":
+            options["cu_seqlens_q"] = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
+        return tensors, options
+
+    def gradients() -> tuple[Tensor, ...]:
+        (grad, *qkv), options = problem()
+        function = varlen_attention if layout == "thd" else attention
+        out, lse = function(*qkv, **options, return_lse=True)
+        return attention_backward(grad, *qkv, out, lse, layout=layout, **options)
+
+    expected = gradients()
+    with torch.inference_mode():
+        found = gradients()
+        made, options = problem()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    out, lse = (varlen_attention if layout == "thd" else attention)(*made[1:], **options, return_lse=True)
+    again = attention_backward(made[0], *made[1:], out, lse, layout=layout, **options)
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from powertrain.ops.attention.backends.reference import assemble, attention_ref, sequences
 from powertrain.ops.attention.layouts import from_lse_order, to_lse_order
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason, Varlen
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime.dispatch import without_autocast
 from powertrain.runtime.nodes import once_differentiable
@@ -51,6 +51,16 @@ def backward(
 
         dout_n = w_n dout        dlse_n = w_n (dlse + dout . (out_n - out))
     """
+    given = (call.query, call.key, call.value, *call.tensors, *call.varlen[:4], out, lse)
+    if torch.is_inference_mode_enabled() or any(x is not None and x.is_inference() for x in given):
+        # nothing is recorded in inference mode, nor of tensors made there
+        with torch.inference_mode(False):
+            again = replace(
+                call, query=_recordable(call.query), key=_recordable(call.key), value=_recordable(call.value),
+                tensors=MaskTensors._make(map(_recordable, call.tensors)),
+                varlen=Varlen._make(map(_recordable, call.varlen)),
+            )  # fmt: skip
+            return backward(again, *map(_recordable, (dout, out, lse, dlse)))
     inputs = (call.query, call.key, call.value)
     dtype = acc_dtype(call.query.dtype)
     with torch.enable_grad():
@@ -70,6 +80,10 @@ def backward(
     grads = torch.autograd.grad([own, own_lse], leaves, [dout, grad])
     dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
     return dq, dk, dv
+
+
+def _recordable(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:

@@ -192,10 +192,16 @@ def _vjp(attend: Callable[..., _Pair], *inputs: Tensor) -> tuple[_Pair, Callable
     if torch.compiler.is_compiling():
         results, differentiate = torch.func.vjp(attend, *(x.detach() for x in inputs))  # type: ignore[misc]
         return results, differentiate
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
+    # nothing is recorded in inference mode, nor of tensors made there
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in inputs]
         results = attend(*leaves)
-    return results, lambda grads: torch.autograd.grad(results, leaves, grads)
+
+    def backward(grads: _Pair) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False):
+            return torch.autograd.grad(results, leaves, [x.clone() if x.is_inference() else x for x in grads])
+
+    return results, backward
 
 
 def _backward(
