@@ -199,9 +199,13 @@ def _marks_of(mask: Tensor, marks: dict[str, Any], keys: int) -> dict[str, Any]:
     """Keywords of `attention` that a marked mask, or lengths, stands for."""
     if mask.dim() == 1:
         return {**marks, "seqused_k": mask}
-    # MiniMax makes the masks of decoding for the one key of its linear attention; "sdpa" spreads them over all keys
+    # MiniMax makes the masks of decoding for the one key of its linear attention; "sdpa" spreads them over all keys.
+    # Gradient checkpointing takes the cache from prefix tuning, whose masks have columns for it
     is_for_them = mask.shape[-1] == keys or "document_ids" not in marks
-    columns = f"have a column for each of {keys} keys (pad no prompts of a model that makes other masks)"
+    how = "pad no prompts of a model that makes other masks"
+    if mask.shape[-1] > keys:
+        how = "gradient checkpointing leaves out the keys of a cache, as prefix tuning has them"
+    columns = f"have a column for each of {keys} keys ({how})"
     checks.require(is_for_them, _OP, "attention_mask", columns, list(mask.shape))
     return marks
 
@@ -531,7 +535,7 @@ def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, dev
     scaling = scaling if isinstance(scaling, float | int) and scaling else head_dim**-0.5
     causal = bool(getattr(module, "is_causal", True))
     # 9 keys: a partial tile, and enough rows for a causal mask to matter
-    mask = torch.zeros(9, 9, device=device)
+    mask = torch.zeros(9, 9, device=device, dtype=torch.float32)
     if causal:
         mask = torch.full_like(mask, -1e30).triu(1)
     options = {"scaling": scaling, **_extras(module, device, dtype)}

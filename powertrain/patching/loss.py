@@ -41,6 +41,8 @@ def why_not(model: Any) -> str | None:
         return "its weights are on the meta device; patch the model once they are loaded"
     if base is None or head not in list(model.children()):
         return "its head is not beside its base model"
+    if head.weight.is_inference():
+        return "its weights were made in torch.inference_mode, and cannot be trained"
     # an argument that the base model does not take would have to be interpreted by us
     taken = inspect.signature(type(base).forward).parameters
     if missing := parameters.keys() - _OWN - taken.keys():

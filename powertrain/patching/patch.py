@@ -1,7 +1,8 @@
 """`powertrain.patch(model)`: a model written elsewhere, on our ops, in one line."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,10 +45,12 @@ def patch(model: nn.Module, *, kinds: Iterable[str] = KINDS, explain: bool = Fal
     _check_model("patch", model)
     wanted = _checked(kinds)
     report = Report(model)
-    for kind, step in _STEPS.items():
-        if kind in wanted:
-            step(model, report)
-    _judge_whole(model, report)
+    with _plainly():
+        for kind, step in _STEPS.items():
+            if kind in wanted:
+                step(model, report)
+        _judge_whole(model, report)
+    replace.hand_on(model)
     if explain:
         print(table(report))
     return report
@@ -60,7 +63,19 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         if replace.installed(module):
             replace.remove(module)
+    replace.hand_on(model)
     _restore_attention(model)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """With gradients and without autocast, wherever `patch` is called: in bfloat16 a gelu is as near as its tanh."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _check_model(op: str, model: object) -> None:
@@ -229,8 +244,10 @@ def _restore_attention(model: nn.Module) -> None:
 
 
 def _formers(model: nn.Module) -> list[tuple[Any, str]]:
-    """The configs that were switched, and their implementations before, wherever in the model they are kept."""
-    return [pair for module in model.modules() for pair in module.__dict__.get(_FORMER, ())]
+    """The configs that run our attention, and their implementations before, wherever in the model they are kept."""
+    pairs = [pair for module in model.modules() for pair in module.__dict__.get(_FORMER, ())]
+    # one that was set since, by `set_attn_implementation`, is the user's
+    return [(config, name) for config, name in pairs if config._attn_implementation == attention.NAME]
 
 
 def _inner(model: nn.Module) -> Any:

@@ -77,13 +77,26 @@ def where_kernels_run(forward: Callable[..., Any]) -> Callable[..., Any]:
 def installed(module: nn.Module) -> str | None:
     """The kind of part whose forward was replaced here, or None."""
     # the instance's own dict: a class attribute would be seen through every instance
-    return getattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK, None)
+    forward = module.__dict__.get("forward")
+    # a wrapper may keep the method of the module inside
+    is_its = getattr(forward, "__self__", None) is module
+    return getattr(forward.__func__, _MARK, None) if is_its and isinstance(forward, MethodType) else None
 
 
 def remove(module: nn.Module) -> None:
     """Put the class's own forward back."""
     del module.__dict__["forward"]
     module.__dict__.pop(_REPLICATE, None)
+
+
+def hand_on(model: nn.Module) -> None:
+    """Wrappers that keep the forward of a module inside, as PEFT's adaption prompts do, get the one it has now."""
+    for module in model.modules():
+        kept = module.__dict__.get("forward")
+        if isinstance(kept, MethodType) and isinstance(kept.__self__, nn.Module) and kept.__self__ is not module:
+            inner = kept.__self__
+            if kept.__func__ is type(inner).forward or hasattr(kept.__func__, _MARK):
+                module.forward = inner.forward
 
 
 def is_others(module: nn.Module) -> bool:

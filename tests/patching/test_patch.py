@@ -1,8 +1,10 @@
 """powertrain.patch on transformers' architectures: what is replaced, the same loss and gradients, and back again."""
 
+import contextlib
 import copy
 import inspect
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -204,6 +206,40 @@ def test_in_inference_mode() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(model(**inputs).logits, right, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model(**inputs).logits, right, rtol=1e-4, atol=1e-5)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(former)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "DeepseekV3"])
+def test_where_patch_is_called(name: str) -> None:
+    """Under autocast parts were judged in bfloat16: Gemma's tanh of gelu became the exact one. In inference mode the
+    loss was left, and a default dtype of float16 was an error."""
+    model, inputs = causal(name), batch()
+    right, wanted = run(model, inputs), pt.patch(copy.deepcopy(model))
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    for context in (torch.no_grad(), torch.inference_mode(), autocast, default_dtype(torch.float16)):
+        patched = copy.deepcopy(model)
+        with context:
+            report = pt.patch(patched)
+        assert (report.replaced, report.left) == (wanted.replaced, wanted.left)
+        judge(run(patched, inputs), right, run(copy.deepcopy(model).double(), inputs), torch.float32)
+
+
+def test_weights_of_inference_mode() -> None:
+    with torch.inference_mode():
+        model = causal("Llama").eval()
+        right = model(batch()["input_ids"]).logits
+        report = pt.patch(model)
+        torch.testing.assert_close(model(batch()["input_ids"]).logits, right, rtol=1e-4, atol=1e-5)
+    assert [part.kind for part in report.left] == ["loss"] and "inference_mode" in report.left[0].why
 
 
 def test_trainer_calls() -> None:
@@ -409,6 +445,23 @@ def test_a_part_and_then_the_model() -> None:
     pt.unpatch(model)
     assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"sdpa"}
     assert torch.equal(run(model, inputs)[0], right[0])
+
+
+def test_an_attention_that_is_set_later() -> None:
+    """`unpatch` undid what the user had set since, and so did `patch` of other kinds."""
+    model, inputs = causal("Llama").eval(), batch("none")
+    del inputs["labels"]
+    pt.patch(model, kinds=["attention"])
+    model.set_attn_implementation("eager")
+    pt.patch(model, kinds=["norm"])
+    assert model(**inputs, output_attentions=True).attentions[0].shape == (2, 4, 20, 20)
+    pt.unpatch(model)
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("sdpa")
+    pt.patch(model)
+    assert model.config._attn_implementation == "powertrain"
+    pt.unpatch(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def replica_of(module: nn.Module) -> nn.Module:

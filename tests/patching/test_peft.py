@@ -150,6 +150,39 @@ def test_a_loss_from_logits(order: str) -> None:
     assert prompts(**inputs).logits is None
 
 
+@pytest.mark.parametrize("order", ["patched first", "adapted first"])
+def test_a_wrapper_that_keeps_the_forward(order: str) -> None:
+    """PEFT's adaption prompts do: `unpatch` took it from the wrapper; a loss replaced by `patch` was not called."""
+    inputs = batch()
+    adaption = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1)
+    models = []
+    for is_patched in (False, True):
+        torch.manual_seed(0)
+        model = causal("Llama")
+        if is_patched and order == "patched first":
+            pt.patch(model)
+        models.append(peft.get_peft_model(model, copy.deepcopy(adaption)))
+    plain, model = models
+    if order == "adapted first":
+        assert "loss" in {part.kind for part in pt.patch(model).replaced}
+    right, found = run(plain, inputs), run(model, inputs)
+    torch.testing.assert_close(found[0], right[0])
+    torch.testing.assert_close(found[1], right[1], rtol=1e-3, atol=1e-6)
+    assert right[1] and model(**inputs).logits is None
+    pt.unpatch(model)
+    assert model(**inputs).logits is not None
+    assert torch.equal(run(model, inputs)[0], right[0])
+
+
+def test_prefixes_under_gradient_checkpointing_are_refused() -> None:
+    """Which leaves out the cache that they are in; the message was of models that make other masks."""
+    model = peft.get_peft_model(causal("Llama"), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    pt.patch(model)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"a column for each of 20 keys .gradient checkpointing leaves out the keys"):
+        model(**batch())
+
+
 class Quantized(nn.Linear):
     """As bitsandbytes' and GPTQ's: a subclass of nn.Linear with packed integers and a product of its own."""
 
