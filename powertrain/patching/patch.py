@@ -73,7 +73,8 @@ def _plainly() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
+        # older torch warns of "cuda" without a GPU, also where it is switched off
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
