@@ -18,7 +18,7 @@ from powertrain.runtime.extras import require
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.checkpoint.load import kinds_at
-from powertrain.train.checkpoint.store import find, read_facts, verify, write_json
+from powertrain.train.checkpoint.store import claim, find, read_facts, verify, write_json
 from powertrain.train.config.reader import Run
 from powertrain.train.config.schema import RunConfig, size_to_train
 from powertrain.train.data.completion_sources import open_completions
@@ -29,7 +29,7 @@ from powertrain.train.lint import rehearse
 from powertrain.train.mesh_shape import check_parallel
 from powertrain.train.objective import FORMATS
 from powertrain.train.ranks import LaunchEnv, be_deterministic, connect
-from powertrain.train.reporting.metrics import Sink
+from powertrain.train.reporting.metrics import METRICS, Sink, evaluated_at
 from powertrain.train.signals import ENDING
 from powertrain.train.slow_precision import warn_if_slow
 from powertrain.train.trainer import Trainer
@@ -130,11 +130,19 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     path = Path(config.checkpoint.load) if config.checkpoint.load else None
     resumed = trainer.resume()
     begun = resumed or path is None or decided_by_first(lambda: bool(kinds_at(path)), group)
+    if resumed:
+        metrics = config.folder() / METRICS
+        trainer.evaluated = decided_by_first(lambda: evaluated_at(metrics, trainer.progress.step), group)
     # a resumed run has gone on from these weights already
     if path is not None and begun and not resumed:
         trainer.start_from(path)
 
     def open_sinks_here() -> None:
+        with _naming_folder():
+            config.folder().mkdir(parents=True, exist_ok=True)
+            # two runs at once would write into each other's metrics and report, also where neither saves a checkpoint
+            if not (config.checkpoint.save and _same(config.folder(), config.checkpoint_folder())):
+                trainer.claim = claim(config.folder(), "logging.folder")
         keep_texts(config.folder() / "config", run, config)
         with _naming_folder():
             trainer.sinks = make_sinks(trainer)
@@ -202,6 +210,10 @@ def _need_load(run: Run, config: RunConfig) -> None:
         return
     got = "no checkpoint there" if Path(load).exists() else "no such folder"
     raise ValueError(f"checkpoint.load must name a checkpoint to begin with, got {load} ({got}); null: random weights")
+
+
+def _same(a: Path, b: Path) -> bool:
+    return a.resolve() == b.resolve()
 
 
 def _refuse_checkpoint(config: RunConfig) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 import torch
@@ -88,9 +88,11 @@ class Trainer:
         self.reference_cache: ReferenceCache | None = None  # made by `fit`
         self._saver = Saver(config, ranks, data.tokenizer, self._note)
         self.checkpoints = self._saver.checkpoints
+        self.claim: TextIO | None = None  # of logging.folder, on the first rank
         whole = self.model if self.pipeline is None else build(config.model)
         self.flops_per_token = flops_per_token(whole, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
+        self.evaluated: frozenset[str] | None = None  # after the resumed step, before it; None: all that was due
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
         self.stop_reason = ""  # of should_stop, such as the name of a signal
@@ -129,6 +131,8 @@ class Trainer:
             self.save()
         if words := unreached(self.config.optimizer.lr, self.config.schedule, train.steps):
             self._note(words)
+        if self.evaluated is not None:
+            self._evaluate_what_is_due(but=self.evaluated)
         while self.progress.step < train.steps and not self._ends():
             step = self.progress.step
             with self._trace.step(step + 1), self._watch.step(step + 1):
@@ -307,11 +311,12 @@ class Trainer:
         self._clock = Moment(self.ranks.device)
         return float(mean)
 
-    def _evaluate_what_is_due(self) -> None:
+    def _evaluate_what_is_due(self, but: frozenset[str] = frozenset()) -> None:
         for name in self._evaluations_due():
-            self._finish_previous_step()
-            self.evaluate(name)
-        if self.config.evaluation.tasks and self._evaluation_is_due():
+            if name not in but:
+                self._finish_previous_step()
+                self.evaluate(name)
+        if self.config.evaluation.tasks and self._evaluation_is_due() and "tasks" not in but:
             self._finish_previous_step()
             with contextlib.suppress(ScoringStopped):
                 self.evaluate_tasks()
@@ -371,6 +376,9 @@ class Trainer:
             for sink in self.sinks:
                 self._call_sink(sink, sink.close)
         finally:
+            self.checkpoints.release()
+            if self.claim is not None:
+                self.claim.close()
             disconnect(self.ranks)
 
     def save(self) -> None:

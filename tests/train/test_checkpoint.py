@@ -1,6 +1,8 @@
 """Checkpoints: whole or not there, without pickle, and errors that name the file."""
 
+import gc
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import torch
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.store import CheckpointError, Checkpoints, checkpoints_in, find, load, read_facts
 from tests.distributed.launch import ROOT, clean_environment
+from tests.train.tiny_run import open_trainer
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -177,3 +180,29 @@ def test_another_run_is_kept_out_until_the_first_has_ended(tmp_path: Path) -> No
         first.kill()
     Checkpoints(tmp_path)
     assert not left.exists()
+
+
+def test_a_run_without_checkpoints_is_kept_out_too(tmp_path: Path) -> None:
+    """Two runs of one config with `checkpoint.save: false` wrote into each other's metrics.jsonl and report."""
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", _KEEPER, str(tmp_path / "run")]
+    with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "here\n"
+        with pytest.raises(ValueError, match=f"logging.folder must not be another run's .* process {first.pid} of"):
+            open_trainer(tmp_path, "checkpoint.save=false", sinks=lambda trainer: [])
+        first.kill()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".writer"]
+
+
+def test_the_lock_of_a_run_outlives_the_run_before_it(tmp_path: Path) -> None:
+    """The first trainer's file was closed when it was collected, and with it the lock of the second, of one process."""
+    first = open_trainer(tmp_path, sinks=lambda trainer: [])
+    first.close()
+    second = open_trainer(tmp_path, sinks=lambda trainer: [])
+    del first
+    gc.collect()
+    for folder in ("run", "run/checkpoints"):
+        command = [sys.executable, "-c", _KEEPER, str(tmp_path / folder)]
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+        assert done.returncode and f"process {os.getpid()} of" in done.stderr
+    second.close()

@@ -276,9 +276,7 @@ def test_what_does_not_go_together_ends_with_2(tmp_path: Path) -> None:
 def test_no_more_steps_than_the_checkpoint_has(steps: int, tmp_path: Path) -> None:
     assert _train(tmp_path, "train.steps=3")[0] == 0
     code, output = _train(tmp_path, f"train.steps={steps}")
-    said = (
-        f"nothing was left to do: the checkpoint is of step 3, and train.steps is {steps}; more steps go on from there"
-    )
+    said = f"no step was left: the checkpoint is of step 3, and train.steps is {steps}; more steps go on from there"
     assert code == 0 and said in output
     assert [f.name for f in (tmp_path / "run/checkpoints").glob("step_*")] == ["step_00000003"]
 

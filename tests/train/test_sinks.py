@@ -50,6 +50,25 @@ def test_the_metrics_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     assert names == ["metrics.jsonl", "metrics.jsonl.1", "metrics.jsonl.2"]
 
 
+def test_all_files_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    """Its report was written over, its curves were joined with the new ones in TensorBoard, and W&B, told to go on in
+    the earlier run, drops steps that this has already."""
+    for number in (1, 2):
+        (tmp_path / "tensorboard").mkdir()
+        for name in ("report.html", "about.json", "wandb_id", "tensorboard/events"):
+            (tmp_path / name).write_text(f"{name} of run {number}")
+        (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
+        JsonLines(tmp_path / "metrics.jsonl", resumed_at=1).close()
+        assert (tmp_path / "report.html").is_file()  # a resumed run goes on with them
+        JsonLines(tmp_path / "metrics.jsonl").close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "about.json.1", "about.json.2", "metrics.jsonl", "metrics.jsonl.1", "metrics.jsonl.2", "report.1.html",
+        "report.2.html", "tensorboard.1", "tensorboard.2", "wandb_id.1", "wandb_id.2",
+    ]  # fmt: skip
+    assert (tmp_path / "report.1.html").read_text() == "report.html of run 1"
+    assert (tmp_path / "tensorboard.2" / "events").read_text() == "tensorboard/events of run 2"
+
+
 def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     first = JsonLines(file)

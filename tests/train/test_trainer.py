@@ -18,6 +18,7 @@ from powertrain.train.checkpoint.store import checkpoints_in
 from powertrain.train.config.schema import LossScale, OptimizerConfig, ScheduleConfig, TrainConfig
 from powertrain.train.data.loader import UnreadableSample
 from powertrain.train.optim import Optimizer, Scaler, global_norm
+from powertrain.train.reporting.metrics import JsonLines, read_metrics
 from powertrain.train.run import stop_on_signals
 from powertrain.train.saving import save_step
 from powertrain.train.schedule import learning_rate, unreached
@@ -357,6 +358,31 @@ def test_sigterm_ends_an_evaluation(tmp_path: Path) -> None:
         f"checkpoint of step 12 in {tmp_path}/run/checkpoints",
         "the evaluation of validation after step 12 was left, as the run is to end",
     ]
+
+
+def test_an_evaluation_that_was_left_is_made_by_the_next_start(tmp_path: Path) -> None:
+    """A signal or a kill during the last evaluation: the next start had no step to take, and there never was a loss."""
+
+    def sinks(trainer: Trainer) -> list[Any]:
+        return [JsonLines(tmp_path / "run/metrics.jsonl", resumed_at=trainer.progress.step)]
+
+    def evaluations() -> list[tuple[int, str, float]]:
+        return [(e.step, e.name, e.loss) for e in read_metrics(tmp_path / "run/metrics.jsonl").evaluations]
+
+    trainer = open_trainer(tmp_path, *_HELD_OUT, "data.split='60,20,20'", sinks=sinks)
+    trainer.fit()
+    trainer.close()
+    whole = evaluations()
+    assert [(step, name) for step, name, _ in whole] == [(12, "validation"), (12, "test")]
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    for missing in ({"test"}, {"validation", "test"}, set()):
+        kept = [line for line in lines if not any(f'"name": "{name}"' in line for name in missing)]
+        (tmp_path / "run/metrics.jsonl").write_text("".join(kept))
+        trainer = open_trainer(tmp_path, *_HELD_OUT, "data.split='60,20,20'", sinks=sinks)
+        assert trainer.progress.step == 12
+        trainer.fit()
+        trainer.close()
+        assert evaluations() == whole
 
 
 def test_an_interrupted_wait_announces_no_checkpoint(tmp_path: Path) -> None:

@@ -153,10 +153,17 @@ class Checkpoints:
         # not after a KeyboardInterrupt: the save is still under way, and nobody knows whether it will end well
         self._pending = None
 
+    def release(self) -> None:
+        """Let other runs write in the folder. Not left to the garbage collector: a lock of this process ends with any
+        file that it closes there, so a collected run's would end that of the run after it."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
     def _begin(self) -> None:
         """Keep other runs out of a folder that is there, and complete or remove folders of a killed process."""
         if self._claim is None and self.folder.is_dir():
-            self._claim = claim(self.folder)
+            self._claim = claim(self.folder, "checkpoint.folder")
             _recover(self.folder)
 
     def _make(self, partial: Path) -> None:
@@ -273,8 +280,9 @@ def _recover(folder: Path) -> None:
             _remove(path)
 
 
-def claim(folder: Path) -> TextIO | None:
-    """An open file whose lock says that this process writes in a folder; ValueError if another does.
+def claim(folder: Path, key: str) -> TextIO | None:
+    """An open file whose lock says that this process writes in a folder; ValueError, naming the config's key, if
+    another does.
 
     The lock is the operating system's and goes with the process; forked children do not have it. Where the file system
     has none, nothing is claimed.
@@ -288,9 +296,7 @@ def claim(folder: Path) -> TextIO | None:
         file.seek(0)
         owner = file.read(200).strip() or "another process"
         file.close()
-        raise ValueError(
-            f"checkpoint.folder must not be another run's while it writes there, got {folder}: {owner} does"
-        ) from None
+        raise ValueError(f"{key} must not be another run's while it writes there, got {folder}: {owner} does") from None
     except OSError as error:
         tracing.event("checkpoint", f"{folder} cannot be kept from other runs: {error}")
         file.close()

@@ -16,6 +16,8 @@ from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.reading import one_line
 from powertrain.train.reporting.kernel_profile import KernelTable
 
+METRICS = "metrics.jsonl"
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -88,9 +90,9 @@ class JsonLines:
     """metrics.jsonl: a line per step, evaluation, task, kernel table or note.
 
     A resumed run appends after the step it resumed from; records of later steps are dropped. A run that begins anew
-    keeps the file of an earlier one in its folder as metrics.jsonl.1, .2 and so on. A damaged line is dropped with a
-    warning, and the original file kept as .damaged. A line that does not fit on the disk is an OSError and leaves
-    nothing in the file, so that later lines stay readable.
+    keeps the files of an earlier one in its folder as metrics.jsonl.1, report.1.html and so on. A damaged line is
+    dropped with a warning, and the original file kept as .damaged. A line that does not fit on the disk is an OSError
+    and leaves nothing in the file, so that later lines stay readable.
     """
 
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
@@ -183,13 +185,44 @@ def read_metrics(file: Path) -> Metrics:
     return metrics
 
 
+def evaluated_at(file: Path, step: int) -> frozenset[str] | None:
+    """What was evaluated after a step: names of held-out sets, "tasks". None: the file does not have the step."""
+    known, evaluated = False, set()
+    for line in _lines(file):
+        try:
+            fields = json.loads(line)
+            if fields["step"] == step:
+                known = known or fields["kind"] == "step"
+                evaluated.add({"evaluation": fields.get("name", ""), "task": "tasks"}.get(fields["kind"], ""))
+        # the sink says which lines are damaged
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+    return frozenset(evaluated - {""}) if known else None
+
+
+# what else a run leaves in its folder; W&B would drop the steps that a run of that id has already
+_BESIDE = ("report.html", "about.json", "tensorboard", "wandb_id")
+
+
 def _set_aside(file: Path) -> None:
-    """Rename the file of an earlier run that took a step: its checkpoints may be elsewhere, or it wrote none."""
+    """Rename the files of an earlier run that took a step: its checkpoints may be elsewhere, or it wrote none."""
     if not any('"kind": "step"' in line for line in _lines(file)):
         return
-    aside = next(path for path in (Path(f"{file}.{n}") for n in itertools.count(1)) if not os.path.lexists(path))
-    file.rename(aside)
-    tracing.warn(f"{file} was of an earlier run and is {aside.name} now")
+    folder, names = file.parent, (file.name, *_BESIDE)
+    number = next(n for n in itertools.count(1) if not any(os.path.lexists(folder / _aside(name, n)) for name in names))
+    moved = []
+    # its metrics last: a start that is killed between two renames leaves them for the next one
+    for name in reversed(names):
+        if os.path.lexists(folder / name):
+            (folder / name).rename(folder / _aside(name, number))
+            moved.append(name)
+    now = ", ".join(_aside(name, number) for name in reversed(moved))
+    tracing.warn(f"{', '.join(reversed(moved))} in {folder} were of an earlier run and are {now} now")
+
+
+def _aside(name: str, number: int) -> str:
+    # a browser shows what ends in .html
+    return f"report.{number}.html" if name == "report.html" else f"{name}.{number}"
 
 
 def _kept(file: Path, resumed_at: int) -> bytes:

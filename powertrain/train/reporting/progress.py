@@ -210,7 +210,7 @@ def closing(about: About, *, report: bool) -> list[str]:
     # the commonest surprise of a second start: the command ends at once, and must say why
     if about.resumed_at >= about.steps:
         lines.append(
-            f"nothing was left to do: the checkpoint is of step {about.resumed_at}, and train.steps is "
+            f"no step was left: the checkpoint is of step {about.resumed_at}, and train.steps is "
             f"{about.steps}; more steps go on from there, another checkpoint.folder begins anew (another "
             "logging.folder, where that is not set)"
         )

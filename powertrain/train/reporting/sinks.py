@@ -8,12 +8,10 @@ from rich.console import Console
 
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, Sink, StepRecord, TaskRecord
+from powertrain.train.reporting.metrics import METRICS, EvaluationRecord, JsonLines, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.progress import Lines, Live
 from powertrain.train.reporting.report import ReportFile
 from powertrain.train.reporting.run_summary import About
-
-METRICS = "metrics.jsonl"
 
 
 def open_sinks(config: RunConfig, about: About, console: Console) -> list[Sink]:
