@@ -1,9 +1,12 @@
 """Apex's and TransformerEngine's fused optimizers on `powertrain.AdamW` and torch.optim.SGD."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import OptState
 
 from powertrain.ops.adamw import AdamW
 from powertrain.ops.conversion import unsupported
@@ -55,6 +58,32 @@ class FusedAdam(AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self._refuse(self.param_groups[-1])
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """As in Apex and TransformerEngine `step(grad_scaler=scaler)` does what `scaler.step` does; other options are
+        those of `powertrain.AdamW.step`."""
+        # not in the signature, where torch's GradScaler would look for it, and warn
+        scaler = options.pop("grad_scaler", None)
+        # not super().step, nor scaler.step: torch runs the hooks of a step for each of them
+        if scaler is None or not scaler.is_enabled():
+            return self._step(closure, **options)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state, scale = scaler._per_optimizer_states[id(self)], scaler._get_scale_async()
+        unscaled = state["stage"] is OptState.UNSCALED
+        found = scaler._found_inf_per_device(self) if unscaled else scaler._check_inf_per_device(self)
+        self.grad_scale = None if unscaled else scale
+        self.found_inf = torch.stack([torch.zeros_like(scale), *(t.to(scale.device) for t in found.values())]).sum(0)
+        try:
+            self._step(None, **options)
+        finally:
+            del self.grad_scale, self.found_inf
+        state["stage"] = OptState.STEPPED
+        return loss
 
     def _dtype_of(self, p: Tensor) -> torch.dtype:
         # in bfloat16 a running square would not move by its 1 - 0.999

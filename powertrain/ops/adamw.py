@@ -269,6 +269,15 @@ class AdamW(torch.optim.AdamW):
         DTensors every rank must call this with gradients of the same meshes: max_norm sums over their groups.
         Numerics: those of scaling the gradients first, without the rounding to their dtype.
         """
+        return self._step(closure, max_norm=max_norm, grad_factor=grad_factor)
+
+    def _step(
+        self,
+        closure: Callable[[], float] | None,
+        *,
+        max_norm: float | None = None,
+        grad_factor: Tensor | None = None,
+    ) -> float | None:
         checks.require(
             max_norm is None or grad_factor is None, "AdamW.step", "grad_factor", "come without max_norm", "both"
         )

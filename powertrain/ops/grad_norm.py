@@ -153,6 +153,15 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     one_kernel = norm_type in (1, 2, math.inf) and _one_kernel(grads)
+    if not one_kernel:
+        for g in grads:
+            dense = g.layout is torch.strided
+            checks.require(dense, "clip_grad_norm_", "gradients", "be dense tensors", f"one of layout {g.layout}")
+        # torch takes no norm of order inf of an empty tensor; no norm depends on one
+        parameters = [p for p in parameters if p.grad is not None and p.grad.numel()]
+        if grads and not parameters:
+            return torch.zeros((), dtype=torch.float32, device=grads[0].device)
+        grads = [g for g in grads if g.numel()]
     if not one_kernel and _are_of_16_bits(grads):
         total = _norm_in_float32(grads, norm_type)
         if error_if_nonfinite:

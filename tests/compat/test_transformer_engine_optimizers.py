@@ -75,3 +75,29 @@ def test_checkpoints_of_theirs(step: Any) -> None:
     remainders = saved | {"master_param": torch.ones(2, dtype=torch.int16)}
     with pytest.raises(ValueError, match=r"have whole master weights .*, got master_param of int16"):
         optimizer.load_state_dict({"state": {0: remainders}, "param_groups": [group]})
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_step_takes_a_grad_scaler(unscales: bool) -> None:
+    """`step(grad_scaler=scaler)`, as TransformerEngine and Apex have it, was a TypeError."""
+    p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    ours, plain = FusedAdam([p], 0.1), torch.optim.AdamW([q], 0.1, weight_decay=0.0)
+    seen: list[str] = []
+    ours.register_step_post_hook(lambda *_: seen.append("hook"))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    for factor in (1.0, float("inf"), 2.0, 3.0):
+        for parameter, optimizer, scaler in ((p, ours, scalers[0]), (q, plain, scalers[1])):
+            optimizer.zero_grad()
+            scaler.scale((parameter * factor).sum()).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+        assert ours.step(lambda: 7.0, grad_scaler=scalers[0]) == 7.0
+        scalers[1].step(plain)
+        for scaler in scalers:
+            scaler.update()
+        torch.testing.assert_close(p, q)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 8.0
+    assert seen == ["hook"] * 4
+    ours.step(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    plain.step()
+    torch.testing.assert_close(p, q)

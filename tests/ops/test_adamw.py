@@ -450,6 +450,28 @@ def test_clipping_takes_vectors_though_its_factor_lies_behind_the_norm() -> None
     assert aligned["_norm_total_kernel"] == {"partial_ptr", "total_ptr"}
 
 
+@pytest.mark.parametrize("norm_type", [1, 2.0, float("inf"), -float("inf"), 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_empty_gradients_are_no_part_of_a_norm(norm_type: float, dtype: torch.dtype, device: torch.device) -> None:
+    """torch: "cannot compute the infinity norm on an empty tensor"."""
+    params = [torch.nn.Parameter(torch.zeros(n, device=device, dtype=dtype)) for n in (0, 3)]
+    for p in params:
+        p.grad = torch.full_like(p, -2.0)
+    assert clip_grad_norm_(params[:1], 1.0, norm_type) == 0
+    norm = clip_grad_norm_(params, 1.0, norm_type)
+    torch.testing.assert_close(norm.float(), torch.full((3,), 2.0, device=device).norm(norm_type))
+    torch.testing.assert_close(params[1].grad.float(), torch.full((3,), -2.0, device=device) / norm, rtol=4e-3, atol=0)
+
+
+def test_clip_refuses_sparse_gradients(device: torch.device) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 4, device=device))
+    p.grad = torch.eye(4, device=device).to_sparse()
+    with pytest.raises(
+        ValueError, match=r"clip_grad_norm_: gradients must be dense tensors, got one of layout torch.sp"
+    ):
+        clip_grad_norm_([p], 1.0)
+
+
 def test_clip_nothing(device: torch.device) -> None:
     assert clip_grad_norm_([], 1.0) == 0 and clip_grad_norm_(_params(device), 1.0) == 0
 
