@@ -5,7 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -46,6 +46,12 @@ class AtomicFile:
             self.file = os.fdopen(os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "w+b")
             self._named = True
 
+    def write(self, data: bytes) -> None:
+        """As `file.write`; its error, of a full disk, names the file."""
+        with _naming(self.path):
+            self.file.write(data)
+            self.file.flush()
+
     def publish(self) -> None:
         """Write to disk, close, and rename the file to its name; an existing file is replaced."""
         with _naming(self.path):
@@ -78,12 +84,11 @@ class AtomicFile:
 
     def discard(self) -> None:
         """Forget the bytes; nothing happens after `publish`."""
-        try:
+        # `close` flushes the buffer, which fails on a full disk as it did before, and closes the file all the same
+        with suppress(OSError):
             self.file.close()
-        # `close` flushes the buffer, which fails on a full disk
-        finally:
-            if self._temporary is not None:
-                self._temporary.unlink(missing_ok=True)
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -111,7 +116,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
 def _write(path: Path, data: bytes, mode: int, nameless: bool) -> None:
     new = AtomicFile(path, mode, nameless=nameless)
     try:
-        new.file.write(data)
+        new.write(data)
         new.publish()
     finally:
         new.discard()

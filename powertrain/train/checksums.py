@@ -47,7 +47,7 @@ def write_sums(file: Path, sums: dict[str, tuple[int, str]]) -> None:
     """FILE.sum: name beside it -> (bytes, CRC-32). It appears whole or not at all."""
     new = AtomicFile(file)
     try:
-        new.file.write((json.dumps(sums, indent=1) + "\n").encode())
+        new.write((json.dumps(sums, indent=1) + "\n").encode())
         new.publish()
     finally:
         new.discard()

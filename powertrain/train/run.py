@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from powertrain.runtime import tracing
+from powertrain.runtime.atomic_file import write_whole
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.extras import require
 from powertrain.runtime.target import Target
@@ -227,7 +228,7 @@ def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
     with _naming_folder():
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in run.texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            write_whole(folder / name, text.encode())
         write_json(folder / "run.json", config.model_dump(mode="json"))
         write_json(folder / "overrides.json", list(run.overrides))
 

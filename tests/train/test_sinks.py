@@ -3,6 +3,7 @@
 import importlib.machinery
 import io
 import json
+import resource
 import sys
 import types
 from dataclasses import asdict
@@ -14,10 +15,12 @@ import torch
 from rich.console import Console
 
 from powertrain.runtime import tracing
+from powertrain.train.checkpoint.store import write_json
 from powertrain.train.reporting.kernel_profile import KernelTable, LateCompile, StepWatch, served
 from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, StepRecord, TaskRecord, read_metrics
 from powertrain.train.reporting.progress import Lines, Live, Pace, many, si
 from powertrain.train.reporting.sinks import TensorBoard, WandB, check
+from powertrain.train.run import keep_texts
 from tests.train.tiny_run import read
 
 
@@ -93,6 +96,25 @@ def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     JsonLines(file, resumed_at=5).close()
     assert read_metrics(file).notes == [(1, "")]
     assert file.with_name("metrics.jsonl.damaged").read_text() == damaged
+
+
+def test_a_full_disk_is_said_with_its_file(tmp_path: Path) -> None:
+    """A run ended with "[Errno 27] File too large" and no more, as its config or earlier metrics were written."""
+    run = read(tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"kind": "step", "step": 1}\n' * 1000)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match=rf"File too large: '{metrics}'"):
+            JsonLines(metrics, resumed_at=1)
+        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/about.json'"):
+            write_json(tmp_path / "about.json", ["x" * 20000])
+        with pytest.raises(ValueError, match=rf"logging\.folder must .* got {tmp_path}/config/tiny\.yml \(File too"):
+            keep_texts(tmp_path / "config", run, run.config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert len(metrics.read_text().splitlines()) == 1000
 
 
 def test_pace() -> None:

@@ -494,7 +494,7 @@ def write_json(file: Path, content: Any) -> None:
     """Write JSON atomically and durably."""
     new = AtomicFile(file)
     try:
-        new.file.write(json.dumps(content, indent=1).encode())
+        new.write(json.dumps(content, indent=1).encode())
         new.publish()
     finally:
         new.discard()

@@ -89,8 +89,9 @@ def build_order(
     # not psutil: it reads the host's memory, not the limit of a container
     if needed > (free := available_memory()[0]):
         raise ValueError(
-            f"train.steps: the order of {num_samples} samples over {epochs} epochs of {len(documents)} documents must "
-            f"fit into memory, got {needed / 2**30:,.0f} GiB where {free / 2**30:,.0f} GiB are free"
+            f"train.steps (of a held-out set evaluation.steps): the order of {num_samples} samples over {epochs} "
+            f"epochs of {len(documents)} documents must fit into memory, got {needed / 2**30:,.0f} GiB where "
+            f"{free / 2**30:,.0f} GiB are free"
         )
     # the legacy generator, whose numbers GPT-NeoX's orders are made of; NumPy keeps them for ever
     random = np.random.RandomState(seed)

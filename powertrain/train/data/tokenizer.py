@@ -154,7 +154,7 @@ class FileTokenizer:
         """Write tokenizer.json; it appears whole or not at all."""
         new = AtomicFile(path)
         try:
-            new.file.write(self.backend.to_str().encode())
+            new.write(self.backend.to_str().encode())
             new.publish()
         finally:
             new.discard()

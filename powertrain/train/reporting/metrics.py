@@ -102,7 +102,7 @@ class JsonLines:
         kept = _kept(file, resumed_at) if resumed_at else b""
         new = AtomicFile(file)
         try:
-            new.file.write(kept)
+            new.write(kept)
             new.publish()
         finally:
             new.discard()

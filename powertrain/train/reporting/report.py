@@ -38,7 +38,7 @@ def write_report(folder: Path) -> Path:
     new = AtomicFile(folder / NAME)
     try:
         # a path or a sample in the page may hold bytes that are no UTF-8
-        new.file.write(page.encode(errors="replace"))
+        new.write(page.encode(errors="replace"))
         new.publish()
     finally:
         new.discard()
