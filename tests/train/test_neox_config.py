@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -233,6 +234,32 @@ def test_the_type_of_fp16_in_older_releases_is_said(tmp_path: Path) -> None:
     assert run.config.train.precision == "fp16" and row.disposition == "changes numerics"
     assert "bf16.enabled" in row.explanation
     assert _row(_read(tmp_path, fp16={"enabled": True, "type": "fp16"}), "fp16.type").disposition == "ignored"
+
+
+@pytest.mark.parametrize("fp16", [{"type": "bfloat16"}, {"enabled": False, "type": "bfloat16"}])
+def test_the_type_of_fp16_that_is_off(fp16: dict[str, Any], tmp_path: Path) -> None:
+    """The table said that the run, in fp32 or bf16, computes in fp16."""
+    run = _read(tmp_path, fp16=fp16)
+    row = _row(run, "fp16.type")
+    assert run.config.train.precision == "fp32" and row.disposition == "changes numerics"
+    assert row.explanation.startswith("fp32, as in GPT-NeoX today")
+    run = _read(tmp_path, fp16=fp16, bf16={"enabled": True})
+    assert run.config.train.precision == "bf16" and _row(run, "fp16.type").disposition == "ignored"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field"),
+    [
+        ("loss_scale", 1e39, "static"),
+        ("initial_scale_power", 128, "initial_power"),
+        ("min_loss_scale", 0, "minimum"),
+        ("min_loss_scale", 1e9, "minimum"),
+    ],
+)
+def test_mistakes_of_loss_scaling_name_their_line_and_key(key: str, value: float, field: str, tmp_path: Path) -> None:
+    """`neox.yml: train.loss_scale.minimum must be greater than 0`: neither the line nor GPT-NeoX's key."""
+    said = _error(tmp_path, fp16={"enabled": True, key: value})
+    assert re.search(rf":\d+: (fp16\.{key} \()?train\.loss_scale\.{field}\b", said), said
 
 
 def test_a_misspelled_key_of_a_section_names_the_nearest(tmp_path: Path) -> None:

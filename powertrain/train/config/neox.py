@@ -65,6 +65,9 @@ def _origins(keys: NeoXKeys) -> dict[KeyPath, str]:
         word = KEYS[key].words.split(",")[0].split(":")[0].split(" ")[0]
         if "." in word and KEYS[key].disposition in ("honoured", "mapped"):
             origins.setdefault(tuple(word.split(".")), key)
+    for key in keys.section("fp16"):
+        if key in _SCALE_KEYS:
+            origins["train", "loss_scale", _SCALE_KEYS[key]] = f"fp16.{key}"
     return origins
 
 
@@ -259,7 +262,7 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
         "gradient_accumulation_steps": steps,
         "precision": precision,
         "reduce_dtype": _reduce_dtype(keys, precision),
-        "loss_scale": _loss_scale(keys),
+        "loss_scale": _loss_scale(keys, precision),
         "gradient_clipping": _gradient_clipping(keys),
         "seed": keys.get("seed", 1234),
         "activation_checkpointing": "full" if keys.get("checkpoint_activations") else "none",
@@ -341,18 +344,26 @@ def _precision(keys: NeoXKeys) -> str:
     return next(iter(asked_by.values()), "fp32")
 
 
-_FP16_KEYS = {"enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
+# of the section fp16 -> of train.loss_scale
+_SCALE_KEYS = {
+    "loss_scale": "static", "initial_scale_power": "initial_power", "loss_scale_window": "window",
+    "hysteresis": "hysteresis", "min_loss_scale": "minimum",
+}  # fmt: skip
 
 
-def _loss_scale(keys: NeoXKeys) -> dict[str, Any]:
+def _loss_scale(keys: NeoXKeys, precision: str) -> dict[str, Any]:
     for section in _PRECISIONS:
         for key, value in keys.section(section).items():
             if key == "fp16_master_weights_and_grads" and value:
                 keys.unsupported(section, f"{key}: {value}", "set it to false; master weights are fp32")
             elif (section, key, value) == ("fp16", "type", "bfloat16"):
-                words = "fp16, as in GPT-NeoX today; older releases computed in bf16: bf16.enabled for that"
-                keys.add_inner_row((section, key), value, "changes numerics", words)
-            elif key not in (known := _FP16_KEYS if section == "fp16" else {"enabled"}):
+                # those look at the type whether fp16 is enabled or not
+                words = f"{precision}, as in GPT-NeoX today; older releases computed in bf16: bf16.enabled for that"
+                if precision == "bf16":
+                    keys.add_inner_row((section, key), value, "ignored", "the run computes in bf16 already")
+                else:
+                    keys.add_inner_row((section, key), value, "changes numerics", words)
+            elif key not in (known := {"enabled", *_SCALE_KEYS} if section == "fp16" else {"enabled"}):
                 near = did_you_mean(key, known)
                 keys.add_inner_row((section, key), value, "ignored", f"not a key of loss scaling{near}")
     static = keys.inner("fp16", "loss_scale", 0, "float", least=0)

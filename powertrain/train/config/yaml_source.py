@@ -97,7 +97,7 @@ class Source:
         # a value without a place of its own (a list's element) stands where its parent does
         while path and path not in self.locations and path not in self.origins:
             path = path[:-1]
-        path = (self.origins[path],) if path in self.origins else path
+        path = tuple(self.origins[path].split(".")) if path in self.origins else path
         return self.locations.get(path) or Location(", ".join(self.texts) or DICTIONARY)
 
     def override(self, text: str) -> None:
