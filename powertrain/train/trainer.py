@@ -393,6 +393,8 @@ class Trainer:
         group = self.ranks.checkpoint_group
         # the first rank decides for all: a checkpoint may appear, or its folder be seen late, between two looks
         checkpoint = decided_by_first(lambda: checkpoint_store.find(path or self.checkpoints.folder), group)
+        if path is None and self.ranks.is_first:
+            checkpoint_store.warn_of_incomplete(self.checkpoints.folder)
         if checkpoint is not None:
             self._stand_at(self._restorer().resume(checkpoint))
         return checkpoint is not None

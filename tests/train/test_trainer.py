@@ -385,6 +385,22 @@ def test_an_evaluation_that_was_left_is_made_by_the_next_start(tmp_path: Path) -
         assert evaluations() == whole
 
 
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_newer_folder_without_facts_is_said(kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose newest checkpoint had lost checkpoint.json went on from an older one, or step 0, without a word."""
+    trainer, _ = _run(tmp_path, "checkpoint.every=6", f"checkpoint.keep_last={kept}")
+    newest = trainer.checkpoints.folder / "step_00000012"
+    capsys.readouterr()
+    open_trainer(tmp_path, sinks=lambda t: []).close()
+    assert "no checkpoint" not in capsys.readouterr().err
+    (newest / "checkpoint.json").unlink()
+    trainer = open_trainer(tmp_path, sinks=lambda t: [])
+    trainer.close()
+    then = "does not go on from it" if kept == 1 else f"goes on from {newest.with_name('step_00000006')}"
+    assert f"{newest} is no checkpoint, as it has no checkpoint.json: the run {then}" in capsys.readouterr().err
+    assert trainer.progress.step == 6 * (kept - 1)
+
+
 def test_an_interrupted_wait_announces_no_checkpoint(tmp_path: Path) -> None:
     """A second Ctrl-C while the last checkpoint is written: closing waits for it, and says so only then."""
     sink = At(0, lambda: None)

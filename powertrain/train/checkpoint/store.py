@@ -327,6 +327,18 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+def warn_of_incomplete(folder: Path) -> None:
+    """Say which folders of later steps than the newest checkpoint's have no checkpoint.json, and so are none."""
+    newest = find(folder)
+    for path in sorted(folder.glob("step_*")):
+        match = _NAME.fullmatch(path.name)
+        if match is None or match[2] or not path.is_dir() or (path / "checkpoint.json").exists():
+            continue
+        if newest is None or step_of(newest) < step_of(path):
+            then = "does not go on from it" if newest is None else f"goes on from {newest}"
+            tracing.warn(f"{path} is no checkpoint, as it has no checkpoint.json: the run {then}")
+
+
 def find(path: Path) -> Path | None:
     """The checkpoint at `path`: itself, or the newest in it; None if there is none."""
     if (path / "checkpoint.json").is_file():
