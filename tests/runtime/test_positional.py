@@ -189,7 +189,7 @@ C = torch.full((4,), -1.0)
         ("moe_route", (X[0],), {"top_k": np.array([1, 2])}, r"top_k must be an integer, got array\(\[1, 2\]\)"),
         ("moe_route", (X[0],), {"top_k": 2**70}, f"top_k must be 1 to 8, .* got {2**70}"),
         ("merge_attentions", (3, 3), {}, "outs must be a sequence of tensors, got 3"),
-        ("attention_backward", (X[None],) * 4 + (X[None] > 0, X), {}, "out must be floating point, of 16 bits or more, got bool"),
+        ("attention_backward", (X[None],) * 4 + (X[None] > 0, X), {}, "out must be .* of 16 bits or more, got bool"),
         ("rope", (X[None],), {"table": X}, "rope: table must be one that rope_table made, got a float32 tensor"),
         ("rope_table", ("8", 16), {}, "rope_table: rotary_dim must be an integer, got '8'"),
         ("moe_permute", (X[0], T[0, :, None], 2.5), {}, "moe_permute: num_experts must be an integer, got 2.5"),

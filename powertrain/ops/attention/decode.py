@@ -5,13 +5,14 @@
 Decoding reads every key and value once and computes little, so it runs at the speed of memory. One program serves one
 kv head of one sequence and one part (split) of its keys: the queries of all heads that share the kv head, times the
 new tokens, are the rows of one tile. Splits exist only to fill the GPU; they leave float32 partial results, which a
-second kernel combines. How many there are of one sequence alone, or with num_splits, follows from shapes (cache size,
-heads, SMs); of a batch, how many there are in all, and a small kernel before shares them out by the lengths it finds
-(decode_schedule.py). The host never knows those, and CUDA graphs hold for all of them.
+second kernel combines. The host chooses from shapes (cache size, heads, SMs): the number of splits of one sequence
+alone, or of each with num_splits; of a batch, the number in all, which a small kernel shares out among the sequences by
+their lengths (decode_schedule.py; of packed queries decode_tiles.py). The host never reads the lengths, and one CUDA
+graph serves all of them.
 
-On Hopper two other kernels serve where they are faster (decode_op.py): MLA caches from 16 rows on
-(hopper/decode_mla.py), and packed queries, such as chunks of prompts beside single tokens, or equal ones of several
-sequences (hopper/forward_pages.py).
+On Hopper other kernels serve most calls in float16 and bfloat16 (decode_op.py): that of hopper/decode_mla.py MLA caches
+with at least 16 rows (queries times heads), and that of hopper/forward_pages.py, the attention forward over caches,
+packed queries and equal numbers of queries of each sequence, one query or more.
 
 Pages are found by page_table[batch, token // page_size]: one page id per block of keys where whole blocks lie in a
 page, else one per key. Head dims are split into power-of-two pieces (192 = 128 + 64), never padded to the next one.
@@ -225,9 +226,9 @@ def decode_attention(
         Deterministic; where a sequence's keys are cut, and so rounding, follows from shapes and the lengths of the
         whole batch, with num_splits from shapes alone.
     Memory: out, and where keys are split parts * S * H * (E + 1) * 4 bytes: B * num_splits parts, or B and as many more
-        as fill the GPU eight times. Of packed queries, and on Hopper of several sequences, (E + 1) * 4 bytes for each
-        row of a tile and part of a tile that is cut: there tiles have 64 or 128 rows and the parts fill the GPU at most
-        five times: 17 to 65 MiB for E = 128 on an H200.
+        as fill the GPU eight times. Of packed queries, and on Hopper of equal ones too, (E + 1) * 4 bytes for each row
+        of a tile and part of a tile that is cut. On Hopper (one sequence alone excepted, which is as B above) tiles
+        have 64 to 192 rows, and there is memory for all parts that there can be: 17 to 65 MiB for E = 128 on an H200.
     Raises ValueError with the argument's name, requirement and value; NotImplementedError where a gradient is
         wanted: this is for inference.
     Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.

@@ -1,13 +1,15 @@
-"""Tiles of queries beside a KV cache, and the list of what is computed of them. Queries are packed, as many of each
-sequence as it has, or equal.
+"""Tiles of queries beside a KV cache, the list of the tiles and of the parts of their keys, and the combination of
+parts. Queries are packed [T, H, D], any number of each sequence, or equal [B, S, H, D].
 
-A chunk of a prompt and single new tokens stand in one tensor [T, H, D]. Tiles of BLOCK_M rows (query, query head of a
-kv head) never hold two sequences; the host knows only that there are at most cdiv(T * ratio, BLOCK_M) + B + 2 of them.
-A kernel finds each tile's sequence and keys, cuts the keys of long tiles into parts, as decode_schedule.py cuts those
-of sequences, and writes a list of whole tiles and parts, the longest first; of more than 2048 tiles two kernels do. It
-runs alone, and a call of few sequences takes little longer than its kernels' code takes to be read: code that is short
-is fast here (_few_tiles_kernel). Results of parts lie by entry of the list: 4 bytes a row and head dim for each part of
-a tile that is cut.
+Packed queries are, say, a chunk of a prompt and single new tokens. A tile has BLOCK_M rows (query, query head of a kv
+head) of one sequence. Of packed queries the host knows only that there are at most cdiv(T * ratio, BLOCK_M) + B + 2
+tiles. The device finds the sequence and the keys of each, cuts the keys of long tiles into parts, as decode_schedule.py
+cuts those of sequences, and writes a list of parts and whole tiles, the longest first. One kernel of one program does
+this for up to 2048 tiles (_few_tiles_kernel), two kernels for more (_tiles_kernel, _list_kernel).
+
+No other kernel runs beside the list's. A call of few sequences takes little longer than the SMs take to fetch its
+kernels' code, so _few_tiles_kernel is written to be short. Float32 results of a part are stored at the index of its
+entry in the list: 4 bytes for each row and channel, for each part of a tile that is cut.
 """
 
 from typing import NamedTuple
@@ -492,9 +494,9 @@ def results_in(memory: Tensor, rows: int, head_dim_v: int) -> tuple[Tensor, Tens
 class TileList(NamedTuple):
     """Tiles of queries and parts of their keys, in the order in which programs take them."""
 
-    entries: Tensor  # [1 + N, ENTRY_FIELDS] int32, as `_list_kernel` writes them
-    slots: int  # of results of parts: the first so many entries have them
-    cut: int  # tiles of several parts, at most
+    entries: Tensor  # [1 + N, ENTRY_FIELDS] int32: a row of counts (LISTED, EXTRA, CUT), then N entries
+    slots: int  # entries, the list's first, that have room for results of a part
+    cut: int  # the most tiles that are cut into parts
     sequences: int
 
     @property
@@ -508,14 +510,14 @@ class TileList(NamedTuple):
         plan: tuple[int, int, int], target: Target, rounds: int = 0, least_keys: int | None = None,
         result_keys: int = 0,
     ) -> "TileList":  # fmt: skip
-        """Of `queries` rows in all, or of so many of each sequence if there are no starts.
+        """Of `queries` in all, with starts; without, of so many of each sequence.
 
-        ratio       heads of a tile, or of each of its queries
-        groups      of so many heads: programs that take an entry
+        ratio       heads of each query in a tile
+        groups      groups of so many heads: each entry is computed once for each of them
         seen, plan  as of `schedule`
-        rounds      where programs take entries from a counter: in so many parts or fewer the work of each is cut
-        least_keys  of a part
-        result_keys keys that take as long as results of a part do, with rounds
+        rounds      where programs take entries from a counter: parts that the work of a program is cut into, at most
+        least_keys  keys of the smallest part
+        result_keys keys that take as long as storing and combining the results of a part, with rounds
         """
         batch, (block_m, block_n, per_sm), device = keys.seqlens.shape[0], plan, keys.seqlens.device
         count = cdiv(queries * ratio, block_m)
@@ -562,9 +564,9 @@ class TileList(NamedTuple):
     ) -> None:  # fmt: skip
         """Results of parts, weighted by their LSE, into `out` and `lse`, contiguous, of the tiles that are cut: [T, H,
         E] and [H, T] of packed queries, [B, S, H, E] and [B, H, S] of equal ones, B may be 1 in both. `ratio`: heads of
-        a tile; None: all that share keys. partial [slots, G, BLOCK_M, E] and partial_lse [slots, G, BLOCK_M], float32,
-        of the G groups of so many heads; a slot's groups follow one another. `most`: queries of a sequence; the grid
-        depends on it, results do not."""
+        each query in a tile; None: all that share keys. partial [slots, G, BLOCK_M, E] and partial_lse [slots, G,
+        BLOCK_M], float32, of the G groups of so many heads; a slot's groups follow one another. `most`: the most
+        queries of a sequence; the grid depends on it, results do not."""
         (groups, block_m, head_dim_v), heads = partial.shape[1:], out.shape[-2]
         of_kv = heads // kv_heads
         ratio = ratio or of_kv

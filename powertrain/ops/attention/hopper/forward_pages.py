@@ -1,11 +1,13 @@
 """The Hopper forward over caches, in pages or dense: packed queries, such as chunks of prompts with single new tokens
-among them, or several equal ones of each sequence.
+among them, or the same number of queries of each sequence, one or more.
 
-Tiles of 64 or 128 rows of one sequence (queries, times heads that share keys where queries are few) and blocks of 64 or
-128 keys, which the loader warp finds through the page table: the kernel of forward.py. The host knows neither lengths
-nor shares of the rows. A list made on the device says which tiles there are and into how many parts the keys of each
-are cut, by the blocks of keys that it sees (decode_tiles.py): the CTAs take its entries from a counter, the longest
-first, so that few tiles need be cut for all CTAs to end together.
+The kernel is that of forward.py: tiles of 64 to 192 rows of one sequence (queries, times heads that share keys where
+queries are few) and blocks of 64 or 128 keys, which the loader warp finds through the page table. The host knows
+neither the lengths nor how many queries each sequence has. So a list made on the device says which tiles there are and
+into how many parts the keys of each are cut, by the blocks of keys that it sees (decode_tiles.py): the CTAs take its
+entries from a counter, the longest first, so that few tiles need be cut for all CTAs to end together. One sequence
+alone, packed or not, has no list: the keys of each of its tiles are cut into the same number of parts, chosen from
+shapes (splits.py).
 """
 
 import math
@@ -34,18 +36,18 @@ from powertrain.runtime.target import Target
 class Cut(NamedTuple):
     """How the keys of tiles are cut into parts, and in which order parts are taken."""
 
-    rounds: int  # in so many parts or fewer the work of a CTA is cut
+    rounds: int  # the work of a CTA is cut into so many parts or fewer
     least_keys: int  # of a part
-    result_keys: int  # that take as long as results of a part do
-    together: int  # groups of heads whose parts of a tile follow one another
+    result_keys: int  # keys that take as long as storing and combining the results of a part
+    together: int  # groups of heads that take the same entry of the list one after another
 
 
 def cut_for(rows: int) -> Cut:
     """`rows`: queries times heads of a kv head, of a sequence on average.
 
-    Results of 128 rows cost as much as three or four blocks of 128 keys. Two groups of heads together are 6 to 8 %
-    faster than eight at 2 or 3 tiles a sequence, eight 3 to 4 % faster at few rows, where memory bounds them (one
-    H100)."""
+    Storing and combining results of 128 rows costs as much as three or four blocks of 128 keys. On one H100 two
+    groups of heads together are 6 to 8 % faster than eight where a sequence has 2 or 3 tiles, eight 3 to 4 % faster
+    where it has few rows and memory is the limit."""
     return Cut(3, 128, 72 + 3 * min(rows, 128), 2 if 128 < rows < 512 else 8)
 
 
@@ -148,7 +150,7 @@ def _in_equal_parts(operands: Operands, plan: Plan) -> Plan:
 
 
 def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
-    """With tiles of 64 rows, or with warpgroups that share their code."""
+    """Tiles of 64 rows where these are faster; else larger ones, above head dim 64 by warpgroups with shared code."""
     plan = plan_for(operands.d_qk, operands.d_v, max_queries)
     small = _sharing_heads(operands, with_consumers(plan, 1), max_queries)
     # one tile of 64 rows holds all of a sequence: us, one H200, with 128 rows and so: 8 sequences of 365 to 1061 keys
@@ -163,8 +165,8 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
 
 
 def _is_faster_in_small_tiles(operands: Operands, small: Plan) -> bool:
-    """Whether tiles of 64 rows, which start sooner for their code is shorter, are faster than larger ones though a
-    sequence fills several. They run at once, and memory bounds them: rows are few on average, or keys are.
+    """Whether tiles of 64 rows are faster than larger ones though a sequence fills several: their code is shorter, so
+    they start sooner. They are where all run at once and memory is the limit: rows are few on average, or keys are.
 
     us, one H200, nothing in the L2, with 128 rows and 64: a chunk of 32 and 7 tokens beside 424 to 1724 keys H8/1 19.3,
     16.3; 3 of 128 beside 505 H12/2 22.5, 18.7; 8 of 16 beside 214 to 295 H28/4 19.4, 17.2; geometric mean of 21 random
