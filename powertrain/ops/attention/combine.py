@@ -1,5 +1,5 @@
 """Partial results over splits of the keys, combined by their LSE: the last step of decoding, and of the Hopper forward
-where it splits keys. Where a list of tiles says what is split, decode_tiles.py combines with `add_parts` of here."""
+where it splits keys. Where a list of tiles says what is split, decode_tiles.py combines, with `add_parts`."""
 
 from typing import NamedTuple
 

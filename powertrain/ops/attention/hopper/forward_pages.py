@@ -166,7 +166,7 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
 
 def _is_faster_in_small_tiles(operands: Operands, small: Plan) -> bool:
     """Whether tiles of 64 rows are faster than larger ones though a sequence fills several: their code is shorter, so
-    they start sooner. They are where all run at once and memory is the limit: rows are few on average, or keys are.
+    they start sooner. So they are where all run at once and memory is the limit: rows are few on average, or keys are.
 
     us, one H200, nothing in the L2, with 128 rows and 64: a chunk of 32 and 7 tokens beside 424 to 1724 keys H8/1 19.3,
     16.3; 3 of 128 beside 505 H12/2 22.5, 18.7; 8 of 16 beside 214 to 295 H28/4 19.4, 17.2; geometric mean of 21 random
