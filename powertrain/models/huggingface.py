@@ -31,7 +31,9 @@ Named = Iterable[tuple[str, Tensor]]
 _SHARD_BYTES = 4 << 30
 _LANGUAGE, _REWARD = "ForCausalLM", "ForSequenceClassification"
 SCORE = "score.weight"
-_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_DTYPES = {
+    torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
+}  # fmt: skip
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -9,6 +9,7 @@ Source: the file format of huggingface/peft, src/peft/utils/save_and_load.py and
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # layers of a classifier that are trained whole; a reward model of ours has the second
 _CLASSIFIERS = ("classifier", "score")
+# starts that take the adapter's first product from the base model, which PEFT does again when it reads the adapter
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 class Adapter(NamedTuple):
@@ -205,20 +208,44 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for key, allowed in must.items():
         if values.get(key) not in (None, *allowed):
             raise ValueError(f"{file}: {key} must be {allowed[0]!r} or absent, got {values[key]!r}")
+    # where, or in which blocks, an adapter computes
+    for key in ("alora_invocation_tokens", "arrow_config", "use_bdlora"):
+        if values.get(key) is not None:
+            raise ValueError(f"{file}: {key} must be null or absent, got {values[key]!r}")
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_BASE):
+        raise ValueError(
+            f"{file}: init_lora_weights must be a start that leaves the base model as it is, got {start!r}; "
+            "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...) writes such an adapter"
+        )
     whole = values.get("modules_to_save") or []
     if not set(whole) <= set(_CLASSIFIERS):
         raise ValueError(f"{file}: modules_to_save must be [] or absent, or of {list(_CLASSIFIERS)}, got {whole!r}")
     for key in ("r", "lora_alpha"):
         if isinstance(values.get(key), bool) or not isinstance(values.get(key), (int, float)) or values[key] <= 0:
             raise ValueError(f"{file}: {key} must be a number above 0, got {values.get(key)!r}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        _check_patterns(f"{file}: {key}", values.get(key) or {})
     return values
 
 
+def _check_patterns(name: str, patterns: Any) -> None:
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{name} must be an object, got {patterns!r}")
+    for pattern, value in patterns.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(f"{name} must hold numbers above 0, got {value!r} for {pattern!r}")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name} must hold regular expressions, got {pattern!r}: {error}") from None
+
+
 def _pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """PEFT's rank_pattern and alpha_pattern: names, or ends of names."""
+    """PEFT's rank_pattern and alpha_pattern: regular expressions of names, or of their ends behind a dot."""
     for key, value in (patterns or {}).items():
-        # PEFT matches suffixes at a dot
-        if name == key or name.endswith(f".{key}"):
+        # so PEFT matches: a name is an expression for itself, and ^ is the name's beginning
+        if re.match(rf"(.*\.)?({key})$", name):
             return value
     return default
 

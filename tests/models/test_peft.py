@@ -94,6 +94,17 @@ def test_different_adapters_of_queries_and_values(tmp_path: Path) -> None:
         torch.testing.assert_close(part, (scale * B @ A).expand_as(part))
 
 
+def test_patterns_are_regular_expressions(tmp_path: Path) -> None:
+    """A key that is no name was left out, and its layers had the default's scale."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), nn.Linear(6, 8))
+    save_adapter(powertrain.lora(copy.deepcopy(model), rank=2, alpha=2), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    patterns = {r"0\..*": 6, "^1": 10, "1": 14}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": patterns}))
+    scales = {name: layer.scale for name, layer in lora_layers(load_adapter(model, tmp_path)).items()}
+    assert scales == {"0.0": 3, "0.1": 3, "1": 5}
+
+
 def test_a_model_of_others_keeps_its_names(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     adapted = _trained(powertrain.lora(copy.deepcopy(model), rank=2, targets=["0", "2"]))
@@ -112,6 +123,12 @@ def test_errors_name_file_and_key(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias must be 'none' or absent, got 'all'"),
         ({"r": 8}, "must have rank 8 as adapter_config.json says, got 4"),
         ({"lora_alpha": None}, "lora_alpha must be a number above 0"),
+        ({"init_lora_weights": "pissa_niter_4"}, "adapter_config.json: init_lora_weights must be a start that leaves"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights must be .*, got 'olora'; PEFT's save_pretrained"),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens must be null or absent, got \[5, 6\]"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern must hold regular expressions, got '\('"),
+        ({"alpha_pattern": {"q_proj": "3"}}, "alpha_pattern must hold numbers above 0, got '3' for 'q_proj'"),
+        ({"alpha_pattern": [3]}, r"alpha_pattern must be an object, got \[3\]"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(good | change))
         with pytest.raises(ValueError, match=message):

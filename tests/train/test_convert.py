@@ -243,6 +243,21 @@ def test_hugging_face_to_ours_and_back(fields: dict[str, Any], tmp_path: Path) -
     _same(tmp_path / "hf", source)
 
 
+def test_weights_in_float64(tmp_path: Path) -> None:
+    """To Hugging Face it ended in a KeyError; of ours, without a check, nothing could read the result."""
+    source = tmp_path / "64"
+    convert(open_weights(_small(tmp_path / "hf")), source, "hf", dtype=torch.float64)
+    convert(open_weights(source), tmp_path / "again", "hf")
+    assert json.loads((tmp_path / "again/config.json").read_text())["torch_dtype"] == "float64"
+    _same(source, tmp_path / "again")
+    words = r"dtype must be given \(fp32, bf16, fp16\): .*, and .*64 holds torch.float64"
+    with pytest.raises(ValueError, match=words):
+        convert(open_weights(source), tmp_path / "ours", "powertrain", check=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["64", "again", "hf"]
+    convert(open_weights(source), tmp_path / "ours", "powertrain", dtype=torch.float32)
+    assert open_weights(tmp_path / "ours").dtype is torch.float32
+
+
 @pytest.mark.parametrize("rows", [128, 90])
 def test_rows_of_vocabulary(rows: int, tmp_path: Path) -> None:
     """More: zeros. Fewer: the last ones go."""

@@ -30,6 +30,7 @@ from powertrain.train.data.tokenizer import (
     padded_vocab_size,
     write_files,
 )
+from powertrain.train.optim import DTYPES
 
 # of the largest logit: float32 in another order of computation stays two digits below, a wrong layout far above
 _TOLERANCE = 1e-4
@@ -119,6 +120,8 @@ def convert(
     if source.is_fp8:
         # values of FP8 weights come in float32: they are written in the dtype of the others
         dtype = dtype or source.dtype
+    if to != "peft":
+        _check_dtype(dtype or source.dtype, source.path, to)
     written = source.with_vocabulary(vocab_size or source.config.vocab_size)
     # beside the destination, on the same file system, so that the rename at the end is one step
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
@@ -172,6 +175,16 @@ def _check_vocabulary(rows: int, tokenizer: Tokenizer | None) -> None:
     least = 1 if tokenizer is None else tokenizer.vocab_size
     if rows < least:
         raise ValueError(f"vocab_size must be at least {least}, the tokenizer's, got {rows}")
+
+
+def _check_dtype(dtype: torch.dtype, path: Path, to: Kind) -> None:
+    """Before anything is written: by that dtype a checkpoint is read again."""
+    known = [*DTYPES.values(), *([torch.float64] if to != "powertrain" else [])]
+    if dtype not in known:
+        names = ", ".join(str(each).removeprefix("torch.") for each in known)
+        raise ValueError(
+            f"dtype must be given ({', '.join(DTYPES)}): {NAMES[to]} may hold {names}, and {path} holds {dtype}"
+        )
 
 
 def _write_hf(
