@@ -31,6 +31,7 @@ Named = Iterable[tuple[str, Tensor]]
 _SHARD_BYTES = 4 << 30
 _LANGUAGE, _REWARD = "ForCausalLM", "ForSequenceClassification"
 SCORE = "score.weight"
+_HEADS = ("lm_head.weight", "embed_out.weight")
 _DTYPES = {
     torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
 }  # fmt: skip
@@ -112,6 +113,8 @@ def from_hf(
     }
     has_head = not reward and not config.tie_embeddings
     _check_names(config, module, {name for names in parts.values() for name in names}, set(tensors), has_head)
+    if config.tie_embeddings and not reward:
+        _check_tied(tensors, parts["embed.weight"][0])
     for name, names in parts.items():
         with reading("checkpoint", f"make {name} of {' with '.join(names[:3])}"):
             read = [tensors[part] for part in names]
@@ -128,13 +131,26 @@ def from_hf(
 def _check_names(config: ModelConfig, module: Any, wanted: set[str], present: set[str], has_head: bool) -> None:
     left_out = re.compile(module.HF_LEFT_OUT.format(num_layers=config.num_layers))
     # some files hold the head though it is tied to the embedding, or not used
-    heads = () if has_head else ("lm_head.weight", "embed_out.weight")
+    heads = () if has_head else _HEADS
     unknown = sorted(name for name in present - wanted if name not in heads and not left_out.search(name))
     missing = sorted(wanted - present)
     if missing or unknown:
         raise ValueError(
             f"checkpoint must have the tensors of its config; missing {missing[:5]}, unknown {unknown[:5]}"
         )
+
+
+def _check_tied(tensors: Mapping[str, Tensor], embedding: str) -> None:
+    """transformers 5 takes a head that is there with other values, earlier ones left it out."""
+    for name in _HEADS:
+        if name not in tensors:
+            continue
+        head, embed = tensors[name], tensors[embedding]
+        if head.shape != embed.shape or not torch.equal(head, embed.to(head.dtype)):
+            raise ValueError(
+                f"checkpoint: {name} must be {embedding} where config.json has tie_word_embeddings true, got other "
+                "values; with false there they are read"
+            )
 
 
 def shapes(config: ModelConfig) -> dict[str, Tensor]:

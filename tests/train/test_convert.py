@@ -258,6 +258,23 @@ def test_weights_in_float64(tmp_path: Path) -> None:
     assert open_weights(tmp_path / "ours").dtype is torch.float32
 
 
+def test_tensors_that_do_not_fit_are_named_with_their_folder(tmp_path: Path) -> None:
+    source = _small(tmp_path / "hf", tie_embeddings=True)
+    file, embed, head = source / "model.safetensors", "gpt_neox.embed_in.weight", "embed_out.weight"
+    good = load_file(file)
+    for changed, words in (
+        ({head: good[embed] + 1}, f": {head} must be {embed} where config.json has tie_word_embeddings true"),
+        ({"other": torch.zeros(2)}, " must have the tensors of its config; missing [], unknown ['other']"),
+        ({embed: torch.tensor(1.0)}, f": {embed} must make embed.weight [96, 32], got []"),
+    ):
+        save_file(good | changed, file)
+        with pytest.raises(ValueError, match=re.escape(f"{source}{words}")):
+            load_model(source, device="cpu")
+    # some files hold the tied head too
+    save_file(good | {head: good[embed].clone()}, file)
+    load_model(source, device="cpu")
+
+
 @pytest.mark.parametrize("rows", [128, 90])
 def test_rows_of_vocabulary(rows: int, tmp_path: Path) -> None:
     """More: zeros. Fewer: the last ones go."""

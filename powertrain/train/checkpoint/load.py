@@ -1,6 +1,7 @@
 """Weights of a run's checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint, detected from the files."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -283,15 +284,24 @@ def _hf(path: Path) -> Weights:
         raise ValueError(f"{path} must hold {name}, got {', '.join(sorted(opened)[:3])} …")
     # the size of the vocabulary is its rows; config.json may name fewer
     embedding = opened[name]
-    if len(embedding) > config.vocab_size:
+    # one that is no matrix is refused with the others' shapes
+    if embedding.dim() and len(embedding) > config.vocab_size:
         # rows of padding that config.json does not count
         config = config.model_copy(update={"vocab_size": len(embedding)})
     is_fp8, reward = isinstance(opened, FP8Tensors), huggingface.is_reward(read_json(path / "config.json"))
     return Weights(
-        path, "hf", config, embedding.dtype, lambda: huggingface.from_hf(config, opened, reward=reward),
+        path, "hf", config, embedding.dtype, lambda: _named(path, huggingface.from_hf(config, opened, reward=reward)),
         tokenizer_in(path), is_fp8=is_fp8, has_value=reward,
         has_head=config.tie_embeddings or not reward,
     )  # fmt: skip
+
+
+def _named(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """A run may read several checkpoints: an error says which."""
+    try:
+        yield from tensors
+    except ValueError as error:
+        raise ValueError(re.sub("^checkpoint", lambda _: str(path), str(error))) from None
 
 
 def _peft(path: Path) -> Weights:
