@@ -92,6 +92,24 @@ def test_packed_qkv(heads: tuple[int, int], grad: bool) -> None:
         torch.testing.assert_close(qkv, expected(before))
 
 
+@pytest.mark.parametrize("form", ["qkv", "grouped", "kv"])
+def test_packed_of_another_dtype_than_autocast(form: str) -> None:
+    shape = {"qkv": (2, 5, 3, 3, 8), "grouped": (2, 5, 8, 8), "kv": (2, 5, 2, 3, 8)}[form]
+    x = torch.randn(shape).half().requires_grad_()
+    tables = [t.half() for t in _angles(5, 4)]
+
+    def turned() -> Tensor:
+        if form == "kv":
+            return rotary.apply_rotary_emb_kv_(x, *tables)
+        return rotary.apply_rotary_emb_qkv_(x, *tables, num_heads_q=4 if form == "grouped" else None)
+
+    expected = turned()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = turned()
+    assert found.requires_grad
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("scale_base", [None, 512.0])
 @pytest.mark.parametrize("offset", [0, 2, torch.tensor([1, 3])], ids=["0", "2", "tensor"])
 def test_rotary_embedding(scale_base: float | None, offset: Any) -> None:

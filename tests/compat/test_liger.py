@@ -67,6 +67,28 @@ def test_rope(batched: bool, rotary_dim: int | None) -> None:
     same(both, lambda q, k: torch.cat((turned(q), turned(k)), 1), [q, k])
 
 
+def test_rope_in_float64() -> None:
+    q, k = tensors((1, 2, 5, 8), (1, 1, 5, 8))
+    angles = torch.randn(1, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+
+    # tables that were rounded to float32 are off by 1e-8
+    for found, x in zip(liger.liger_rotary_pos_emb(q, k, cos, sin), (q, k), strict=True):
+        torch.testing.assert_close(found, turned(x), rtol=1e-13, atol=1e-13)
+
+
+def test_z_loss_of_capped_logits_in_16_bits() -> None:
+    logits = (torch.randn(6, 5) * 20).bfloat16()
+    loss = liger.LigerCrossEntropyLoss(lse_square_scale=1.0, softcap=30.0, reduction="none", return_z_loss=True)
+    found = loss(logits, torch.tensor([0, 3, 1, 4, 2, 2])).z_loss
+    expected = (30 * torch.tanh(logits.double() / 30)).logsumexp(-1).square()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
     "options",

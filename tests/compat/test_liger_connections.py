@@ -115,6 +115,10 @@ def test_attention_over_depth() -> None:
     inputs = tensors((4, 2, 3, 6), (6,), (6,))
     same(functional.liger_attn_res, plain, inputs)
     same(lambda v, *weights: functional.liger_attn_res(list(v.unbind()), *weights), plain, inputs)
+    half = [t.detach().half() for t in inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = functional.liger_attn_res(list(half[0].unbind()), *half[1:])
+    torch.testing.assert_close(found, functional.liger_attn_res(*half))
     v = torch.randn(2, 3, 6).bfloat16()
     assert functional.liger_attn_res(v, torch.ones(6), torch.ones(6)).dtype is torch.bfloat16
     with pytest.raises(ValueError, match="w_norm must have shape"):

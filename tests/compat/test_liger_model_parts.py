@@ -168,6 +168,11 @@ def test_mrope() -> None:
     _same_pair(turned, (_halves(q, *wide), _halves(k, *wide)), (q, k))
     with pytest.raises(ValueError, match=r"mrope_section must be three numbers whose sum is 6, got \[3, 3, 3\]"):
         liger_qwen2vl_mrope(q, k, cos, sin, [3, 3, 3])
+    half_precision = [t.half() for t in (q, k, cos, sin)]
+    expected = liger_qwen2vl_mrope(*half_precision, section)
+    # tables of another dtype than autocast's
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(liger_qwen2vl_mrope(*half_precision, section), expected)
     with pytest.raises(ValueError, match="cos must have shape"):
         liger_qwen2vl_mrope(q, k, cos[0], sin, section)
 

@@ -97,3 +97,13 @@ def test_errors_of_the_experts_name_the_argument(change: dict[str, Any], said: s
     }  # fmt: skip
     with pytest.raises(ValueError, match=said):
         moe.LigerExpertParallelFusedMoe()(**{**given, **change})
+
+
+def test_experts_of_another_dtype_than_autocast() -> None:
+    x, weights = torch.randn(5, 8).half(), torch.rand(5, 2).half()
+    gate, up, down = (torch.randn(shape).half() / 3 for shape in ((E, 6, 8), (E, 6, 8), (E, 8, 6)))
+    given = (x, torch.randint(0, E, (5, 2)), weights, gate, up, down, E)
+    layer = moe.LigerExpertParallelFusedMoe()
+    expected = layer(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(*given).float(), expected.float(), rtol=0.05, atol=0.05)

@@ -161,3 +161,16 @@ def test_rotary_positions_of_latent_attention_refuse() -> None:
         fused_apply_mla_rope_for_q(t, table, table, 2, 4, cp_size=2)
     with pytest.raises(NotImplementedError, match="rotary_interleaved = True"):
         fused_apply_mla_rope_for_q(t, table, table, 2, 4, rotary_interleaved=True)
+
+
+def test_of_another_dtype_than_autocast() -> None:
+    t, table, rows = torch.randn(5, 2, 3, 12).half(), torch.randn(5, 1, 1, 8).half(), torch.randn(6, 8).half()
+
+    def results() -> tuple[Tensor, ...]:
+        geglu = weighted_bias_quick_geglu_impl(rows, None, torch.ones(6, 1), False, 0.0, 1.0)
+        keys, values = fused_apply_mla_rope_for_kv(t, t[:, :, :1, :8], table, table, 8, 8, 4)
+        return fused_apply_mla_rope_for_q(t, table, table, 4, 8), keys, values, geglu
+
+    expected = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(results(), expected)

@@ -342,6 +342,48 @@ def test_torch_autocast() -> None:
     assert y.dtype is torch.bfloat16 and layer.fc1_weight.grad is not None and layer.fc1_weight.grad.dtype == x.dtype
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "MultiheadAttention", "GroupedLinear"])
+def test_torch_autocast_of_joined_weights_of_another_dtype(kind: str, bias: bool) -> None:
+    here: dict[str, Any] = {"bias": bias, "device": "cpu", "params_dtype": torch.float16}
+    if kind == "GroupedLinear":
+        layer, more = te.GroupedLinear(2, 6, 8, **here), ([3, 1],)
+    elif kind == "MultiheadAttention":
+        layer, more = te.MultiheadAttention(6, 2, attention_dropout=0.0, **here), ()
+    else:
+        layer, more = getattr(te, kind)(6, 8, parameters_split={"query": 3, "key": 5}, **here), ()
+    spread(layer)
+    x = torch.randn(4, 1, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x, *more)
+    grads = torch.autograd.grad(y.float().sum(), list(layer.parameters()))
+    wide = layer.float()
+    expected = wide(x, *more)
+    wanted = torch.autograd.grad(expected.sum(), list(wide.parameters()))
+    assert y.dtype is torch.bfloat16
+    for found, right in zip((y, *grads), (expected, *wanted), strict=True):
+        near = 0.05 * (1 + float(right.detach().abs().max()))
+        torch.testing.assert_close(found.float(), right, rtol=0.05, atol=near)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("params_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norms_under_torch_autocast(kind: str, params_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    layer = spread(getattr(te, kind)(6, device="cpu", params_dtype=params_dtype))
+    x = torch.randn(3, 6, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.double(), layer.double()(x.double()), rtol=0.02, atol=0.04)
+
+
+def test_output_layernorm_under_torch_autocast() -> None:
+    layer = te.TransformerLayer(8, 12, 2, output_layernorm=True, device="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, 2, 8)).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_fuse_wgrad_accumulation(dtype: torch.dtype) -> None:
     layer = te.Linear(6, 8, fuse_wgrad_accumulation=True, params_dtype=dtype, device="cpu")

@@ -37,6 +37,7 @@ from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.softmax import scaled_softmax
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = [
     "CrossEntropyOutput",
@@ -115,10 +116,11 @@ def liger_cross_entropy(
     with torch.no_grad():
         kept = target != ignore_index
         # the z-loss is that of the capped logits, which the loss has seen
-        capped = softcap * torch.tanh(input / softcap) if softcap else input
+        wide = input.to(loss.dtype)
+        capped = softcap * torch.tanh(wide / softcap) if softcap else wide
         # tanh is monotonous: the largest capped logit is the largest logit
         found = input.argmax(-1)
-        z_loss = lse_square_scale * torch.logsumexp(capped.to(loss.dtype), -1).square().masked_fill(~kept, 0.0)
+        z_loss = lse_square_scale * torch.logsumexp(capped, -1).square().masked_fill(~kept, 0.0)
         right = (found == target) & kept
         return CrossEntropyOutput(
             loss,
@@ -274,7 +276,7 @@ def liger_rope(
     """
     size = cos.shape[-1] if rotary_dim is None else rotary_dim
     # half of the table: Llama's cos repeats its angles
-    table = RopeTable(*(x[..., : size // 2].float().flatten(0, 1) for x in (cos, sin)))
+    table = RopeTable(*(x[..., : size // 2].to(acc_dtype(q.dtype)).flatten(0, 1) for x in (cos, sin)))
     # rows of the table per batch entry, since cos may differ by batch entry (position ids of their own)
     rows = torch.arange(table.cos.shape[0], device=q.device).view(cos.shape[:2])
     turned = rope(q.transpose(1, 2), k.transpose(1, 2), table=table, position_ids=rows.expand(q.shape[0], -1))
@@ -294,8 +296,10 @@ def liger_qwen2vl_mrope(
     checks.require(good, op, "mrope_section", f"be three numbers whose sum is {pairs}", list(mrope_section))
     for name, table in (("cos", cos), ("sin", sin)):
         checks.shape(op, name, table, (3, q.shape[0], q.shape[2], q.shape[3]), "[3, b, s, d]")
+    # autocast's torch.cat takes float32 and its own dtype only
+    joined = apart_from_autocast(torch.cat, q.device)
     own_cos, own_sin = (
-        torch.cat([x[axis] for axis, x in enumerate(table[..., :pairs].split(list(mrope_section), -1))], -1)
+        joined([x[axis] for axis, x in enumerate(table[..., :pairs].split(list(mrope_section), -1))], -1)
         for table in (cos, sin)
     )
     return liger_rope(q, k, own_cos, own_sin, rotary_dim=q.shape[-1])

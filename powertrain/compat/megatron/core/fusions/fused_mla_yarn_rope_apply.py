@@ -12,6 +12,7 @@ from powertrain.ops.conversion import unsupported
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = ["fused_apply_mla_rope_for_kv", "fused_apply_mla_rope_for_q"]
 
@@ -34,7 +35,7 @@ def fused_apply_mla_rope_for_q(
     op = "fused_apply_mla_rope_for_q"
     _check(op, "t", t, qk_head_dim + emb_dim, emb_dim, cu_seqlens_q, cp_size, rotary_interleaved)
     kept, turning = t.split((qk_head_dim, emb_dim), -1)
-    return torch.cat((kept, _turned(turning, cos, sin, cu_seqlens_q)), -1)
+    return _joined(kept, _turned(turning, cos, sin, cu_seqlens_q))
 
 
 def fused_apply_mla_rope_for_kv(
@@ -59,7 +60,7 @@ def fused_apply_mla_rope_for_kv(
     checks.shape(op, "k_pos_emb", k_pos_emb, (*kv.shape[:-2], 1, emb_dim), "kv's tokens, 1, emb_dim")
     key, value = kv.split((k_dim, v_dim), -1)
     shared = _turned(k_pos_emb, cos, sin, cu_seqlens_kv).expand(*key.shape[:-1], emb_dim)
-    return torch.cat((key, shared), -1), value.contiguous()
+    return _joined(key, shared), value.contiguous()
 
 
 def _check(
@@ -74,6 +75,11 @@ def _check(
     if interleaved:
         # theirs asserts the same
         unsupported(op, "rotary_interleaved", True, "False: pairs are neighbours in the input either way")
+
+
+def _joined(kept: Tensor, turned: Tensor) -> Tensor:
+    # autocast's torch.cat takes float32 and its own dtype only
+    return apart_from_autocast(torch.cat, kept.device)((kept, turned), -1)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> Tensor:

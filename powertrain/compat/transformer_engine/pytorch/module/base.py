@@ -96,7 +96,7 @@ class ProductModule(nn.Module):
         """The input in the dtype of the products."""
         x = in_autocast(inp)
         # TransformerEngine asserts the same: a silent cast would hide an unwrapped module
-        if x is inp and inp.dtype is not weight.dtype and not _is_autocast(inp):
+        if x is inp and inp.dtype is not weight.dtype and not is_autocast(inp):
             must = f"have the parameters' dtype {checks.name(weight.dtype)} outside of torch.autocast"
             checks.fail(type(self).__name__, "inp", must, checks.name(inp.dtype))
         return x
@@ -184,7 +184,8 @@ class Norm(ProductModule):
         return y
 
 
-def _is_autocast(x: Tensor) -> bool:
+def is_autocast(x: Tensor) -> bool:
+    """Whether torch.autocast casts x, or has cast it."""
     kind = x.device.type
     # float64 is not autocast
     return kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
@@ -192,7 +193,7 @@ def _is_autocast(x: Tensor) -> bool:
 
 def in_autocast(x: Tensor) -> Tensor:
     """x in the dtype of torch.autocast; itself outside of it."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if _is_autocast(x) else x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if is_autocast(x) else x
 
 
 def results(output: Tensor, *more: tuple[bool, Any]) -> Any:

@@ -14,6 +14,7 @@ from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.quant.recipe import grad_format
 from powertrain.runtime import checks, tracing
+from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = ["Fp8Padding", "Fp8Unpadding", "GroupedLinear"]
 
@@ -112,7 +113,8 @@ class GroupedLinear(ProductModule):
         # ends of the groups, as grouped_gemm reads them
         offsets = splits.cumsum(0).to(x.device, torch.int32, non_blocking=True)
         # experts are separate parameters there, so their checkpoints load; the copy is the price
-        output = _product(rows, torch.stack(weights), offsets)
+        # autocast's torch.stack takes float32 and its own dtype only
+        output = _product(rows, apart_from_autocast(torch.stack, x.device)(weights), offsets)
         biases = [getattr(self, f"bias{i}").to(x.dtype) for i in range(self.num_gemms)]
         if self.use_bias and not self.return_bias:
             output = output + _of_rows(torch.stack(biases), offsets, rows.shape[0])

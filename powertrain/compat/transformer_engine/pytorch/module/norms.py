@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
-from powertrain.compat.transformer_engine.pytorch.module.base import in_autocast
+from powertrain.compat.transformer_engine.pytorch.module.base import in_autocast, is_autocast
 from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.runtime import checks
 
@@ -63,7 +63,7 @@ class _Norm(nn.Module):
             checks.fail(op, "inp", f"end in the dims {list(shape)}", list(inp.shape))
         # as there: autocast's dtype, outside of it the weight's, in the wider of both until then
         x = in_autocast(inp)
-        result = self.weight.dtype if x is inp else x.dtype
+        result = x.dtype if is_autocast(inp) else self.weight.dtype
         # our kernels normalize the last dim
         x = x.to(torch.promote_types(x.dtype, result)).flatten(inp.dim() - len(shape))
         weight = self.weight.flatten()
