@@ -81,6 +81,23 @@ def test_rope_in_float64() -> None:
         torch.testing.assert_close(found, turned(x), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("cos", "sin", "said"),
+    [
+        ((4, 8), (4, 8), r"cos must have shape \[1 or 3, 4, rotary dim\], got \[4, 8\]"),
+        ((1, 5, 8), (1, 5, 8), r"cos must have shape .*, got \[1, 5, 8\]"),
+        ((2, 4, 8), (2, 4, 8), r"cos must have shape .*, got \[2, 4, 8\]"),
+        # the first four channels of sin were taken
+        ((1, 4, 8), (1, 4, 6), r"sin must have shape \[1, 4, 8\] \(shape of cos\), got \[1, 4, 6\]"),
+    ],
+    ids=str,
+)
+def test_rope_refuses_tables(cos: tuple[int, ...], sin: tuple[int, ...], said: str) -> None:
+    q = torch.zeros(3, 2, 4, 8)
+    with pytest.raises(ValueError, match=f"liger_rope: {said}"):
+        liger.liger_rotary_pos_emb(q, q, torch.ones(cos), torch.ones(sin))
+
+
 def test_z_loss_of_capped_logits_in_16_bits() -> None:
     logits = (torch.randn(6, 5) * 20).bfloat16()
     loss = liger.LigerCrossEntropyLoss(lse_square_scale=1.0, softcap=30.0, reduction="none", return_z_loss=True)

@@ -127,3 +127,19 @@ def test_errors() -> None:
         liger.LigerFusedLinearORPOLoss()(t["w"], t["x"][0], t["target"])
     with pytest.raises(NotImplementedError, match="loss_type"):
         liger.LigerFusedLinearDPOLoss(loss_type="exo_pair")
+
+
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_means_of_logits_under_autocast(name: str, autocast: torch.dtype) -> None:
+    # their sum is above what float16 has
+    t = made(0, -100, True)
+    x, w, b = t["x"].detach().float() + 30, t["w"].detach().float() + 30, t["b"].detach().float()
+    loss = getattr(liger, f"LigerFusedLinear{name}Loss")(use_ref_model=False)
+    first = {"preference_labels": torch.arange(B) < B // 2} if name == "KTO" else {}
+    with torch.autocast("cpu", autocast):
+        metrics = loss(*((x, w) if name == "KTO" else (w, x)), t["target"], b, **first)[1]
+    logits = F.linear(x.double(), w.double(), b.double()).unflatten(0, (2, B // 2)).flatten(1)
+    expected = logits.sum(1) if name == "KTO" else logits.mean(1)
+    assert float(logits.sum()) > 65504
+    torch.testing.assert_close(torch.stack(metrics[2:4]).double(), expected, rtol=1e-5, atol=0)

@@ -378,6 +378,21 @@ def test_norms_under_torch_autocast(kind: str, params_dtype: torch.dtype, dtype:
     torch.testing.assert_close(y.double(), layer.double()(x.double()), rtol=0.02, atol=0.04)
 
 
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"])
+def test_inputs_of_another_size_are_named(kind: str) -> None:
+    layer = getattr(te, kind)(*([2] if kind == "GroupedLinear" else []), 4, 6, device="cpu")
+    with pytest.raises(ValueError, match=rf"{kind}: inp must have a last dim of 4, got \[3, 8\]"):
+        layer(torch.zeros(3, 8), *([[3, 3]] if kind == "GroupedLinear" else []))
+
+
+def test_parts_of_one_name_and_no_heads_are_refused() -> None:
+    # query and query_ are one parameter: half of the outputs were missing
+    with pytest.raises(ValueError, match="Linear: parameters_split must have names of different parameters, got"):
+        te.Linear(4, 6, parameters_split=("query", "query_"), device="cpu")
+    with pytest.raises(ValueError, match="MultiheadAttention: num_attention_heads must be positive, got 0"):
+        te.MultiheadAttention(8, 0, device="cpu")
+
+
 def test_output_layernorm_under_torch_autocast() -> None:
     layer = te.TransformerLayer(8, 12, 2, output_layernorm=True, device="cpu")
     with torch.autocast("cpu", torch.bfloat16):

@@ -14,7 +14,9 @@ from powertrain import losses
 from powertrain.compat.missing import unknown
 from powertrain.ops.conversion import unsupported
 from powertrain.ops.linear_log_probs import linear_log_probs
+from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import without_autocast
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
@@ -46,11 +48,11 @@ class _Head:
 
     def logits_sum(self, of: Tensor | slice) -> Tensor:
         """Sum of all logits of these sequences, for metrics: the sum of the products is a product of sums."""
-        with torch.no_grad():
-            # float32: sums over all logits of a batch
-            x = self.x[of].float()
-            total = x.sum((0, 1)) @ self.weight.float().sum(0)
-            return total if self.bias is None else total + x.shape[0] * x.shape[1] * self.bias.float().sum()
+        with torch.no_grad(), without_autocast(self.x.device):
+            # float32 or float64: sums over all logits of a batch, which autocast's dtype cannot hold
+            x = self.x[of].to(acc_dtype(self.x.dtype))
+            total = x.sum((0, 1)) @ self.weight.to(x.dtype).sum(0)
+            return total if self.bias is None else total + x.shape[0] * x.shape[1] * self.bias.to(x.dtype).sum()
 
 
 class _PairedLoss(nn.Module):

@@ -274,6 +274,10 @@ def liger_rope(
 
     position_ids and unsqueeze_dim are not looked at, as there. rotary_dim: the first channels only.
     """
+    B, S = q.shape[0], q.shape[2]
+    fits = cos.dim() == 3 and cos.shape[0] in (1, B) and cos.shape[1] == S
+    checks.require(fits, "liger_rope", "cos", f"have shape [1 or {B}, {S}, rotary dim]", list(cos.shape))
+    checks.shape("liger_rope", "sin", sin, cos.shape, "shape of cos")
     size = cos.shape[-1] if rotary_dim is None else rotary_dim
     # half of the table: Llama's cos repeats its angles
     table = RopeTable(*(x[..., : size // 2].to(acc_dtype(q.dtype)).flatten(0, 1) for x in (cos, sin)))

@@ -86,6 +86,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         checks.one_of(_OP, "attention_type", attention_type, ("self", "cross"))
+        checks.require(num_attention_heads > 0, _OP, "num_attention_heads", "be positive", num_attention_heads)
         self.heads, self.groups = num_attention_heads, num_gqa_groups or num_attention_heads
         if self.heads % self.groups:
             checks.fail(_OP, "num_gqa_groups", f"divide num_attention_heads {self.heads}", self.groups)

@@ -93,7 +93,9 @@ class ProductModule(nn.Module):
                 init(parameter)
 
     def _input(self, inp: Tensor, weight: Tensor) -> Tensor:
-        """The input in the dtype of the products."""
+        """The input in the dtype of the products, whose last dim is that of the weight."""
+        if inp.shape[-1:] != weight.shape[-1:]:
+            checks.fail(type(self).__name__, "inp", f"have a last dim of {weight.shape[-1]}", list(inp.shape))
         x = in_autocast(inp)
         # TransformerEngine asserts the same: a silent cast would hide an unwrapped module
         if x is inp and inp.dtype is not weight.dtype and not is_autocast(inp):

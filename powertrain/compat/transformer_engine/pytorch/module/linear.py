@@ -65,7 +65,9 @@ def _split_sizes(op: str, split: Split, out_features: int) -> dict[str, int]:
     if not sizes or sum(sizes.values()) != out_features:
         checks.fail(op, "parameters_split", f"have sizes that add up to out_features {out_features}", split)
     # "query_" and "query" name the same parameter there
-    return {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
+    named = {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
+    checks.require(len(named) == len(sizes), op, "parameters_split", "have names of different parameters", split)
+    return named
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
