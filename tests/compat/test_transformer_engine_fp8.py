@@ -308,6 +308,9 @@ def test_refused_by_name(recipe: Any, message: str) -> None:
 
 
 def test_bad_values_and_uses() -> None:
+    for recipe in ("delayed", DelayedScaling):
+        with pytest.raises(ValueError, match=r"autocast: recipe must be an object of a class of .*common.recipe, got"):
+            te.autocast(recipe=recipe)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"fp8_format must be Format.E4M3 or Format.HYBRID, got Format.E5M2"):
         te.autocast(recipe=DelayedScaling(fp8_format=Format.E5M2))
     with pytest.raises(ValueError, match="amax_compute_algo must be one of 'max', 'most_recent', got 'mean'"):

@@ -19,7 +19,7 @@ from powertrain.ops.conversion import unsupported
 from powertrain.quant import recipe as quant
 from powertrain.quant.linear import FP8State
 from powertrain.quant.scales import update_states
-from powertrain.runtime import tracing
+from powertrain.runtime import checks, tracing
 from powertrain.runtime.target import Target
 
 __all__ = [
@@ -147,6 +147,8 @@ class autocast:
 def quantizing_of(recipe: Recipe | None, group: Any) -> Quantizing:
     """What an enabled autocast with this recipe and group asks for; raises as `autocast` does."""
     recipe = get_default_recipe() if recipe is None else recipe
+    must = "be an object of a class of transformer_engine.common.recipe"
+    checks.require(isinstance(recipe, Recipe), "autocast", "recipe", must, recipe)
     # read here, at construction: a recipe that this GPU cannot compute is refused before the model runs
     target = _target()
     lowered = quant_recipe(recipe, "the CPU" if target is None else f"sm_{target.arch}")
