@@ -46,6 +46,8 @@ LENGTHS = [
     ("64 of 8192, pages of 64", [8192] * 64, 32, 8, 128, 64, 1),
     ("16 of 8192", [8192] * 16, 32, 8, 128, 0, 1),
     ("4 of 3000", [3000] * 4, 28, 4, 128, 0, 1),
+    ("1 of 2205, pages of 64", [2205], 28, 4, 128, 64, 1),
+    ("1 of 3118, 2 queries", [3118], 28, 4, 128, 0, 2),
     ("256 of 1024", [1024] * 256, 32, 8, 128, 0, 1),
     ("2 of 131072, pages of 64", [131072] * 2, 32, 8, 128, 64, 1),
     ("1 of 32768 and 31 of 500", [32768] + [500] * 31, 32, 8, 128, 0, 1),
@@ -79,6 +81,9 @@ MIXED = [
     ("1 chunk of 1024 beside 32768 keys", [(1024, 32768)], 32, 8, 64),
     ("40 chunks of 20 to 600, to 16000 keys", _chunks(40, 16000), 32, 8, 128),
     ("100 chunks of 20 to 600, to 2600 keys", _chunks(100, 2000), 28, 4, 128),
+    # no tile is cut; more tiles than a small list has
+    ("2 chunks of 2048", [(2048, 2048)] * 2, 32, 4, 64),
+    ("60 chunks of 512 beside 1500 keys", [(512, 1500)] * 60, 8, 1, 64),
     # few sequences, whose calls take little longer than their kernels' code takes to be read
     ("1 chunk of 16 beside 3856 keys", [(16, 3856)], 32, 8, 16),
     ("3 chunks of 8 beside 230 to 8259 keys", [(8, 584), (8, 230), (8, 8259)], 40, 8, 16),

@@ -6,11 +6,22 @@ import torch
 from torch import Tensor
 
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import apart_from_autocast
 
 
 def unsupported(op: str, argument: str, got: object, nearest: str) -> NoReturn:
     """Raise `NotImplementedError: op: argument = got is not supported; nearest: ...`."""
     raise NotImplementedError(f"{op}: {argument} = {got!r} is not supported; nearest: {nearest}")
+
+
+def cat(tensors: tuple[Tensor, ...] | list[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, also under torch.autocast, whose own takes float32 and its own dtype only."""
+    return apart_from_autocast(torch.cat, tensors[0].device)(tensors, dim)
+
+
+def stack(tensors: tuple[Tensor, ...] | list[Tensor], dim: int = 0) -> Tensor:
+    """torch.stack, also under torch.autocast, whose own takes float32 and its own dtype only."""
+    return apart_from_autocast(torch.stack, tensors[0].device)(tensors, dim)
 
 
 def unit_stride(q: Tensor, k: Tensor, v: Tensor, op: str | None = None) -> tuple[Tensor, Tensor, Tensor]:

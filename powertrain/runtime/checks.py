@@ -49,8 +49,7 @@ def at_least_16_bits(op: str, **tensors: Tensor | None) -> None:
     for argument, x in tensors.items():
         if x is None:
             continue
-        if not isinstance(x, Tensor):
-            fail(op, argument, "be a tensor", described(x))
+        tensor(op, argument, x)
         if not x.is_floating_point() or x.dtype.itemsize < 2:
             fail(op, argument, "be floating point, of 16 bits or more", name(x.dtype))
 

@@ -46,8 +46,8 @@ def in_functorch() -> bool:
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
-    """Whether the gradient of one of the tensors may be asked for: by autograd, or by a transform of torch.func inside
-    of a compiled function, where Dynamo takes `requires_grad` for what it is outside of the transform."""
+    """Whether autograd, or a transform of torch.func, may ask for the gradient of one of the tensors. Inside a compiled
+    function the stack of transforms is read, since Dynamo gives `requires_grad` the value from outside of them."""
     if not torch.is_grad_enabled():
         return False
     if any(x is not None and x.requires_grad for x in tensors):

@@ -448,7 +448,7 @@ def test_a_part_and_then_the_model() -> None:
 
 
 def test_an_attention_that_is_set_later() -> None:
-    """`unpatch` undid what the user had set since, and so did `patch` of other kinds."""
+    """`unpatch`, and `patch` with other kinds, keep an attention that the user set after the first `patch`."""
     model, inputs = causal("Llama").eval(), batch("none")
     del inputs["labels"]
     pt.patch(model, kinds=["attention"])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from powertrain.ops.conversion import stack
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import without_autocast
@@ -134,19 +135,13 @@ def liger_mhc_forward(
     return (x_out, coefficients) if return_coeffs else x_out
 
 
-def _stacked(blocks: tuple[Tensor, ...]) -> Tensor:
-    # autocast's torch.stack takes float32 and its own dtype only
-    with without_autocast(blocks[0].device):
-        return torch.stack(blocks)
-
-
 def liger_attn_res(V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> Tensor:
     """Attention over N blocks' outputs, for each token: sum of softmax(w_query . rms_norm(V, w_norm)) V.
 
     V [N, ..., D], or N tensors [..., D]; w_query and w_norm [D]. Returns [..., D] in V's dtype.
     Raises ValueError naming the argument.
     """
-    blocks = V if isinstance(V, Tensor) else _stacked(tuple(V))
+    blocks = V if isinstance(V, Tensor) else stack(tuple(V))
     for name, weight in (("w_query", w_query), ("w_norm", w_norm)):
         checks.shape("liger_attn_res", name, weight, blocks.shape[-1:], "last dim of V")
     with without_autocast(blocks.device):

@@ -1,5 +1,5 @@
 """Partial results over splits of the keys, combined by their LSE: the last step of decoding, and of the Hopper forward
-where it splits keys. Where a list of tiles says what is split, decode_tiles.py combines, with `add_parts`."""
+where it splits keys. decode_tiles.py combines the parts of its list of tiles, with `add_parts` of this file."""
 
 from typing import NamedTuple
 

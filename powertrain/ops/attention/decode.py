@@ -436,7 +436,8 @@ def _check_values(query: Tensor, cache: _Cache, cu_seqlens_q: Tensor | None, num
         if ends != sorted(ends):
             checks.fail(_OP, "cu_seqlens_q", f"ascend from 0 to at most {ends[-1]} (rows of query)", ends[1:-1])
     if cache.page_table is not None:
-        # what is read and, of new rows, written: pages ahead of the padding or the window may have been given away
+        # only pages that are read, or written with new rows, are checked: the cache may have given other sequences the
+        # pages ahead of the padding or of the window
         last = (seqlens + num_new).clamp(max=capacity)
         first = torch.zeros_like(last) if cache.leftpad is None else cache.leftpad
         if left >= 0:

@@ -186,7 +186,8 @@ def read_metrics(file: Path) -> Metrics:
 
 
 def evaluated_at(file: Path, step: int) -> frozenset[str] | None:
-    """What was evaluated after a step: names of held-out sets, "tasks". None: the file does not have the step."""
+    """What the file says was evaluated after a step: the names of held-out sets, and "tasks" for the tasks of lm_eval.
+    None: the file has no record of the step."""
     known, evaluated = False, set()
     for line in _lines(file):
         try:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
+from powertrain.ops.conversion import cat, stack
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = [
     "RotaryEmbedding",
@@ -101,9 +101,7 @@ def apply_rotary_emb_qkv_(
     new_k = _turn(k, cos_k, sin_k, interleaved, seqlen_offsets, inplace=not recorded)
     if recorded:
         # a new tensor only where gradients need it
-        # autocast's torch.stack takes float32 and its own dtype only
-        joined = apart_from_autocast(torch.stack if qkv.dim() == 5 else torch.cat, qkv.device)
-        return joined((new_q, new_k, v), 2)
+        return stack((new_q, new_k, v), 2) if qkv.dim() == 5 else cat((new_q, new_k, v), 2)
     return qkv
 
 
@@ -117,7 +115,7 @@ def apply_rotary_emb_kv_(
     # kv's other half must stay as it is
     turned = _turn(k, cos, sin, interleaved, seqlen_offsets)
     if _wants_gradient(kv):
-        return apart_from_autocast(torch.stack, kv.device)((turned, v), 2)
+        return stack((turned, v), 2)
     k.copy_(turned)
     return kv
 

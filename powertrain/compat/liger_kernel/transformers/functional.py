@@ -28,7 +28,7 @@ from powertrain.compat.liger_kernel.sharded_vocabulary import liger_fused_linear
 from powertrain.compat.liger_kernel.simplex import liger_sparsemax
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations, norm
-from powertrain.ops.conversion import unsupported
+from powertrain.ops.conversion import cat, unsupported
 from powertrain.ops.cross_entropy import cross_entropy
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.ops.linear_log_probs import Teacher, linear_log_probs
@@ -37,7 +37,6 @@ from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.softmax import scaled_softmax
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = [
     "CrossEntropyOutput",
@@ -300,10 +299,8 @@ def liger_qwen2vl_mrope(
     checks.require(good, op, "mrope_section", f"be three numbers whose sum is {pairs}", list(mrope_section))
     for name, table in (("cos", cos), ("sin", sin)):
         checks.shape(op, name, table, (3, q.shape[0], q.shape[2], q.shape[3]), "[3, b, s, d]")
-    # autocast's torch.cat takes float32 and its own dtype only
-    joined = apart_from_autocast(torch.cat, q.device)
     own_cos, own_sin = (
-        joined([x[axis] for axis, x in enumerate(table[..., :pairs].split(list(mrope_section), -1))], -1)
+        cat([x[axis] for axis, x in enumerate(table[..., :pairs].split(list(mrope_section), -1))], -1)
         for table in (cos, sin)
     )
     return liger_rope(q, k, own_cos, own_sin, rotary_dim=q.shape[-1])

@@ -7,12 +7,12 @@ from torch.distributed import ProcessGroup
 
 from powertrain.compat.missing import unknown
 from powertrain.ops.activations import swiglu
+from powertrain.ops.conversion import cat
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import moe_permute, moe_unpermute
 from powertrain.parallel.experts import moe_experts
 from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = ["LigerExpertParallelFusedMoe"]
 
@@ -54,8 +54,7 @@ class LigerExpertParallelFusedMoe(nn.Module):
         # leading dims mean nothing to routing
         experts, weights = (t.reshape(-1, t.shape[-1]) for t in (expert_indices, expert_weights))
         # one product reads a token's row once for gate and up
-        # autocast's torch.cat takes float32 and its own dtype only
-        gate_up = apart_from_autocast(torch.cat, x.device)((all_B, all_C), 1)
+        gate_up = cat((all_B, all_C), 1)
         if group is not None and group.size() > 1:
             y = moe_experts(x, weights, experts.int(), gate_up, all_A, Overlap(group))
         else:

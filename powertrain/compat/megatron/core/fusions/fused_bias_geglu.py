@@ -5,9 +5,8 @@ from torch import Tensor
 
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations
-from powertrain.ops.conversion import unsupported
+from powertrain.ops.conversion import cat, unsupported
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = [
     "bias_geglu",
@@ -82,9 +81,7 @@ def weighted_bias_quick_geglu_impl(
     rows = input.reshape(-1, input.shape[-1])
     if clamp_value is not None:
         gate, up = rows.chunk(2, -1)
-        # autocast's torch.cat takes float32 and its own dtype only
-        joined = apart_from_autocast(torch.cat, rows.device)
-        rows = joined((gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)), -1)
+        rows = cat((gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)), -1)
     rows = rows if bias is None else rows + bias
     y = weighted_quick_geglu(rows, weights, linear_offset)
     # -1 is no size of a tensor without elements: an expert may have no tokens

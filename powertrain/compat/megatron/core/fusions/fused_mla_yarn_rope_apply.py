@@ -4,15 +4,13 @@ Megatron makes cos and sin [positions, 1, 1, emb_dim] with each pair's angle in 
 Pairs are neighbours in the input, (x[2i], x[2i + 1]); in the result they are i and i + emb_dim / 2, as there.
 """
 
-import torch
 from torch import Tensor
 
 from powertrain.compat.missing import unknown
-from powertrain.ops.conversion import unsupported
+from powertrain.ops.conversion import cat, unsupported
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = ["fused_apply_mla_rope_for_kv", "fused_apply_mla_rope_for_q"]
 
@@ -35,7 +33,7 @@ def fused_apply_mla_rope_for_q(
     op = "fused_apply_mla_rope_for_q"
     _check(op, "t", t, qk_head_dim + emb_dim, emb_dim, cu_seqlens_q, cp_size, rotary_interleaved)
     kept, turning = t.split((qk_head_dim, emb_dim), -1)
-    return _joined(kept, _turned(turning, cos, sin, cu_seqlens_q))
+    return cat((kept, _turned(turning, cos, sin, cu_seqlens_q)), -1)
 
 
 def fused_apply_mla_rope_for_kv(
@@ -60,7 +58,7 @@ def fused_apply_mla_rope_for_kv(
     checks.shape(op, "k_pos_emb", k_pos_emb, (*kv.shape[:-2], 1, emb_dim), "kv's tokens, 1, emb_dim")
     key, value = kv.split((k_dim, v_dim), -1)
     shared = _turned(k_pos_emb, cos, sin, cu_seqlens_kv).expand(*key.shape[:-1], emb_dim)
-    return _joined(key, shared), value.contiguous()
+    return cat((key, shared), -1), value.contiguous()
 
 
 def _check(
@@ -75,11 +73,6 @@ def _check(
     if interleaved:
         # theirs asserts the same
         unsupported(op, "rotary_interleaved", True, "False: pairs are neighbours in the input either way")
-
-
-def _joined(kept: Tensor, turned: Tensor) -> Tensor:
-    # autocast's torch.cat takes float32 and its own dtype only
-    return apart_from_autocast(torch.cat, kept.device)((kept, turned), -1)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> Tensor:

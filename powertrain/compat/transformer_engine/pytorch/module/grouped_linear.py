@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch.module.base import ProductModule, default_init, results
 from powertrain.compat.transformer_engine.pytorch.quantization import active
-from powertrain.ops.conversion import unsupported
+from powertrain.ops.conversion import stack, unsupported
 from powertrain.ops.fp8.grouped import fp8_grouped_gemm
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.quant.recipe import grad_format
 from powertrain.runtime import checks, tracing
-from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = ["Fp8Padding", "Fp8Unpadding", "GroupedLinear"]
 
@@ -113,8 +112,7 @@ class GroupedLinear(ProductModule):
         # ends of the groups, as grouped_gemm reads them
         offsets = splits.cumsum(0).to(x.device, torch.int32, non_blocking=True)
         # experts are separate parameters there, so their checkpoints load; the copy is the price
-        # autocast's torch.stack takes float32 and its own dtype only
-        output = _product(rows, apart_from_autocast(torch.stack, x.device)(weights), offsets)
+        output = _product(rows, stack(weights), offsets)
         biases = [getattr(self, f"bias{i}").to(x.dtype) for i in range(self.num_gemms)]
         if self.use_bias and not self.return_bias:
             output = output + _of_rows(torch.stack(biases), offsets, rows.shape[0])

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch.module.base import Norm, ProductModule, default_init, results
-from powertrain.ops.conversion import unsupported
+from powertrain.ops.conversion import cat, unsupported
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import apart_from_autocast
 
 __all__ = ["LayerNormLinear", "Linear"]
 
@@ -71,10 +70,7 @@ def _split_sizes(op: str, split: Split, out_features: int) -> dict[str, int]:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    # autocast's torch.cat takes float32 and its own dtype only
-    return apart_from_autocast(torch.cat, parts[0].device)(parts)
+    return parts[0] if len(parts) == 1 else cat(parts)
 
 
 class Linear(_Projection):
