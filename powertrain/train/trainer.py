@@ -92,7 +92,8 @@ class Trainer:
         whole = self.model if self.pipeline is None else build(config.model)
         self.flops_per_token = flops_per_token(whole, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
-        self.evaluated: frozenset[str] | None = None  # after the resumed step, before it; None: all that was due
+        # what the run before has evaluated after the resumed step; None: not known, so nothing is evaluated again
+        self.evaluated: frozenset[str] | None = None
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
         self.stop_reason = ""  # of should_stop, such as the name of a signal
