@@ -171,33 +171,44 @@ def _of_packed_queries() -> Iterator[str]:
 
 
 def packed_variants(
-    sizes: list[tuple[int, int]], heads: int, kv_heads: int, page_size: int, device: str = "cuda"
-) -> dict[str, Callable[[], Any]]:
+    sizes: list[tuple[int, int]], heads: int, kv_heads: int, page_size: int, device: str = "cuda", head_dim: int = D,
+    window: int = -1,
+) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    """page_size 0: a dense cache. window: keys seen before a query's own; -1: all."""
     queries, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*sizes, strict=True))
-    pages = [-(-keys // page_size) for _, keys in sizes]
-    caches = [normal(sum(pages), page_size, kv_heads, D, device=device) for _ in range(2)]
-    of_sequences = scattered_pages(pages, device)
+    pages = [-(-keys // page_size) for _, keys in sizes] if page_size else []
+    shape = (sum(pages), page_size) if page_size else (len(sizes), int(lengths.max()))
+    caches = [normal(*shape, kv_heads, head_dim, device=device) for _ in range(2)]
+    of_sequences = scattered_pages(pages, device) if page_size else None
     starts, ends = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().to(device) for x in (queries, lengths))
     used, most, longest = lengths.to(device), int(queries.max()), int(lengths.max())
     room = torch.arange(len(sizes) + 1, dtype=torch.int32, device=device) * longest
-    q = normal(int(queries.sum()), heads, D, device=device)
+    q = normal(int(queries.sum()), heads, head_dim, device=device)
 
     def copied() -> Any:
+        assert of_sequences is not None
         k, v = (gather_pages(x, of_sequences, longest).flatten(0, 1) for x in caches)
         return varlen_attention(q, k, v, starts, ends, most, longest, cu_seqlens_k_padded=room, is_causal=True)
 
     variants: dict[str, Callable[[], Any]] = {
         "powertrain": lambda: decode_attention(
-            q, *caches, used, page_table=of_sequences, cu_seqlens_q=starts, max_seqlen_q=most
+            q,
+            *caches,
+            used,
+            page_table=of_sequences,
+            cu_seqlens_q=starts,
+            max_seqlen_q=most,
+            window_size=(window, 0),
         ),
         "a copy of the pages": copied,
     }
     flash = peers.flash_3()
     if flash is not None:
-        options = {"cu_seqlens_q": starts, "max_seqlen_q": most, "max_seqlen_k": longest, "page_table": of_sequences}
-        variants["flash-attn-3"] = lambda: flash.fwd(
-            q, *caches, seqused_k=used, is_causal=True, num_splits=0, **options
-        )[0]
+        options = {
+            "cu_seqlens_q": starts, "max_seqlen_q": most, "max_seqlen_k": longest, "page_table": of_sequences,
+            "is_causal": window < 0, "window_size_left": window, "window_size_right": 0,
+        }  # fmt: skip
+        variants["flash-attn-3"] = lambda: flash.fwd(q, *caches, seqused_k=used, num_splits=0, **options)[0]
     return variants
 
 

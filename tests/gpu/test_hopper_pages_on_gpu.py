@@ -70,7 +70,7 @@ def _check(problem: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
 SIZES = [(1, 700), (130, 700), (3, 3), (0, 90), (1, 0), (300, 300), (9, 1000), (40, 20)]
 
 
-@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page", [8, 16, 24, 32, 64, 128, 192, 256])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
 def test_pages(dims: tuple[int, int], page: int) -> None:
     _check(_problem(SIZES, page, dims=dims, around=(2, 70)))
@@ -111,15 +111,42 @@ def test_masks(options: dict[str, Any]) -> None:
     _check(_problem(SIZES, 16), **options)
 
 
+def _without_pages_ahead(problem: dict[str, Any], left: int, queries: list[int]) -> dict[str, Any]:
+    """`problem` with NaN in pages ahead of each sequence's window; their ids are wild."""
+    page, table = problem["key_cache"].shape[1], problem["page_table"].clone()
+    caches = {name: problem[name].clone() for name in ("key_cache", "value_cache")}
+    for n, (count, length) in enumerate(zip(queries, problem["cache_seqlens"].tolist(), strict=True)):
+        gone = min(max(0, length - count - left) // page, -(-length // page))
+        for cache in caches.values():
+            cache[table[n, :gone].long()] = torch.nan
+        table[n, :gone] = 2**30 if n % 2 else -(2**31)
+    return {**problem, **caches, "page_table": table}
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
+def test_windows(dims: tuple[int, int], page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for least in (128, 1 << 20):
+        monkeypatch.setattr(forward_pages, "cut_for", lambda rows, least=least: Cut(64, least, _CUT, 8))
+        for sizes in (SIZES, [(1, n) for n in (5, 4000, 1, 77)], [(33, 5000)], [(512, 4096)]):
+            problem = _problem(sizes, page, dims=dims, around=(2, 70))
+            for left in (0, 5, 127, 400, 100_000):
+                seen = _without_pages_ahead(problem, left, [n for n, _ in sizes])
+                _check(seen, window_size=(left, 0))
+            _check(_without_pages_ahead(problem, 30, [n for n, _ in sizes]), window_size=(30, 3), is_causal=False)
+
+
 def test_sinks_and_alibi() -> None:
     slopes, sinks = torch.rand(len(SIZES), 8, device=CUDA), torch.randn(8, device=CUDA)
     _check(_problem(SIZES, 64), sinks=sinks)
     _check(_problem(SIZES, 32, dtype=torch.float16), alibi_slopes=slopes)
 
 
-def test_random_problems() -> None:
-    draws = random.Random(0)
-    for _ in range(40):
+# 40 problems; the kernels of one take seconds to compile, so seeds are tests of their own
+@pytest.mark.parametrize("seed", range(10))
+def test_random_problems(seed: int) -> None:
+    draws = random.Random(seed)
+    for _ in range(4):
         sizes = [
             (draws.choice([0, 1, 1, draws.randint(1, 400)]), draws.choice([0, 1, draws.randint(1, 5000)]))
             for _ in range(draws.randint(1, 20))
@@ -130,11 +157,15 @@ def test_random_problems() -> None:
         heads = kv_heads * draws.choice([1, 3, 4, 5, 7, 8]), kv_heads
         dim = draws.choice([64, 72, 128, 192])
         around = draws.choice([(0, 0), (5, 130)])
-        _check(_problem(sizes, draws.choice([16, 32, 64, 128, 384]), heads, (dim, dim), around))
+        problem = _problem(sizes, draws.choice([8, 16, 32, 48, 64, 128, 384]), heads, (dim, dim), around)
+        _check(problem)
+        left = int(2 ** draws.uniform(0, 12))
+        _check(_without_pages_ahead(problem, left, [n for n, _ in sizes]), window_size=(left, 0))
 
 
 def test_a_graph_follows_starts_and_lengths() -> None:
     check_a_graph(_problem([(5, 300), (1, 700), (20, 40)], 16), max_seqlen_q=26)
+    check_a_graph(_problem([(5, 300), (1, 700), (20, 40)], 16), max_seqlen_q=26, window_size=(50, 0))
 
 
 def _dense(sizes: list[tuple[int, int]], capacity: int, **options: Any) -> dict[str, Any]:
@@ -150,12 +181,14 @@ def _dense(sizes: list[tuple[int, int]], capacity: int, **options: Any) -> dict[
     return problem
 
 
-def _call(problem: dict[str, Any], right: int = 0, num_new: int = 0, sinks: Tensor | None = None) -> PagedCall:
+def _call(
+    problem: dict[str, Any], right: int = 0, num_new: int = 0, sinks: Tensor | None = None, left: int = -1
+) -> PagedCall:
     query = problem["query"]
     lengths = problem["cache_seqlens"] - num_new
     return PagedCall(
         query, problem["key_cache"], problem["value_cache"], problem.get("cu_seqlens_q"), lengths,
-        problem.get("page_table"), None, None, sinks, -1, right, 0.0, query.shape[-1] ** -0.5, num_new,
+        problem.get("page_table"), None, None, sinks, left, right, 0.0, query.shape[-1] ** -0.5, num_new,
     )  # fmt: skip
 
 
@@ -165,7 +198,9 @@ def _check_call(problem: dict[str, Any], most: int, **options: Any) -> None:
     assert why_not_cache(call, None, target) is None
     out, lse = launch_pages(call, most, target)
     wide = {n: x.double() if x.is_floating_point() else x for n, x in problem.items()}
-    expected, expected_lse = decode_attention_ref(**wide, sinks=options.get("sinks"), is_causal=call.right == 0)
+    expected, expected_lse = decode_attention_ref(
+        **wide, sinks=options.get("sinks"), is_causal=call.right == 0, window_size=(call.left, call.right)
+    )
     torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-7)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
     for _ in range(3):
@@ -175,6 +210,7 @@ def _check_call(problem: dict[str, Any], most: int, **options: Any) -> None:
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256)], ids=str)
 def test_packed_queries_over_dense_caches(dims: tuple[int, int]) -> None:
     _check_call(_dense(SIZES, 1003, dims=dims, around=(2, 70)), 300)
+    _check_call(_dense(SIZES, 1003, dims=dims, around=(2, 70)), 300, left=100)
     _check_call(_dense(SIZES, 1024, heads=(28, 4), dims=dims), 300, sinks=torch.randn(28, device=CUDA))
 
 
@@ -192,6 +228,7 @@ def test_equal_queries(heads: tuple[int, int], queries: int, page: int, monkeypa
             problem["query"] = problem["query"].unflatten(0, (len(sizes), queries))
             _check_call(problem, queries)
             _check_call(problem, queries, right=-1, sinks=torch.randn(heads[0], device=CUDA))
+            _check_call(problem, queries, left=130)
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
@@ -212,8 +249,10 @@ def test_one_sequence(page: int, dims: tuple[int, int]) -> None:
         problem["query"] = problem["query"][None]
         _check_call(problem, queries)
         _check_call(problem, queries, right=-1, sinks=torch.randn(heads[0], device=CUDA))
+        _check_call(problem, queries, left=150)
         if length >= 3:
             _check_call(problem, queries, num_new=3)
+            _check_call(problem, queries, num_new=3, left=1)
 
 
 def test_new_keys_count() -> None:

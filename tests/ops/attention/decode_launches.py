@@ -13,7 +13,7 @@ META = torch.device("meta")
 
 def _decode(
     dtype: torch.dtype, batch: int, heads: int, kv_heads: int, dqk: int, dv: int, page_size: int = 0,
-    left: int = -1,
+    left: int = -1, is_padded: bool = False,
 ) -> None:  # fmt: skip
     """One new token appended to a cache of 8192, and attended to. A value of 512 in a key of 576 shares it."""
 
@@ -31,6 +31,7 @@ def _decode(
         key_new=empty(batch, 1, kv_heads, dqk),
         value_new=None if shares else empty(batch, 1, kv_heads, dv),
         page_table=table,
+        cache_leftpad=torch.empty(batch, dtype=torch.int32, device=META) if is_padded else None,
         head_dim_v=dv,
         window_size=(left, 0 if left >= 0 else -1),
     )
@@ -51,9 +52,11 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
         decode_attention(query, cache, cache, lengths, page_table=pages, cu_seqlens_q=starts, max_seqlen_q=most)
     if Target.of(META).arch == 90 and dtype is not torch.float32:
         _launch_over_caches(dtype)
+        _decode(dtype, 64, 32, 8, 128, 128, page_size=16, left=1023)
+        _decode(dtype, 1, 32, 8, 128, 128, page_size=16, left=1023)
         # by the universal kernel here too
-        _decode(dtype, 64, 32, 8, 128, 128, left=1023)
-        _decode(dtype, 1, 32, 8, 128, 128, left=1023)
+        _decode(dtype, 64, 32, 8, 128, 128, left=1023, is_padded=True)
+        _decode(dtype, 1, 32, 8, 128, 128, left=1023, is_padded=True)
         _decode(dtype, 64, 128, 1, 576, 512)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=16)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=64)

@@ -36,14 +36,17 @@ def _parts_of(listed: TileList) -> list[tuple[int, int, int, list[int]]]:
     return [(at, part, parts, tile) for at, (*tile, part, parts, _) in enumerate(entries[: header[LISTED.value]])]
 
 
-def _blocks_of_part(tile: list[int], part: int, parts: int, queries: int, block_n: int, right: int) -> tuple[int, int]:
-    """As `blocks_of` (hopper/forward_tiles.py) has them, without a left window."""
+def _blocks_of_part(
+    tile: list[int], part: int, parts: int, queries: int, block_n: int, right: int, left: int = -1
+) -> tuple[int, int]:
+    """As `blocks_of` (hopper/forward_tiles.py) has them."""
     _, block, _, count, length = tile
-    last = min((block + 1) * queries, count) - 1 + length - count
+    first, last = (n + length - count for n in (block * queries, min((block + 1) * queries, count) - 1))
+    begin = max(first - left, 0) // block_n if left >= 0 else 0
     end = max(min(length, last + right + 1), 0) if right >= 0 else length
-    end = max(cdiv(end, block_n), 1)
-    share = cdiv(end, parts)
-    begin = min(part * share, end)
+    end = max(cdiv(end, block_n), begin + 1)
+    share = cdiv(end - begin, parts)
+    begin = min(begin + part * share, end)
     return begin, max(min(begin + share, end), begin + 1)
 
 
@@ -63,6 +66,7 @@ class _Problem:
         self.pack = draws.choice([1, 2, 3, 4, 5, 7, 8]) if self.ratio > 1 else 1
         self.right, self.rounds, self.least = draws.choice([-1, 0, 2]), draws.choice([1, 3, 50]), draws.choice([16, 96])
         self.result_keys = draws.choice([0, 40])
+        self.left = draws.choice([-1, -1, 0, 3, 20, 150])
         # most queries, as callers say, who may be wrong
         self.said = draws.choice([0, 1, max(counts)])
         self.sms, self.most, dim = draws.choice([1, 9, 132]), most, 16
@@ -77,15 +81,16 @@ class _Problem:
         self.sinks = torch.randn(heads, device=device) if draws.random() < 0.3 else None
 
     def tiles(self, block_m: int, block_n: int) -> TileList:
-        keys = KeysSeen(self.seqlens, None, 0, self.most, -1, self.right)
+        keys = KeysSeen(self.seqlens, None, 0, self.most, self.left, self.right)
+        seen = min(self.most, self.left + max(1, self.said)) if self.left >= 0 else self.most
         groups = self.kv_heads * cdiv(self.ratio, self.pack)
         return TileList.of(
-            self.starts, keys, self.queries, self.pack, groups, self.most, (block_m, block_n, 1),
+            self.starts, keys, self.queries, self.pack, groups, seen, (block_m, block_n, 1),
             replace(CARD, num_sms=self.sms), self.rounds, self.least, self.result_keys,
         )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        window, causal = ((-1, self.right), self.right == 0) if self.right > 0 else ((-1, -1), self.right == 0)
+        window, causal = (self.left, self.right), self.right == 0
         return decode_attention_ref(
             self.query, self.keys, self.values, self.seqlens, is_causal=causal, window_size=window, sinks=self.sinks,
             cu_seqlens_q=self.starts,
@@ -138,14 +143,14 @@ class _Problem:
         shape = len(local), len(heads)
         if sequence < 0:
             return self.keys.new_zeros(*shape, self.keys.shape[-1]), self.keys.new_full(shape, -torch.inf)
-        begin, end = (n * block_n for n in _blocks_of_part(tile, part, parts, queries, block_n, self.right))
+        begin, end = (n * block_n for n in _blocks_of_part(tile, part, parts, queries, block_n, self.right, self.left))
         columns = torch.arange(begin, max(begin, min(end, length)))
         q = self.query.reshape(-1, *self.query.shape[-2:])[start + local][:, heads]
         k, v = (x[sequence, columns, kv] for x in (self.keys, self.values))
         s = torch.einsum("qhd,nd->qhn", q, k) * q.shape[-1] ** -0.5
-        if self.right >= 0:
-            hidden = columns[None] > (local + length - count)[:, None] + self.right
-            s = s.masked_fill(hidden[:, None].to(s.device), -torch.inf)
+        distance = columns[None] - (local + length - count)[:, None]
+        hidden = (distance > self.right) & (self.right >= 0) | (distance < -self.left) & (self.left >= 0)
+        s = s.masked_fill(hidden[:, None].to(s.device), -torch.inf)
         lse = torch.logsumexp(s, -1) if len(columns) else s.new_full(shape, -torch.inf)
         weights = torch.exp(s - lse.clamp(min=-1e30)[..., None])
         return torch.einsum("qhn,nd->qhd", weights, v), lse
@@ -263,11 +268,11 @@ def _call(queries: int, page: int, value_dim: int = 128) -> PagedCall:
 def test_why_not() -> None:
     call, target = _call(8, 64), Target.parse("H200")
     assert why_not_cache(call, None, target) is None
-    assert why_not_cache(_call(8, 0), None, target) is None
+    assert why_not_cache(_call(8, 0), None, target) is why_not_cache(call._replace(left=5), None, target) is None
     for changed, reason in (
         (call._replace(value_cache=None), "it takes keys and values"),
-        (call._replace(left=5), "it has no left window and no cache_leftpad"),
-        (_call(8, 24), "it takes pages of 16, 32, 64 and multiples of 128, got 24"),
+        (call._replace(leftpad=call.seqlens), "it has no cache_leftpad"),
+        (_call(8, 20), "it takes pages of multiples of 8 keys, got 20"),
         (_call(8, 0, 264), "head dims must be multiples of 8 to 256, are 128 and 264"),
     ):
         assert why_not_cache(changed, None, target) == reason

@@ -84,13 +84,12 @@ def why_not_cache(call: PagedCall, cache_batch_idx: Tensor | None, target: Targe
     dims, size = (query.shape[-1], values.shape[-1]), keys.shape[1]
     if max(dims) > 256 or any(dim % 8 for dim in dims):
         return f"head dims must be multiples of 8 to 256, are {dims[0]} and {dims[1]}"
-    if call.page_table is not None and size % 128 and size not in (16, 32, 64):
-        return f"it takes pages of 16, 32, 64 and multiples of 128, got {size}"
+    if call.page_table is not None and size % 8:
+        return f"it takes pages of multiples of 8 keys, got {size}"
     if not query.numel() or not keys.numel() or not call.seqlens.numel():
         return "it takes no empty tensors"
-    # keys ahead of a window may lie in pages that were given away
-    if call.left >= 0 or call.leftpad is not None:
-        return "it has no left window and no cache_leftpad"
+    if call.leftpad is not None:
+        return "it has no cache_leftpad"
     if not call.scale > 0:
         return f"the scale must be positive, is {call.scale}"
     for x in (query, keys, values):
@@ -111,9 +110,10 @@ def launch_pages(call: PagedCall, max_queries: int, target: Target) -> tuple[Ten
         plan = _in_equal_parts(operands, plan)
         return launch_forward(operands, plan, call.page_table, new_keys=call.num_new)
     cut = cut_for(operands.queries * operands.storage * operands.heads.q_per_kv // operands.batch)
-    keys = KeysSeen(call.seqlens, None, call.num_new, operands.keys, -1, call.right)
+    keys = KeysSeen(call.seqlens, None, call.num_new, operands.keys, call.left, call.right)
+    seen = _most_seen(operands, max_queries)
     listed = TileList.of(
-        call.query_starts, keys, operands.queries, plan.heads_per_tile, plan.groups_of(operands.heads), operands.keys,
+        call.query_starts, keys, operands.queries, plan.heads_per_tile, plan.groups_of(operands.heads), seen,
         (plan.queries * plan.heads_per_tile, plan.block_n, 1), target, cut.rounds, cut.least_keys,
         cut.result_keys,
     )  # fmt: skip
@@ -144,6 +144,12 @@ def _operands_of(call: PagedCall, target: Target) -> Operands:
     )  # fmt: skip
 
 
+def _most_seen(operands: Operands, max_queries: int) -> int:
+    """The most keys of a sequence that are read."""
+    left = operands.args.left
+    return min(operands.keys, left + max_queries) if left >= 0 else operands.keys
+
+
 def _in_equal_parts(operands: Operands, plan: Plan) -> Plan:
     work = work_of(operands, plan, operands.queries, operands.keys)
     return plan._replace(num_splits=num_splits_for(work))
@@ -155,7 +161,7 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
     small = _sharing_heads(operands, with_consumers(plan, 1), max_queries)
     # one tile of 64 rows holds all of a sequence: us, one H200, with 128 rows and so: 8 sequences of 365 to 1061 keys
     # H8/1 18.2, 17.0; 3 to 8259 H40/8 41, 30; 64 to 2766 H64/8 104, 97; 32 of 500 to 32k H32/8 327, 326
-    if max_queries * operands.heads.q_per_kv <= 64 or _is_faster_in_small_tiles(operands, small):
+    if max_queries * operands.heads.q_per_kv <= 64 or _is_faster_in_small_tiles(operands, small, max_queries):
         return small
     if max(operands.d_qk, operands.d_v) > 64:
         # us, one H200, with two consumers and so: 100 chunks of 20 to 600 queries beside 2600 keys H28/4 1018, 954; 32
@@ -164,7 +170,7 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
     return _sharing_heads(operands, plan, max_queries)
 
 
-def _is_faster_in_small_tiles(operands: Operands, small: Plan) -> bool:
+def _is_faster_in_small_tiles(operands: Operands, small: Plan, max_queries: int) -> bool:
     """Whether tiles of 64 rows are faster than larger ones though a sequence fills several: their code is shorter, so
     they start sooner. So they are where all run at once and memory is the limit: rows are few on average, or keys are.
 
@@ -173,7 +179,7 @@ def _is_faster_in_small_tiles(operands: Operands, small: Plan) -> bool:
     batches 0.90, slowest 1.05. But a chunk of 256 and 2 tokens beside 1546 to 3955 H40/8, 192 tiles, 40.5, 67.7; 8 of
     32 beside 625 to 14838 H28/4, 144 tiles, 54.1, 70.8."""
     rows = operands.queries * operands.storage * operands.heads.q_per_kv
-    is_few = rows <= 128 * operands.batch or operands.keys <= 2048
+    is_few = rows <= 128 * operands.batch or _most_seen(operands, max_queries) <= 2048
     return operands.batch > 1 and is_few and most_tiles(operands, small) <= operands.target.num_sms
 
 

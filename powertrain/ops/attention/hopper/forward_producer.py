@@ -62,10 +62,10 @@ def _load_queries(
 
 
 @gluon.jit
-def _load_rows(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG: gl.constexpr):
+def _load_rows(descs, smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG: gl.constexpr):
     """A block of keys or values: [BLOCK_N, PIECE] each."""
     if CONFIG.page_size > 0:
-        _load_pages(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
+        _load_pages(descs, smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG)
     else:
         if CONFIG.keys_packed:
             # a sequence is a coordinate of descriptors of whole tensors, so packed ones need no descriptor of their own
@@ -78,18 +78,23 @@ def _load_rows(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG:
 
 
 @gluon.jit
-def _load_pages(descs, smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG: gl.constexpr):
+def _load_pages(descs, smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG: gl.constexpr):
     """The same of a cache [pages, rows of a page, heads, dim], by parts of a page and of 64 columns."""
+    first, end = seen
     PAGE: gl.constexpr = CONFIG.page_size
     ROWS: gl.constexpr = smem[0].shape[1]
-    BOX: gl.constexpr = min(ROWS, PAGE)
+    # so many rows of a block, or fewer, always lie in one page
+    BOX: gl.constexpr = min(ROWS, PAGE & -PAGE)
     # of rows of no sequence there are no pages
     of_sequence = pages.table + gl.minimum(b, batch - 1) * pages.row
     for j in gl.static_range(ROWS // BOX):
         position = row + j * BOX
         # past the last key the table's page ids are undefined: the first page is read instead, and masked
         # coordinates of TMA are int32, page ids may be int64
-        page = gl.load(of_sequence + gl.where(position < k_len, position, 0) // PAGE).to(gl.int32)
+        page = gl.load(of_sequence + gl.where(position < end, position, 0) // PAGE).to(gl.int32)
+        if CONFIG.has_left:
+            # pages ahead of a window may be other sequences' by now: TMA gives zeros for a page that there is not
+            page = gl.where(position + BOX > first, page, -1)
         for i in gl.static_range(len(smem)):
             where = (page, kv, position % PAGE)
             _load_part(descs[i], smem[i].index(stage), bar, where, i * smem[0].shape[2], j, BOX)
@@ -109,7 +114,7 @@ def _load_part(desc, smem, bar, where, column, part: gl.constexpr, BOX: gl.const
 
 
 @gluon.jit
-def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, k_len, pages, CONFIG: gl.constexpr):
+def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, seen, pages, CONFIG: gl.constexpr):
     """The values, from `row` on, of the block before number `at`."""
     STAGES: gl.constexpr = v_smem[0].shape[0]
     COLS: gl.constexpr = v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)
@@ -119,7 +124,7 @@ def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, k_len, pages, CO
         take_stage(VALUES_FREE, stage, CONFIG.warpgroups)
     bar = v_full.index(stage)
     mbarrier.expect(bar, BYTES)
-    _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
+    _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG)
 
 
 @gluon.jit
@@ -166,12 +171,13 @@ def write_tile(tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_le
 
 @gluon.jit
 def _load_blocks(
-    blocks, visited, emptied, k_start, k_len, b, b_at, kv, head, q_row, counter_ptr, pages, q_desc, k_desc, v_desc,
+    blocks, visited, emptied, k_start, seen, b, b_at, kv, head, q_row, counter_ptr, pages, q_desc, k_desc, v_desc,
     buffers, sync, batch, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Load a tile's blocks of keys, each block's values one block later, and its queries behind the first where they
-    have one place. Returns the row of the last block's values, which are yet to be loaded, the fetch of the next tile
-    where that is under way, and the count of free stages of keys."""
+    have one place. `seen`: the first key that any row sees, and the end of the sequence's keys. Returns the row of the
+    last block's values, which are yet to be loaded, the fetch of the next tile where that is under way, and the count
+    of free stages of keys."""
     begin, end, full_end, at_right, masked = blocks
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     q_full, k_full, v_full = sync.q_full, sync.k_full, sync.v_full
@@ -201,7 +207,7 @@ def _load_blocks(
             emptied += 1
         bar = k_full.index(stage)
         mbarrier.expect(bar, K_BYTES)
-        _load_rows(k_desc, k_smem, bar, stage, b, batch, kv, row, k_len, pages, CONFIG)
+        _load_rows(k_desc, k_smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG)
         if n == 0:
             if Q_SLOTS == 1:
                 # who has given back the last block of keys has done with the queries
@@ -211,7 +217,7 @@ def _load_blocks(
                 _load_queries(q_desc, q_smem, q_full, b_at, head, q_row, 0, CONSUMERS, HEADS_PER_TILE)
         else:
             # v of a block is needed one block later than its k: o += p v trails s = q kᵀ by one block
-            _load_values(v_desc, v_smem, v_full, at, b, batch, kv, before, k_len, pages, CONFIG)
+            _load_values(v_desc, v_smem, v_full, at, b, batch, kv, before, seen, pages, CONFIG)
         before = row
     return before, tile_idx, emptied
 
@@ -277,6 +283,7 @@ def _load_tile(
             offset = k_len - q_len
         blocks = blocks_of(first, offset, q_len, k_len, window, split, num_splits, QUERIES, BLOCK_N, CONFIG)
         begin, end = blocks[0], blocks[1]
+        seen = (gl.maximum(first + offset - window.left, 0) if CONFIG.has_left else 0), k_len
         kv = head // num_q_per_kv
         b_at = b
         if CONFIG.packed:
@@ -287,7 +294,7 @@ def _load_tile(
                 q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
             )
         before, tile_idx, emptied = _load_blocks(
-            blocks, visited, emptied, k_start, k_len, b, b_at, kv, head, q_start + first, counter_ptr, pages, q_desc,
+            blocks, visited, emptied, k_start, seen, b, b_at, kv, head, q_start + first, counter_ptr, pages, q_desc,
             k_desc, v_desc, buffers, sync, batch, CONFIG,
         )  # fmt: skip
         visited += end - begin
@@ -300,7 +307,7 @@ def _load_tile(
         else:
             # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
             tile_idx = fetch_next_tile_async(counter_ptr)
-        _load_values(v_desc, v_smem, v_full, visited, b, batch, kv, before, k_len, pages, CONFIG)
+        _load_values(v_desc, v_smem, v_full, visited, b, batch, kv, before, seen, pages, CONFIG)
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)

@@ -53,7 +53,7 @@ class ForwardConfig(NamedTuple):
     warpgroups: int  # of all consumers, 64 rows each: as many, or two of one consumer
     takes_turns: bool  # warpgroups issue their products in a fixed order
     heads_per_tile: int  # heads that share keys in one tile
-    page_size: int  # keys of a page, a multiple of 16; 0: keys do not lie in pages
+    page_size: int  # keys of a page, a multiple of 8; 0: keys do not lie in pages
     starts_early: bool  # jobs wait for the kernel before
     keys_packed: bool  # sequences of keys lie one behind the other
     listed: bool  # tiles and the parts of their keys are those of a list
@@ -167,9 +167,10 @@ def blocks_of(
         share = gl.cdiv(end - begin, num_splits)
         begin = gl.minimum(begin + split * share, end)
         end = gl.maximum(gl.minimum(begin + share, end), begin + 1)
-    # clamped, since bounds of the first and of the last row may cross in a narrow window
-    full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), end), begin)
-    full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), full_begin)
+    # clamped, since bounds of the first and of the last row may cross in a narrow window. The right one counts first: a
+    # block that reaches behind the keys is its tile's first (`_step` in forward_consumer.py)
+    full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), begin)
+    full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), full_end), begin)
     return begin, end, full_end, end - full_end, end - full_end + full_begin - begin
 
 

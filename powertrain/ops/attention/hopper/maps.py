@@ -66,7 +66,8 @@ def pages_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
     """Of a cache [pages, rows of a page, kv heads, dim], by parts of a block that lie in one page, 64 columns each."""
     pages, rows, heads, dim = x.tensor.shape
     widths = tuple(min(piece, 64) for piece in pieces)
-    return rows_maps(Source(x.tensor, (pages, heads, rows, dim), x.b, x.h, x.s), min(block, rows), widths)
+    # the largest power of 2 that divides a page's rows
+    return rows_maps(Source(x.tensor, (pages, heads, rows, dim), x.b, x.h, x.s), min(block, rows & -rows), widths)
 
 
 def cache_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
