@@ -4,7 +4,7 @@ sequences of different lengths, beside FlashAttention-3 at its default splits (F
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,28 +69,61 @@ def _chunks(batch: int, most: int) -> list[tuple[int, int]]:
     return [(n, n + draws.randint(0, most)) for n in (draws.randint(20, 600) for _ in range(batch))]
 
 
-# label, (queries, keys) of each sequence, query and kv heads, page size; head dim 128
+class Mixed(NamedTuple):
+    """Packed queries of head dim 128."""
+
+    label: str
+    sizes: list[tuple[int, int]]  # queries and keys of each sequence
+    heads: int
+    kv_heads: int
+    page_size: int
+    window: int = -1  # keys before a query's own; -1: all
+
+    @property
+    def heading(self) -> str:
+        text = f"{self.label}, pages of {self.page_size}, H{self.heads}/{self.kv_heads} D{D} bf16"
+        return text if self.window < 0 else text + f", window {self.window}"
+
+    @property
+    def keys_read(self) -> int:
+        return sum(min(keys, n + self.window) if self.window >= 0 else keys for n, keys in self.sizes)
+
+    @property
+    def scores(self) -> int:
+        most = self.window + 1 if self.window >= 0 else 1 << 40
+        return sum(min(keys - i, most) for n, keys in self.sizes for i in range(n))
+
+
 MIXED = [
-    ("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 32, 8, 64),
-    ("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 28, 4, 16),
-    ("4 chunks of 512 beside 28 tokens", _mixed({3: 512, 9: 512, 20: 512, 30: 512}), 32, 8, 64),
-    ("a chunk of 2048 beside 31 tokens", _mixed({7: 2048}), 32, 8, 64),
-    ("32 chunks of 1 to 16", [(n % 16 + 1, keys) for n, keys in enumerate(_spread(32))], 32, 8, 64),
-    ("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 32, 8, 64),
-    ("32 single tokens", [(1, keys) for keys in _spread(32)], 32, 8, 64),
-    ("1 chunk of 1024 beside 32768 keys", [(1024, 32768)], 32, 8, 64),
-    ("40 chunks of 20 to 600, to 16000 keys", _chunks(40, 16000), 32, 8, 128),
-    ("100 chunks of 20 to 600, to 2600 keys", _chunks(100, 2000), 28, 4, 128),
+    Mixed("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 32, 8, 64),
+    Mixed("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 28, 4, 16),
+    Mixed("4 chunks of 512 beside 28 tokens", _mixed({3: 512, 9: 512, 20: 512, 30: 512}), 32, 8, 64),
+    Mixed("a chunk of 2048 beside 31 tokens", _mixed({7: 2048}), 32, 8, 64),
+    Mixed("32 chunks of 1 to 16", [(n % 16 + 1, keys) for n, keys in enumerate(_spread(32))], 32, 8, 64),
+    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 32, 8, 64),
+    Mixed("32 single tokens", [(1, keys) for keys in _spread(32)], 32, 8, 64),
+    Mixed("1 chunk of 1024 beside 32768 keys", [(1024, 32768)], 32, 8, 64),
+    Mixed("40 chunks of 20 to 600, to 16000 keys", _chunks(40, 16000), 32, 8, 128),
+    Mixed("100 chunks of 20 to 600, to 2600 keys", _chunks(100, 2000), 28, 4, 128),
     # no tile is cut; more tiles than a small list has
-    ("2 chunks of 2048", [(2048, 2048)] * 2, 32, 4, 64),
-    ("60 chunks of 512 beside 1500 keys", [(512, 1500)] * 60, 8, 1, 64),
+    Mixed("2 chunks of 2048", [(2048, 2048)] * 2, 32, 4, 64),
+    Mixed("60 chunks of 512 beside 1500 keys", [(512, 1500)] * 60, 8, 1, 64),
+    # windows; pages of less than 8 keys
+    Mixed("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 32, 8, 64, 1023),
+    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 28, 4, 16, 4095),
+    Mixed("32 single tokens", [(1, keys) for keys in _spread(32)], 64, 8, 16, 127),
+    Mixed("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 28, 4, 1),
+    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 32, 8, 1),
+    Mixed("32 single tokens", [(1, keys) for keys in _spread(32)], 32, 8, 4),
     # few sequences, whose calls take little longer than their kernels' code takes to be read
-    ("1 chunk of 16 beside 3856 keys", [(16, 3856)], 32, 8, 16),
-    ("3 chunks of 8 beside 230 to 8259 keys", [(8, 584), (8, 230), (8, 8259)], 40, 8, 16),
-    ("4, a draft of 8, 735 to 1007 keys", [(1, 989), (8, 930), (1, 735), (1, 1007)], 12, 2, 128),
-    ("6 tokens, 190 to 9624 keys", [(1, n) for n in (190, 9624, 234, 1176, 1115, 811)], 8, 1, 128),
-    ("8 tokens, 1725 to 20328 keys", [(1, n) for n in (3998, 1725, 3639, 2792, 20328, 4593, 9270, 1780)], 28, 4, 64),
-    ("16 tokens of 8000 keys", [(1, 8000)] * 16, 32, 8, 64),
+    Mixed("1 chunk of 16 beside 3856 keys", [(16, 3856)], 32, 8, 16),
+    Mixed("3 chunks of 8 beside 230 to 8259 keys", [(8, 584), (8, 230), (8, 8259)], 40, 8, 16),
+    Mixed("4, a draft of 8, 735 to 1007 keys", [(1, 989), (8, 930), (1, 735), (1, 1007)], 12, 2, 128),
+    Mixed("6 tokens, 190 to 9624 keys", [(1, n) for n in (190, 9624, 234, 1176, 1115, 811)], 8, 1, 128),
+    Mixed(
+        "8 tokens, 1725 to 20328 keys", [(1, n) for n in (3998, 1725, 3639, 2792, 20328, 4593, 9270, 1780)], 28, 4, 64
+    ),
+    Mixed("16 tokens of 8000 keys", [(1, 8000)] * 16, 32, 8, 64),
 ]
 
 
@@ -157,17 +190,20 @@ def scattered_pages(pages: list[int], device: str) -> Tensor:
 
 def _of_packed_queries() -> Iterator[str]:
     """Chunks of prompts beside single tokens in one call, over pages."""
-    for label, sizes, heads, kv_heads, page_size in MIXED:
-        variants = packed_variants(sizes, heads, kv_heads, page_size)
+    for case in MIXED:
+        variants = _variants_of_packed(case)
         expected = variants["powertrain"]()
         for run in variants.values():
             torch.testing.assert_close(run(), expected, rtol=2e-2, atol=2e-2)
-        num_bytes = 2 * 2 * sum(keys for _, keys in sizes) * kv_heads * D
-        flops = sum(4 * heads * D * (n * (keys - n) + n * (n + 1) // 2) for n, keys in sizes)
-        heading = f"{label}, pages of {page_size}, H{heads}/{kv_heads} D{D} bf16"
-        yield table(heading, measure(variants), num_bytes=num_bytes, flops=flops)
+        num_bytes = 2 * 2 * case.keys_read * case.kv_heads * D
+        flops = 4 * case.heads * D * case.scores
+        yield table(case.heading, measure(variants), num_bytes=num_bytes, flops=flops)
         del variants, expected
         torch.cuda.empty_cache()
+
+
+def _variants_of_packed(case: Mixed, device: str = "cuda") -> dict[str, Callable[[], Any]]:
+    return packed_variants(*case[1:5], device=device, window=case.window)
 
 
 def packed_variants(
@@ -188,7 +224,9 @@ def packed_variants(
     def copied() -> Any:
         assert of_sequences is not None
         k, v = (gather_pages(x, of_sequences, longest).flatten(0, 1) for x in caches)
-        return varlen_attention(q, k, v, starts, ends, most, longest, cu_seqlens_k_padded=room, is_causal=True)
+        return varlen_attention(
+            q, k, v, starts, ends, most, longest, cu_seqlens_k_padded=room, is_causal=True, window_size=(window, 0)
+        )  # fmt: skip
 
     variants: dict[str, Callable[[], Any]] = {
         "powertrain": lambda: decode_attention(
@@ -231,7 +269,7 @@ def _mla(b: int, n: int, device: str) -> dict[str, Callable[[], Any]]:
 def launch() -> None:
     """Ours on meta tensors: for `ahead.build`."""
     every = [_variants_of_lengths(*case[1:], device="meta") for case in LENGTHS]
-    every += [packed_variants(*case[1:], device="meta") for case in MIXED]
+    every += [_variants_of_packed(case, "meta") for case in MIXED]
     every += [_variants_of_equal_lengths(*case, device="meta") for case in CASES]
     for variants in [*every, _mla(*MLA, device="meta")]:
         for name, call in variants.items():

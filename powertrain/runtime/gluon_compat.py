@@ -41,6 +41,7 @@ __all__ = [
     "named_barrier_arrive",
     "named_barrier_sync",
     "named_barrier_sync_divergent",
+    "no_tile_fetched",
     "prefetch",
     "reinterpret",
     "stores_landed",
@@ -118,20 +119,37 @@ def load_acquire(ptr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _threads():  # type: ignore[no-untyped-def]
+    """The number of the calling thread in its partition: of several warps a vector, of one warp a scalar, which stands
+    for a value of each lane."""
+    if gl.num_warps() > 1:
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.arange(0, 32 * gl.num_warps(), layout)
+    else:
+        return gl.inline_asm_elementwise(
+            "mov.u32 $0, %laneid;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def no_tile_fetched():  # type: ignore[no-untyped-def]
+    """0 in place of `fetch_next_tile_async`."""
+    return _threads() * 0
+
+
+@gluon.jit
 def fetch_next_tile_async(ptr):  # type: ignore[no-untyped-def]
-    """Issue an atomic add of 1 to the int32 at `ptr`, once per warp, without waiting for the old value, which
+    """Issue an atomic add of 1 to the int32 at `ptr`, once per partition, without waiting for the old value, which
     `await_next_tile` returns."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
-        .reg .b32 lane;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
+        setp.eq.u32 first, $2, 0;
         mov.b32 $0, 0;
         @first atom.relaxed.gpu.global.add.s32 $0, [$1], 1;
         }""",
-        "=r,l",
-        [ptr],
+        "=r,l,r",
+        [ptr, _threads()],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -140,10 +158,13 @@ def fetch_next_tile_async(ptr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def await_next_tile(tile_idx):  # type: ignore[no-untyped-def]
-    """The old value that the calling warp's `fetch_next_tile_async` gets, in all its threads."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [tile_idx], dtype=gl.int32, is_pure=False, pack=1
-    )
+    """The old value that the calling partition's `fetch_next_tile_async` gets, in all its threads."""
+    if gl.num_warps() > 1:
+        return gl.sum(tile_idx, 0)
+    else:
+        return gl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [tile_idx], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit

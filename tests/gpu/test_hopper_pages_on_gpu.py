@@ -70,7 +70,7 @@ def _check(problem: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
 SIZES = [(1, 700), (130, 700), (3, 3), (0, 90), (1, 0), (300, 300), (9, 1000), (40, 20)]
 
 
-@pytest.mark.parametrize("page", [8, 16, 24, 32, 64, 128, 192, 256])
+@pytest.mark.parametrize("page", [1, 4, 8, 12, 16, 24, 32, 64, 128, 192, 256])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
 def test_pages(dims: tuple[int, int], page: int) -> None:
     _check(_problem(SIZES, page, dims=dims, around=(2, 70)))
@@ -82,7 +82,8 @@ def test_tokens_and_drafts(dims: tuple[int, int], heads: tuple[int, int]) -> Non
     """A tile of 64 rows holds all of a sequence."""
     drafts = [(1, 700), (8, 5000), (1, 3), (4, 130), (0, 50), (1, 0)]
     for sizes in (drafts, [(1, 3000 + n) for n in range(40)], [(3, 9000)]):
-        _check(_problem(sizes, 16, heads, dims, around=(1, 2)))
+        for page in (1, 16):
+            _check(_problem(sizes, page, heads, dims, around=(1, 2)))
 
 
 _CUT = -(1 << 20)  # keys that results of a part take: less than none, so that the smallest parts seem best
@@ -123,7 +124,7 @@ def _without_pages_ahead(problem: dict[str, Any], left: int, queries: list[int])
     return {**problem, **caches, "page_table": table}
 
 
-@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
 def test_windows(dims: tuple[int, int], page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for least in (128, 1 << 20):
@@ -157,7 +158,7 @@ def test_random_problems(seed: int) -> None:
         heads = kv_heads * draws.choice([1, 3, 4, 5, 7, 8]), kv_heads
         dim = draws.choice([64, 72, 128, 192])
         around = draws.choice([(0, 0), (5, 130)])
-        problem = _problem(sizes, draws.choice([8, 16, 32, 48, 64, 128, 384]), heads, (dim, dim), around)
+        problem = _problem(sizes, draws.choice([1, 5, 8, 16, 32, 48, 64, 128, 384]), heads, (dim, dim), around)
         _check(problem)
         left = int(2 ** draws.uniform(0, 12))
         _check(_without_pages_ahead(problem, left, [n for n, _ in sizes]), window_size=(left, 0))
@@ -232,7 +233,7 @@ def test_equal_queries(heads: tuple[int, int], queries: int, page: int, monkeypa
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize("page", [0, 1, 16, 64])
 def test_one_sequence(page: int, dims: tuple[int, int]) -> None:
     """By equal parts of its keys, of which a cache's capacity makes more than the sequence may fill."""
     for length, capacity, queries, heads in (

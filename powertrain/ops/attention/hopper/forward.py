@@ -33,6 +33,7 @@ from powertrain.ops.attention.hopper.forward_producer import produce
 from powertrain.ops.attention.hopper.forward_tiles import (
     LISTED_FIELDS,
     TILE_FIELDS,
+    CacheRows,
     ConsumerSizes,
     ForwardBuffers,
     ForwardConfig,
@@ -43,7 +44,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     ResultStrides,
 )
 from powertrain.ops.attention.hopper.maps import (
-    Maps,
+    LEAST_ROWS_OF_BOX,
     MaybeMaps,
     cache_maps,
     keys_of,
@@ -75,10 +76,10 @@ from powertrain.runtime.launch import gluon_kernel
 @gluon_kernel(archs=(90,), unaligned=SMALL)
 def _hopper_attention_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, o_desc, o_tail_desc,
-    o_ptr, lse_ptr, slopes_ptr, sinks_ptr, partial_ptr,
+    k_ptr, v_ptr, o_ptr, lse_ptr, slopes_ptr, sinks_ptr, partial_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, page_table_ptr, list_ptr, counter_ptr,
     page_row, batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, new_keys,
-    stride_ob, stride_os, stride_oh,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
@@ -109,6 +110,7 @@ def _hopper_attention_fwd_kernel(
         STARTS_EARLY,
         k_starts_ptr is not None,
         list_ptr is not None,
+        1 if k_ptr is None else 4,
     )
     ROWS: gl.constexpr = 16 * gl.num_warps()  # of queries, that a consumer has of a tile
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
@@ -130,12 +132,14 @@ def _hopper_attention_fwd_kernel(
     q_full = alloc_mbarriers(CONSUMERS * Q_SLOTS, 1)
     k_at = None
     v_at = None
+    # TMA's bytes complete one arrival, copies those of all threads of the loader
+    ARRIVALS: gl.constexpr = 1 if CONFIG.loader_warps == 1 else 32 * CONFIG.loader_warps
     if CONFIG.warpgroups == CONFIG.consumers:
-        k_full = alloc_mbarriers(STAGES, 1)
-        v_full = alloc_mbarriers(STAGES, 1)
+        k_full = alloc_mbarriers(STAGES, ARRIVALS)
+        v_full = alloc_mbarriers(STAGES, ARRIVALS)
     else:
-        k_full, k_at = alloc_mbarriers_at(STAGES, 1)
-        v_full, v_at = alloc_mbarriers_at(STAGES, 1)
+        k_full, k_at = alloc_mbarriers_at(STAGES, ARRIVALS)
+        v_full, v_at = alloc_mbarriers_at(STAGES, ARRIVALS)
     tile_full = alloc_mbarriers(2, 1)
     # each consumer says when it has read a descriptor
     tile_empty = alloc_mbarriers(2, CONSUMERS)
@@ -160,9 +164,13 @@ def _hopper_attention_fwd_kernel(
     sizes = ConsumerSizes(batch, queries, heads, num_splits, members)
     strides = ResultStrides(stride_ob, stride_os, stride_oh, slopes_step)
     window = Window(left, right)
-    descs = (
-        by_piece(q_desc, q_tail_desc, P_QK), by_piece(k_desc, k_tail_desc, P_QK), by_piece(v_desc, v_tail_desc, P_V),
-    )  # fmt: skip
+    if k_ptr is None:
+        k_source = by_piece(k_desc, k_tail_desc, P_QK)
+        v_source = by_piece(v_desc, v_tail_desc, P_V)
+    else:
+        k_source = CacheRows(k_ptr, stride_kb, stride_ks, stride_kh)
+        v_source = CacheRows(v_ptr, stride_vb, stride_vs, stride_vh)
+    sources = by_piece(q_desc, q_tail_desc, P_QK), k_source, v_source
     # none where results leave by ordinary stores
     o_descs: gl.constexpr = None
     if o_desc is not None:
@@ -172,24 +180,26 @@ def _hopper_attention_fwd_kernel(
     all_sizes = ProducerSizes(
         batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits, new_keys
     )
-    # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
+    # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128. Four warps
+    # of a loader take no more than one, for registers are given to four warps at a time
+    OF_LOADER: gl.constexpr = 24 if CONFIG.loader_warps == 1 else 32
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
-            (produce, (descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
-        ], [1], [24])  # fmt: skip
+            (produce, (sources, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
+        ], [CONFIG.loader_warps], [OF_LOADER])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
-            (produce, (descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (produce, (sources, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
+        ], [4, CONFIG.loader_warps], [240, OF_LOADER])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
             (consume, (o_descs, results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 2)),
-            (produce, (descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
+            (produce, (sources, counter_ptr, lengths, pages, list_ptr, buffers, sync, all_sizes, window, CONFIG)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -241,15 +251,15 @@ def launch_forward(
         q_maps = rows_maps(queries, plan.rows, plan.p_qk)
     else:
         q_maps = packed_maps(queries, plan.rows, plan.p_qk, plan.heads_per_tile)
-    k_maps, v_maps = _keys_maps(operands, plan, page_table is not None, listed is not None)
+    k_maps, v_maps, rows = _keys_of(operands, plan, page_table is not None, listed is not None)
     # one CTA an SM, for its shared memory is full; it runs until no tile is left
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
-        *q_maps, *k_maps, *v_maps, *into.maps, into.o, into.lse, args.slopes, args.sinks, into.partial,
+        *q_maps, *k_maps, *v_maps, *into.maps, *rows.tensors, into.o, into.lse, args.slopes, args.sinks, into.partial,
         args.query_starts, args.key_starts, args.query_used, args.key_used, page_table,
         listed and listed.entries, counter_of(q.tensor),
         0 if page_table is None else page_table.stride(0),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, together, tiles, new_keys,
-        *into.strides, args.slopes_stride,
+        *rows.strides, *into.strides, args.slopes_stride,
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,
@@ -287,14 +297,33 @@ def _results_of(
     return _Results(out, lse, (o.b, o.s, o.r), maps, partial)
 
 
-def _keys_maps(operands: Operands, plan: Plan, in_pages: bool, of_cache: bool) -> tuple[Maps, Maps]:
+def copies_rows(pages: Tensor) -> bool:
+    """Whether the loader copies keys and values [pages, rows of a page, kv heads, dim] row by row: boxes of TMA would
+    hold less than 8 rows."""
+    return pages.shape[1] % LEAST_ROWS_OF_BOX > 0
+
+
+class _Rows(NamedTuple):
+    """Keys and values that are copied row by row; none where TMA loads them."""
+
+    tensors: tuple[Tensor | None, Tensor | None] = None, None
+    strides: tuple[int, ...] = (0,) * 6  # of pages, rows and heads, of keys and of values, in 8 elements
+
+
+def _keys_of(
+    operands: Operands, plan: Plan, in_pages: bool, of_cache: bool
+) -> tuple[MaybeMaps, MaybeMaps, _Rows]:  # fmt: skip
+    """How the loader finds keys and values: maps of them, or pointers and strides."""
     k, v = operands.k, operands.v
+    if in_pages and copies_rows(k.tensor):
+        strides = tuple(stride // 8 for x in (k, v) for stride in (x.b, x.s, x.h))
+        return (None, None), (None, None), _Rows((k.tensor, v.tensor), strides)
     if in_pages:
-        return pages_maps(k, plan.block_n, plan.p_qk), pages_maps(v, plan.block_n, plan.p_v)
+        return pages_maps(k, plan.block_n, plan.p_qk), pages_maps(v, plan.block_n, plan.p_v), _Rows()
     if of_cache:
-        return cache_maps(k, plan.block_n, plan.p_qk), cache_maps(v, plan.block_n, plan.p_v)
+        return cache_maps(k, plan.block_n, plan.p_qk), cache_maps(v, plan.block_n, plan.p_v), _Rows()
     keys, values = keys_of(operands, k, operands.d_qk), keys_of(operands, v, operands.d_v)
-    return rows_maps(keys, plan.block_n, plan.p_qk), rows_maps(values, plan.block_n, plan.p_v)
+    return rows_maps(keys, plan.block_n, plan.p_qk), rows_maps(values, plan.block_n, plan.p_v), _Rows()
 
 
 def _first_block(operands: Operands, plan: Plan, listed: TileList | None) -> Literal["any", "diagonal", "half"]:

@@ -64,6 +64,9 @@ def _await_block(at, full, address, CONFIG: gl.constexpr):
         await_phase(address + 8 * stage, phase_parity(at, STAGES))
     else:
         mbarrier.wait(full.index(stage), phase_parity(at, STAGES))
+    if CONFIG.loader_warps > 1:
+        # wgmma reads by another path to shared memory than the loader's copies took
+        hopper.fence_async_shared()
 
 
 @gluon.jit
@@ -183,7 +186,7 @@ def _step(
         barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
     s = hopper.warpgroup_mma_wait(len(v_smem), deps=[s_later])
     # s is complete, so k is no longer read: no need to wait for o
-    give_back(KEYS_FREE, stage, CONFIG.warpgroups)
+    give_back(KEYS_FREE, stage, CONFIG.warpgroups, CONFIG.loader_warps)
     s = apply_softcap_alibi(
         s, start, scores.positions, scores.factors, scores.slope, scores.p_first, CONFIG.has_softcap, CONFIG.alibi
     )
@@ -203,7 +206,7 @@ def _step(
     weights = to_p16(weights, dtype)
     # behind the exponentials, which need no o
     o = _added(o_later, p, 0)
-    give_back(VALUES_FREE, last, CONFIG.warpgroups)
+    give_back(VALUES_FREE, last, CONFIG.warpgroups, CONFIG.loader_warps)
     if CONFIG.ragged and MASKED:
         # never taken, since a block that reaches behind the keys is its tile's first; without it the step takes 1.5 %
         # longer (one H200, 1 chunk of 1024 queries beside 32768 keys 722 us, 735)
@@ -338,8 +341,8 @@ def _pass_blocks(visited, blocks, sync, CONFIG: gl.constexpr, CONSUMER: gl.const
                 named_barrier_sync(TURN + place, 256)
                 named_barrier_arrive(TURN + (place + 1) % CONFIG.warpgroups, 256)
         _await_block(at - 1, v_full, sync.v_at, CONFIG)
-        give_back(KEYS_FREE, at & (STAGES - 1), CONFIG.warpgroups)
-        give_back(VALUES_FREE, (at - 1) & (STAGES - 1), CONFIG.warpgroups)
+        give_back(KEYS_FREE, at & (STAGES - 1), CONFIG.warpgroups, CONFIG.loader_warps)
+        give_back(VALUES_FREE, (at - 1) & (STAGES - 1), CONFIG.warpgroups, CONFIG.loader_warps)
 
 
 @gluon.jit
@@ -354,11 +357,11 @@ def _pass_tile(
     pair = taken & 1
     _, _, _, blocks = keys_of_tile(pair, sync.tile, sizes.num_splits, window, QUERIES, BLOCK_N, CONFIG)
     begin, end, _, _, _ = blocks
-    give_back(KEYS_FREE, visited & (STAGES - 1), CONFIG.warpgroups)
+    give_back(KEYS_FREE, visited & (STAGES - 1), CONFIG.warpgroups, CONFIG.loader_warps)
     _pass_blocks(visited, blocks, sync, CONFIG, CONSUMER)
     visited += end - begin
     _await_block(visited - 1, sync.v_full, sync.v_at, CONFIG)
-    give_back(VALUES_FREE, (visited - 1) & (STAGES - 1), CONFIG.warpgroups)
+    give_back(VALUES_FREE, (visited - 1) & (STAGES - 1), CONFIG.warpgroups, CONFIG.loader_warps)
     mbarrier.arrive(sync.tile_empty.index(pair), count=1)
     taken += 1
     head, s = _first_scores(visited, taken, buffers, sync, FIRST_N, CONFIG, CONSUMER)
@@ -427,7 +430,7 @@ def _consume_tile(
         slope = gl.load(results.slopes + b * strides.slopes + head, mask=b < batch, other=0.0) * LOG2E
     scores = Scores(positions, row + offset, k_len, window, factors, factor, slope)
 
-    give_back(KEYS_FREE, visited & (STAGES - 1), CONFIG.warpgroups)
+    give_back(KEYS_FREE, visited & (STAGES - 1), CONFIG.warpgroups, CONFIG.loader_warps)
     start = block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
     o, m, l, weights = _first_block(s, visited, start, masked, scores, v_smem, v_full, CONFIG)  # noqa: E741
     o, m, l, weights = _blocks_of_rows(  # noqa: E741
@@ -469,7 +472,7 @@ def _consume_tile(
     lse = gl.where(i < rows.q_len, lse, MINUS_INF)
     store_lse(lse, i, lane, rows, results, sizes, storage, CONFIG, CONSUMER)
     o = _added(o_later, p, len(k_smem))
-    give_back(VALUES_FREE, last, CONFIG.warpgroups)
+    give_back(VALUES_FREE, last, CONFIG.warpgroups, CONFIG.loader_warps)
     store_rows(o, inverse, i, rows, o_desc, o_smem, results, sizes, storage, strides, CONFIG, CONSUMER)
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
     return visited, taken, next_head, s

@@ -2,12 +2,14 @@
 among them, or the same number of queries of each sequence, one or more.
 
 The kernel is that of forward.py: tiles of 64 to 192 rows of one sequence (queries, times heads that share keys where
-queries are few) and blocks of 64 or 128 keys, which the loader warp finds through the page table. The host knows
-neither the lengths nor how many queries each sequence has. So a list made on the device says which tiles there are and
-into how many parts the keys of each are cut, by the blocks of keys that it sees (decode_tiles.py): the CTAs take its
-entries from a counter, the longest first, so that few tiles need be cut for all CTAs to end together. One sequence
-alone, packed or not, has no list: the keys of each of its tiles are cut into the same number of parts, chosen from
-shapes (splits.py).
+queries are few) and blocks of 64 or 128 keys, which the loader finds through the page table: by TMA, or row by row
+where 8 rows in a page need not lie side by side (`copies_rows`). Pages ahead of a window are not read.
+
+The host knows neither the lengths nor how many queries each sequence has. So a list made on the device says which tiles
+there are and into how many parts the keys of each are cut, by the blocks of keys that it sees (decode_tiles.py): the
+CTAs take its entries from a counter, the longest first, so that few tiles need be cut for all CTAs to end together. One
+sequence alone, packed or not, has no list: the keys of each of its tiles are cut into the same number of parts, chosen
+from shapes (splits.py).
 """
 
 import math
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import TileList
-from powertrain.ops.attention.hopper.forward import launch_forward
+from powertrain.ops.attention.hopper.forward import copies_rows, launch_forward
 from powertrain.ops.attention.hopper.plans import (
     Plan,
     heads_per_tile_for,
@@ -81,11 +83,11 @@ def why_not_cache(call: PagedCall, cache_batch_idx: Tensor | None, target: Targe
         return "it has no cache_batch_idx"
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {checks.name(query.dtype)}"
-    dims, size = (query.shape[-1], values.shape[-1]), keys.shape[1]
+    dims = query.shape[-1], values.shape[-1]
     if max(dims) > 256 or any(dim % 8 for dim in dims):
         return f"head dims must be multiples of 8 to 256, are {dims[0]} and {dims[1]}"
-    if call.page_table is not None and size % 8:
-        return f"it takes pages of multiples of 8 keys, got {size}"
+    if call.page_table is not None and copies_rows(keys) and max(_extent(x) for x in (keys, values)) >= 2**34:
+        return f"of pages of {keys.shape[1]} keys it takes caches of up to 2^34 elements, got {_extent(keys)}"
     if not query.numel() or not keys.numel() or not call.seqlens.numel():
         return "it takes no empty tensors"
     if call.leftpad is not None:
@@ -98,6 +100,10 @@ def why_not_cache(call: PagedCall, cache_batch_idx: Tensor | None, target: Targe
         if x.stride(-1) != 1 or any(s % 8 for s in x.stride()[:-1]) or 0 in x.stride():
             return f"strides must be positive multiples of 16 bytes, are {x.stride()}"
     return None
+
+
+def _extent(cache: Tensor) -> int:
+    return cache.shape[0] * cache.stride(0)
 
 
 def launch_pages(call: PagedCall, max_queries: int, target: Target) -> tuple[Tensor, Tensor]:

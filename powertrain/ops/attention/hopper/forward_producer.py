@@ -1,4 +1,5 @@
-"""The loader warp of the Hopper forward: fetches tiles, publishes their descriptors, loads q, k and v by TMA."""
+"""The loader warp of the Hopper forward: fetches tiles, publishes their descriptors, loads q, k and v by TMA. Of pages
+too small for TMA four warps copy k and v row by row."""
 
 from powertrain.ops.attention.decode_tiles import ENTRY_FIELDS, LISTED
 from powertrain.ops.attention.hopper.forward_tiles import (
@@ -23,12 +24,15 @@ from powertrain.ops.attention.hopper.primitives import write_tile_field
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, slots_with_rows, tile_coords
 from powertrain.ops.early_start import await_kernel_before
 from powertrain.runtime.gluon_compat import (
+    async_copy,
     await_next_tile,
     fetch_next_tile_async,
     gl,
     gluon,
+    kept,
     mbarrier,
     named_barrier_sync,
+    no_tile_fetched,
     prefetch,
     reinterpret,
     tma_load,
@@ -36,9 +40,9 @@ from powertrain.runtime.gluon_compat import (
 
 
 @gluon.jit
-def take_stage(first: gl.constexpr, stage, WARPGROUPS: gl.constexpr):
+def take_stage(first: gl.constexpr, stage, WARPGROUPS: gl.constexpr, LOADER_WARPS: gl.constexpr = 1):
     """By the loader, once for each round of a stage but the first."""
-    named_barrier_sync(first + stage, 32 + 128 * WARPGROUPS)
+    named_barrier_sync(first + stage, 32 * LOADER_WARPS + 128 * WARPGROUPS)
 
 
 @gluon.jit
@@ -62,9 +66,11 @@ def _load_queries(
 
 
 @gluon.jit
-def _load_rows(descs, smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG: gl.constexpr):
-    """A block of keys or values: [BLOCK_N, PIECE] each."""
-    if CONFIG.page_size > 0:
+def _load_rows(descs, smem, bar, stage, b, batch, kv, row, ids, seen, pages, DIM: gl.constexpr, CONFIG: gl.constexpr):
+    """A block of keys or values: [BLOCK_N, PIECE] each. `descs`: maps of them, or CacheRows, with `_page_ids`."""
+    if CONFIG.loader_warps > 1:
+        _copy_rows(descs, smem, bar, stage, kv, row, ids, DIM, CONFIG)
+    elif CONFIG.page_size > 0:
         _load_pages(descs, smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG)
     else:
         if CONFIG.keys_packed:
@@ -114,17 +120,60 @@ def _load_part(desc, smem, bar, where, column, part: gl.constexpr, BOX: gl.const
 
 
 @gluon.jit
-def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, seen, pages, CONFIG: gl.constexpr):
+def _page_ids(row, seen, b, batch, pages, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """Where rows are copied: the pages of ROWS positions from `row` on, -1 for one that is not seen. One id a thread:
+    loaded where a thread copies eight rows, each load would wait for the one before, for want of registers."""
+    if CONFIG.loader_warps > 1:
+        first, end = seen
+        position = row + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        # the table's other entries are undefined
+        is_seen = (position >= first) & (position < end)
+        of_sequence = pages.table + gl.minimum(b, batch - 1) * pages.row
+        ids = gl.load(of_sequence + gl.where(is_seen, position, 0) // CONFIG.page_size)  # [ROWS]
+        return gl.where(is_seen, ids.to(gl.int32), -1)
+    else:
+        return gl.to_tensor(0)
+
+
+@gluon.jit
+def _copy_rows(cache, smem, bar, stage, kv, row, ids, DIM: gl.constexpr, CONFIG: gl.constexpr):
+    """A block of keys or values row by row, from the pages of `_page_ids`; zeros for rows that are not seen."""
+    for i in gl.static_range(len(smem)):
+        _copy_piece(cache, smem[i].index(stage), kv, row, ids, i * smem[0].shape[2], DIM, CONFIG)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def _copy_piece(cache, smem, kv, row, ids, FIRST: gl.constexpr, DIM: gl.constexpr, CONFIG: gl.constexpr):
+    """As many columns from FIRST on as `smem` [rows, columns] has: each thread 16 bytes of each 64 columns, of every
+    16th row."""
+    COLS: gl.constexpr = smem.shape[1]
+    THREADS: gl.constexpr = min(COLS, 64) // 8  # of a row
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    page = gl.convert_layout(ids, rows)
+    within = (row + gl.arange(0, smem.shape[0], rows)) % CONFIG.page_size
+    # int32 in units of 16 bytes: with 64 bits addresses take three times the instructions, which consumers wait for
+    at = page * cache.page + within * cache.row + kv * cache.head
+    column = FIRST + gl.arange(0, COLS, gl.SliceLayout(0, layout))
+    ptrs = gl.expand_dims(cache.ptr + column, 0) + gl.expand_dims(at.to(gl.int64) * 8, 1)
+    mask = gl.expand_dims(page >= 0, 1) & gl.expand_dims(column < DIM, 0)
+    async_copy.async_copy_global_to_shared(smem, ptrs, mask=mask)  # [rows, columns]
+
+
+@gluon.jit
+def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, ids, seen, pages, CONFIG: gl.constexpr):
     """The values, from `row` on, of the block before number `at`."""
     STAGES: gl.constexpr = v_smem[0].shape[0]
     COLS: gl.constexpr = v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)
     BYTES: gl.constexpr = v_smem[0].shape[1] * COLS * v_smem[0].dtype.primitive_bitwidth // 8
     stage = (at - 1) & (STAGES - 1)
     if at > STAGES:
-        take_stage(VALUES_FREE, stage, CONFIG.warpgroups)
+        take_stage(VALUES_FREE, stage, CONFIG.warpgroups, CONFIG.loader_warps)
     bar = v_full.index(stage)
-    mbarrier.expect(bar, BYTES)
-    _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG)
+    if CONFIG.loader_warps == 1:
+        mbarrier.expect(bar, BYTES)
+    _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, row, ids, seen, pages, CONFIG.d_v, CONFIG)
 
 
 @gluon.jit
@@ -175,9 +224,9 @@ def _load_blocks(
     buffers, sync, batch, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Load a tile's blocks of keys, each block's values one block later, and its queries behind the first where they
-    have one place. `seen`: the first key that any row sees, and the end of the sequence's keys. Returns the row of the
-    last block's values, which are yet to be loaded, the fetch of the next tile where that is under way, and the count
-    of free stages of keys."""
+    have one place. `seen`: the first key that any row sees, and the end of the sequence's keys. Returns the row and the
+    page ids of the last block's values, which are yet to be loaded, the fetch of the next tile where that is under way,
+    and the count of free stages of keys."""
     begin, end, full_end, at_right, masked = blocks
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     q_full, k_full, v_full = sync.q_full, sync.k_full, sync.v_full
@@ -190,7 +239,10 @@ def _load_blocks(
     BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     before = gl.to_tensor(0)
-    tile_idx = gl.to_tensor(0)
+    first_row = k_start + block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+    ids = _page_ids(first_row, seen, b, batch, pages, BLOCK_N, CONFIG)
+    ids_before = ids
+    tile_idx = no_tile_fetched()
     # the order in which consumers visit blocks; both sides compute it from the same four numbers
     for n in range(end - begin):
         if CONFIG.listed:
@@ -198,28 +250,36 @@ def _load_blocks(
             if n == end - begin - 1:
                 tile_idx = fetch_next_tile_async(counter_ptr)
         row = k_start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+        # a block ahead; behind the last one the ids are of no block, and not used
+        later = k_start + block_at(n + 1, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+        ids_later = _page_ids(later, seen, b, batch, pages, BLOCK_N, CONFIG)
         at = visited + n
         stage = at & (STAGES - 1)
         # k's stage: the consumers gave it back at a numbered barrier, for in Triton 3.6 an arrival at an mbarrier
         # is a barrier of the whole warpgroup
         if emptied <= at:
-            take_stage(KEYS_FREE, stage, CONFIG.warpgroups)
+            take_stage(KEYS_FREE, stage, CONFIG.warpgroups, CONFIG.loader_warps)
             emptied += 1
         bar = k_full.index(stage)
-        mbarrier.expect(bar, K_BYTES)
-        _load_rows(k_desc, k_smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG)
+        if CONFIG.loader_warps == 1:
+            mbarrier.expect(bar, K_BYTES)
+        _load_rows(k_desc, k_smem, bar, stage, b, batch, kv, row, ids, seen, pages, CONFIG.d_qk, CONFIG)
         if n == 0:
             if Q_SLOTS == 1:
                 # who has given back the last block of keys has done with the queries
                 while emptied < at + STAGES:
-                    take_stage(KEYS_FREE, emptied & (STAGES - 1), CONFIG.warpgroups)
+                    take_stage(KEYS_FREE, emptied & (STAGES - 1), CONFIG.warpgroups, CONFIG.loader_warps)
                     emptied += 1
                 _load_queries(q_desc, q_smem, q_full, b_at, head, q_row, 0, CONSUMERS, HEADS_PER_TILE)
         else:
             # v of a block is needed one block later than its k: o += p v trails s = q kᵀ by one block
-            _load_values(v_desc, v_smem, v_full, at, b, batch, kv, before, seen, pages, CONFIG)
+            _load_values(v_desc, v_smem, v_full, at, b, batch, kv, before, ids_before, seen, pages, CONFIG)
         before = row
-    return before, tile_idx, emptied
+        if CONFIG.loader_warps > 1:
+            # Triton 3.6 takes a value that is carried over two rounds for one that never changes
+            ids_before = kept(ids)
+            ids = ids_later
+    return before, ids_before, tile_idx, emptied
 
 
 @gluon.jit
@@ -293,7 +353,7 @@ def _load_tile(
             _load_queries(
                 q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
             )
-        before, tile_idx, emptied = _load_blocks(
+        before, ids, tile_idx, emptied = _load_blocks(
             blocks, visited, emptied, k_start, seen, b, b_at, kv, head, q_start + first, counter_ptr, pages, q_desc,
             k_desc, v_desc, buffers, sync, batch, CONFIG,
         )  # fmt: skip
@@ -307,12 +367,15 @@ def _load_tile(
         else:
             # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
             tile_idx = fetch_next_tile_async(counter_ptr)
-        _load_values(v_desc, v_smem, v_full, visited, b, batch, kv, before, seen, pages, CONFIG)
+        _load_values(v_desc, v_smem, v_full, visited, b, batch, kv, before, ids, seen, pages, CONFIG)
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)
-    # the loads above are under way while the answer is waited for
-    tile_idx = await_next_tile(tile_idx)
+        if CONFIG.listed:
+            tile_idx = await_next_tile(tile_idx)
+    if not CONFIG.listed:
+        # the loads above are under way while the answer is waited for
+        tile_idx = await_next_tile(tile_idx)
     # there are as many fetches as tiles: the CTA that fetches the last resets the counter
     if tile_idx == tiles - 1:
         gl.store(counter_ptr, 0)

@@ -57,6 +57,8 @@ class ForwardConfig(NamedTuple):
     starts_early: bool  # jobs wait for the kernel before
     keys_packed: bool  # sequences of keys lie one behind the other
     listed: bool  # tiles and the parts of their keys are those of a list
+    # 1: keys and values are loaded by TMA; 4: row by row, where a box of TMA would hold fewer than 8 rows of a page
+    loader_warps: int = 1
 
 
 class Results(NamedTuple):
@@ -97,6 +99,15 @@ class Pages(NamedTuple):
 
     table: Any
     row: Any  # its stride
+
+
+class CacheRows(NamedTuple):
+    """Keys or values in pages, as the loader copies their rows."""
+
+    ptr: Any
+    page: Any  # strides of pages, rows and heads, in units of 8 elements
+    row: Any
+    head: Any
 
 
 class ConsumerSizes(NamedTuple):
@@ -243,9 +254,9 @@ def phase_parity(count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def give_back(first: gl.constexpr, stage, WARPGROUPS: gl.constexpr):
+def give_back(first: gl.constexpr, stage, WARPGROUPS: gl.constexpr, LOADER_WARPS: gl.constexpr = 1):
     """By each warp of the consumers, once for each round of a stage: who takes it meets them all."""
-    named_barrier_arrive(first + stage, 32 + 128 * WARPGROUPS)
+    named_barrier_arrive(first + stage, 32 * LOADER_WARPS + 128 * WARPGROUPS)
 
 
 @gluon.jit

@@ -62,6 +62,9 @@ def packed_maps(x: Source, block: int, pieces: tuple[int, ...], heads_per_tile: 
     return _each(x.tensor, (storage, rows, heads, dim), (x.b, x.s, x.h, 1), tile, pieces, filled=box)
 
 
+LEAST_ROWS_OF_BOX = 8  # of a page: as many as the swizzle of shared memory has
+
+
 def pages_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
     """Of a cache [pages, rows of a page, kv heads, dim], by parts of a block that lie in one page, 64 columns each."""
     pages, rows, heads, dim = x.tensor.shape
