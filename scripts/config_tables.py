@@ -83,7 +83,8 @@ def _kind(field: FieldInfo) -> str:
     text = re.sub(r"tuple\[(.*?)(, \.\.\.)?\]", r"list of \1", text).replace("|", "or")
     bounds = {"Gt(gt=0)": "above 0", "Ge(ge=0)": "at least 0", "MinLen(min_length=1)": "at least one",
               "Lt(lt=4294967296)": "below 2^32", "Lt(lt=1)": "below 1", "Lt(lt=0.5)": "below 0.5",
-              "Le(le=1)": "at most 1", "Le(le=127)": "at most 127", "Le(le=1024)": "at most 1024",
+              "Le(le=1)": "at most 1", "Le(le=127)": "at most 127", "Le(le=1000000.0)": "at most 1000000",
+              "Le(le=1024)": "at most 1024",
               f"Le(le={MAX_SCALE})": "at most 2^127"}  # fmt: skip
     changes = BeforeValidator, AfterValidator
     return ", ".join([text, *(bounds[str(bound)] for bound in limits if not isinstance(bound, changes))])

@@ -38,6 +38,7 @@ _QUIET = 5.0  # seconds a wait may take before a line names its reason
 _DYING = 5.0
 # messages of gloo and NCCL when a connection ends
 _LOST = re.compile(r"[Cc]onnection (?:closed|reset|refused)|Broken pipe|gloo|NCCL|[Tt]imed out|Socket|remote process")
+_MOST_PORT = 65535
 # seconds that the first rank stays, after an error, for the others to read it
 _FAREWELL = 10.0
 
@@ -165,8 +166,8 @@ def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
                 "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be set: PMIx names no number of ranks, "
                 f"got PMIX_RANK {env['PMIX_RANK']} alone"
             )
-        if env.get("WORLD_SIZE", "1") != "1":
-            # half of a launcher's variables, as where a job's script exports them by hand
+        # half of a launcher's variables, as where a job's script exports them by hand; an empty one is unset there
+        if env.get("WORLD_SIZE") not in (None, "", "1"):
             raise ValueError(f"RANK must be set beside WORLD_SIZE, got WORLD_SIZE {env['WORLD_SIZE']} alone")
         return LaunchEnv(_device(0, 1))
     first, *others = active
@@ -226,8 +227,9 @@ def _read_rendezvous(launcher: _Launcher, size: int, env: Mapping[str, str]) -> 
         raise ValueError(
             f"{missing} must be set for {size} processes of {launcher.name} to meet, got nothing: {launcher.hint}"
         )
-    if not port.isdecimal():
-        raise ValueError(f"MASTER_PORT must be a number, got {port!r}")
+    # 0 is any port that is free, which no other rank would know
+    if not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
+        raise ValueError(f"MASTER_PORT must be a number from 1 to {_MOST_PORT}, the same on every rank, got {port!r}")
     # part of the rendezvous's name: ranks of a run that torchrun restarted must not meet those of the last one
     attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
     return Rendezvous(host, int(port), attempt, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")

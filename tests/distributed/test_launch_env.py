@@ -69,7 +69,10 @@ def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
             "MASTER_ADDR and MASTER_PORT must be set for 2 processes of mpiexec to meet, got nothing: mpiexec -x",
         ),
         ({**HYDRA, "MASTER_ADDR": "a"}, "^MASTER_PORT must be set for 2 processes .* mpiexec -genv"),
-        ({**TORCHRUN, "MASTER_PORT": "x"}, "MASTER_PORT must be a number, got 'x'"),
+        ({**TORCHRUN, "MASTER_PORT": "x"}, "MASTER_PORT must be a number from 1 to 65535, .* got 'x'"),
+        # any free port, so that the ranks never met; torch's TypeError with the signatures of its constructor
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT must be a number from 1 to 65535, .* got '0'"),
+        ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT must be a number from 1 to 65535, .* got '65536'"),
         ({"RANK": "0"}, "WORLD_SIZE must be a number, as the launcher sets it, got 'nothing'"),
         ({**TORCHRUN, "RANK": "8"}, r"RANK must be in \[0, WORLD_SIZE = 8\), got 8"),
         ({"PMIX_RANK": "0"}, "RANK, WORLD_SIZE.* must be set: PMIx"),
@@ -79,6 +82,11 @@ def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
 def test_launch_env_errors(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_launch_env(environment)
+
+
+def test_an_empty_world_size_alone_is_not_set() -> None:
+    """`WORLD_SIZE=$UNSET powertrain train` was refused, with a blank where the value should stand."""
+    assert read_launch_env({"WORLD_SIZE": ""}) == read_launch_env({})
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
         ("optimizer.betas=[0.9,1.5]", "optimizer.betas must be in [0, 1), got [0.9, 1.5]"),
         ("optimizer.eps=1e-60", "optimizer.eps must be at least 1.17549e-38, float32's smallest, got 1e-60"),
         ("optimizer.lr=inf", "optimizer.lr must be a finite number"),
+        # an OverflowError as soon as there were two ranks
+        ("parallel.timeout_minutes=1e300", "parallel.timeout_minutes must be less than or equal to 1000000, got"),
         ("train.loss_scale.static=0", "train.loss_scale.static must be greater than 0"),
         ("model.vocab_size=100", "model.vocab_size must be at least the tokenizer's 256, got 100"),
         (

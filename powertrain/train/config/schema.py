@@ -337,7 +337,8 @@ class ParallelConfig(Section):
     expert: Positive = 1
     reshard_after_forward: bool = True
     transport: Literal["auto", "symmetric", "pipelined", "sequential"] = "auto"
-    timeout_minutes: Above0 = 30.0
+    # two years; C's clocks cannot count to much more
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
 
     @field_validator("shard")
     @classmethod
