@@ -1,6 +1,7 @@
 """Files from other sources: any library's error about a damaged file becomes a ValueError of one line with its name."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,16 @@ def one_line(error: BaseException, most: int = 300) -> str:
     words = " ".join(str(error).split()) or type(error).__name__
     words = f"{type(error).__name__} {words}" if isinstance(error, (KeyError, IndexError)) else words
     return words if len(words) <= most else f"{words[:most]} …"
+
+
+def why(error: OSError) -> str:
+    """The words of an error without the path; "File exists" of a folder to be made says nothing of what is there."""
+    path = Path(os.fsdecode(error.filename or ""))
+    if error.filename and path.is_symlink() and not path.exists():
+        return f"a link to {path.readlink()}, which is not there"
+    if isinstance(error, FileExistsError):
+        return "Not a directory"
+    return error.strerror or one_line(error)
 
 
 def read_json(file: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:

@@ -16,6 +16,7 @@ from powertrain.runtime import tracing
 from powertrain.runtime.atomic_file import write_whole
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.extras import require
+from powertrain.runtime.reading import why
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.checkpoint.load import kinds_at
@@ -30,7 +31,7 @@ from powertrain.train.lint import rehearse
 from powertrain.train.mesh_shape import check_parallel
 from powertrain.train.objective import FORMATS
 from powertrain.train.ranks import LaunchEnv, be_deterministic, connect
-from powertrain.train.reporting.metrics import METRICS, Sink, evaluated_at
+from powertrain.train.reporting.metrics import CONFIG, METRICS, RESOLVED, Sink, evaluated_at
 from powertrain.train.signals import ENDING
 from powertrain.train.slow_precision import warn_if_slow
 from powertrain.train.trainer import Trainer
@@ -144,9 +145,10 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
             # two runs at once would write into each other's metrics and report, also where neither saves a checkpoint
             if not (config.checkpoint.save and _same(config.folder(), config.checkpoint_folder())):
                 trainer.claim = claim(config.folder(), "logging.folder")
-        keep_texts(config.folder() / "config", run, config)
         with _naming_folder():
             trainer.sinks = make_sinks(trainer)
+        # after the sinks, which keep those of an earlier run
+        keep_texts(config.folder() / CONFIG, run, config)
 
     decided_by_first(open_sinks_here, group)
     if not begun:
@@ -225,12 +227,14 @@ def _refuse_checkpoint(config: RunConfig) -> None:
 
 def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
     """The config files, unchanged and resolved, in the run's folder."""
+    made = {RESOLVED: config.model_dump(mode="json"), "overrides.json": list(run.overrides)}
     with _naming_folder():
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in run.texts.items():
-            write_whole(folder / name, text.encode())
-        write_json(folder / "run.json", config.model_dump(mode="json"))
-        write_json(folder / "overrides.json", list(run.overrides))
+            # a config file may be called run.json itself
+            write_whole(folder / (f"{name}.given" if name in made else name), text.encode())
+        for name, content in made.items():
+            write_json(folder / name, content)
 
 
 @contextmanager
@@ -240,7 +244,7 @@ def _naming_folder() -> Iterator[None]:
     except OSError as error:
         if error.errno is None or error.filename is None:
             raise
-        got = f"{error.filename} ({error.strerror})"
+        got = f"{error.filename} ({why(error)})"
         raise ValueError(f"logging.folder must name a folder that can be written, got {got}") from None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from powertrain.runtime.reading import why
 from powertrain.train.agreement import decided_by_first
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.config.schema import RunConfig
@@ -107,5 +108,5 @@ def _make(folder: Path) -> None:
     except OSError as error:
         raise ValueError(
             "checkpoint.folder (checkpoints in logging.folder, if not set) must name a folder that can be written, got "
-            f"{folder} ({error.strerror})"
+            f"{error.filename or folder} ({why(error)})"
         ) from None

@@ -194,6 +194,32 @@ def test_a_run_without_checkpoints_is_kept_out_too(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".writer"]
 
 
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        (
+            "checkpoints/.writer",
+            "checkpoint.folder must name a folder .* got {0}/checkpoints/.writer .a link to /gone/x",
+        ),
+        (
+            "checkpoints",
+            "checkpoint.folder .* must name a folder .* got {0}/checkpoints .a link to /gone/x, which is not",
+        ),
+        (
+            "config",
+            "logging.folder must name a folder that can be written, got {0}/config .a link to /gone/x, which is",
+        ),
+    ],
+)
+def test_a_link_to_nothing_in_the_folder_is_said(name: str, said: str, tmp_path: Path) -> None:
+    """ "No such file or directory: .writer" named no key, "checkpoints (File exists)" had to be decoded."""
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to("/gone/x")
+    with pytest.raises(ValueError, match=said.format(tmp_path / "run")):
+        open_trainer(tmp_path, sinks=lambda trainer: [])
+
+
 def test_the_lock_of_a_run_outlives_the_run_before_it(tmp_path: Path) -> None:
     """The first trainer's file was closed when it was collected, and with it the lock of the second, of one process."""
     first = open_trainer(tmp_path, sinks=lambda trainer: [])

@@ -3,6 +3,7 @@
 import importlib.machinery
 import io
 import json
+import os
 import resource
 import sys
 import types
@@ -15,13 +16,14 @@ import torch
 from rich.console import Console
 
 from powertrain.runtime import tracing
+from powertrain.train.api import train
 from powertrain.train.checkpoint.store import write_json
 from powertrain.train.reporting.kernel_profile import KernelTable, LateCompile, StepWatch, served
 from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, StepRecord, TaskRecord, read_metrics
 from powertrain.train.reporting.progress import Lines, Live, Pace, many, si
 from powertrain.train.reporting.sinks import TensorBoard, WandB, check
 from powertrain.train.run import keep_texts
-from tests.train.tiny_run import read
+from tests.train.tiny_run import read, write_config
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,23 @@ def test_all_files_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (tmp_path / "report.1.html").read_text() == "report.html of run 1"
     assert (tmp_path / "tensorboard.2" / "events").read_text() == "tensorboard/events of run 2"
+
+
+def test_the_config_of_an_earlier_run_is_kept(tmp_path: Path) -> None:
+    """It was written over, so that nothing told with what config metrics.jsonl.1 was made."""
+    words = ("train.steps=1", "checkpoint.save=false", "evaluation.at_end=false", "logging.report=false")
+    for lr in ("0.001", "0.002"):
+        file = write_config(tmp_path).rename(tmp_path / "run.json")
+        train(file, [*words, f"optimizer.lr={lr}"], quiet=True)
+    (kept,), now = json.loads((tmp_path / "run/config.1/overrides.json").read_text())[-1:], tmp_path / "run/config"
+    assert kept == "optimizer.lr=0.001" and sorted(os.listdir(now)) == sorted(os.listdir(f"{now}.1"))
+    assert json.loads((now / "run.json").read_text())["optimizer"]["lr"] == 0.002
+    # a config file of that name was written over with the resolved one
+    assert (now / "run.json.given").read_bytes() == file.read_bytes()
+    # a folder of that name which no run has written, such as one with the configs of the user
+    (now / "run.json").unlink()
+    JsonLines(tmp_path / "run/metrics.jsonl").close()
+    assert not (tmp_path / "run/config.2").exists()
 
 
 def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 
 from powertrain.runtime import tracing
 from powertrain.runtime.atomic_file import AtomicFile, write_whole
-from powertrain.runtime.reading import read_json
+from powertrain.runtime.reading import read_json, why
 from powertrain.train.agreement import decided_by_first, done_by_all, from_all
 from powertrain.train.checksums import Damaged, compare, crc_of, crc_of_json, sync
 from powertrain.train.data.tokenizer import FILES
@@ -109,7 +109,7 @@ class Checkpoints:
         partial = final.with_suffix(".partial")
         try:
             decided_by_first(lambda: self._make(partial), self.group)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise _not_written(final, error) from None
         # safetensors: nothing in them is executed when they are read
         writer = HuggingFaceStorageWriter(
@@ -287,8 +287,12 @@ def claim(folder: Path, key: str) -> TextIO | None:
     The lock is the operating system's and goes with the process; forked children do not have it. Where the file system
     has none, nothing is claimed.
     """
-    # not "w": that would erase the owner's name before the lock is had
-    file = (folder / ".writer").open("a+", errors="replace")
+    name = folder / ".writer"
+    try:
+        # not "w": that would erase the owner's name before the lock is had
+        file = name.open("a+", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{key} must name a folder that can be written, got {name} ({why(error)})") from None
     try:
         # POSIX locks work on NFS, and end with the process however it ends
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

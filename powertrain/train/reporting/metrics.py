@@ -90,9 +90,9 @@ class JsonLines:
     """metrics.jsonl: a line per step, evaluation, task, kernel table or note.
 
     A resumed run appends after the step it resumed from; records of later steps are dropped. A run that begins anew
-    keeps the files of an earlier one in its folder as metrics.jsonl.1, report.1.html and so on. A damaged line is
-    dropped with a warning, and the original file kept as .damaged. A line that does not fit on the disk is an OSError
-    and leaves nothing in the file, so that later lines stay readable.
+    keeps the files of an earlier one in its folder as metrics.jsonl.1, report.1.html, config.1 and so on; it must not
+    have written its own config yet. A damaged line is dropped with a warning, and the original file kept as .damaged. A
+    line that does not fit on the disk is an OSError and leaves nothing in the file, so that later lines stay readable.
     """
 
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
@@ -203,6 +203,7 @@ def evaluated_at(file: Path, step: int) -> frozenset[str] | None:
 
 # what else a run leaves in its folder; W&B would drop the steps that a run of that id has already
 _BESIDE = ("report.html", "about.json", "tensorboard", "wandb_id")
+CONFIG, RESOLVED = "config", "run.json"  # the folder of the run's config files, and the resolved one there
 
 
 def _set_aside(file: Path) -> None:
@@ -210,8 +211,12 @@ def _set_aside(file: Path) -> None:
     if not any('"kind": "step"' in line for line in _lines(file)):
         return
     folder, names = file.parent, (file.name, *_BESIDE)
-    number = next(n for n in itertools.count(1) if not any(os.path.lexists(folder / _aside(name, n)) for name in names))
+    taken = (*names, CONFIG)
+    number = next(n for n in itertools.count(1) if not any(os.path.lexists(folder / _aside(name, n)) for name in taken))
     moved = []
+    if (folder / CONFIG / RESOLVED).is_file():
+        _copy_files(folder / CONFIG, folder / _aside(CONFIG, number))
+        moved.append(CONFIG)
     # its metrics last: a start that is killed between two renames leaves them for the next one
     for name in reversed(names):
         if os.path.lexists(folder / name):
@@ -219,6 +224,14 @@ def _set_aside(file: Path) -> None:
             moved.append(name)
     now = ", ".join(_aside(name, number) for name in reversed(moved))
     tracing.warn(f"{', '.join(reversed(moved))} in {folder} were of an earlier run and are {now} now")
+
+
+def _copy_files(source: Path, to: Path) -> None:
+    """Not renamed: with `logging.folder: .` it may be the folder in which the user keeps configs."""
+    to.mkdir()
+    for file in source.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, to / file.name)
 
 
 def _aside(name: str, number: int) -> str:
