@@ -97,7 +97,7 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
         # of this rank alone, maybe
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    except (RendezvousError, ValueError, OSError) as error:
+    except (RendezvousError, PeerTimeout, ValueError, OSError) as error:
         if launch_env.rank == 0 or not is_on_all(error):
             console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None

@@ -30,7 +30,7 @@ from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
 from powertrain.train.mesh_shape import check_parallel
 from powertrain.train.objective import FORMATS
-from powertrain.train.ranks import LaunchEnv, be_deterministic, connect
+from powertrain.train.ranks import LaunchEnv, Ranks, be_deterministic, connect, naming_lost_ranks
 from powertrain.train.reporting.metrics import CONFIG, METRICS, RESOLVED, Sink, evaluated_at
 from powertrain.train.signals import ENDING
 from powertrain.train.slow_precision import warn_if_slow
@@ -102,7 +102,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     Kernels are built before the ranks meet, so that no collective waits for a compiler.
     make_sinks  (trainer, where it resumed) -> sinks of its metrics; called on the first rank only
     fresh       a checkpoint in the run's folder is an error
-    An error on one rank after the rendezvous is raised on all.
+    An error on one rank after the rendezvous is raised on all, a lost rank as PeerTimeout.
     """
     tokenizer = _tokenizer(run.config)
     config = with_vocabulary(run.config, tokenizer.vocab_size)
@@ -121,6 +121,15 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     # before the rendezvous: afterwards a rank that compiles would hold up the others' collectives
     build_kernels(config, launch_env.device, launch_env.world_size)
     ranks = connect(launch_env, config)
+    # a rank may be lost from here on
+    with naming_lost_ranks(ranks):
+        return _begin(run, config, tokenizer, ranks, make_sinks, fresh=fresh)
+
+
+def _begin(
+    run: Run, config: RunConfig, tokenizer: Tokenizer, ranks: Ranks, make_sinks: MakeSinks, *, fresh: bool
+) -> Trainer:
+    """`start` from the rendezvous on."""
     group = ranks.checkpoint_group
     if fresh:
         decided_by_first(lambda: _refuse_checkpoint(config), group)

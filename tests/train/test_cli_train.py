@@ -4,6 +4,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from powertrain.cli import app
 from powertrain.train.checkpoint.load import open_weights
 from powertrain.train.config.schema import DataConfig
 from powertrain.train.data.indexed import IndexedWriter
+from powertrain.train.ranks import Ranks
 from powertrain.train.reporting.metrics import read_metrics
 from powertrain.train.trainer import Trainer
 from tests.train.tiny_run import MICRO, open_trainer, write_config
@@ -372,3 +374,20 @@ def test_out_of_memory_is_no_traceback(at: str, tmp_path: Path, monkeypatch: pyt
     code, output = _train(tmp_path)
     assert code == (1 if at == "step" else 2)
     assert "out of memory: " in output and "a smaller train.micro_batch_size" in " ".join(output.split())
+
+
+def test_a_rank_lost_before_the_first_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others ended with gloo's "Connection closed by peer" under a traceback."""
+
+    told: list[str] = []
+    peers: Any = SimpleNamespace(gone=lambda: ["rank 1"], reported_failure=lambda: None, broadcast_failure=told.append)
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:45242")
+
+    alone = Ranks(torch.device("cpu"), peers=peers)
+    monkeypatch.setattr("powertrain.train.run.connect", lambda *_: alone)
+    monkeypatch.setattr("powertrain.train.run.open_run_data", lost)
+    code, output = _train(tmp_path)
+    assert code == 2 and told
+    assert "rank 0: training cannot go on: rank 1 is gone: look at its output" in output
