@@ -268,6 +268,29 @@ def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     check_parallel(config, launch_env.world_size)
     if launch_env.world_size == 1:
         return Ranks(launch_env.device)
+    with _naming_the_meeting(launch_env):
+        return _connect(launch_env, config)
+
+
+@contextmanager
+def _naming_the_meeting(launch_env: LaunchEnv) -> Iterator[None]:
+    """RendezvousError in place of what a store or a collective raises where a rank ends while they connect."""
+    try:
+        yield
+    except RendezvousError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+            raise
+        where = launch_env.rendezvous
+        assert where is not None
+        raise RendezvousError(
+            f"rank {launch_env.rank}: another rank was lost while they connected; look at the output of the others, of "
+            f"rank 0 first, which is at {where.host}:{where.port} (MASTER_ADDR, MASTER_PORT): {one_line(error, 120)}"
+        ) from None
+
+
+def _connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     timeout = timedelta(minutes=config.parallel.timeout_minutes)
     store = _rendezvous(launch_env, preflight.facts(launch_env.device, config), timeout.total_seconds())
     on_gpu = launch_env.device.type == "cuda"

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from powertrain.models import build
 from powertrain.train import preflight
@@ -12,7 +13,7 @@ from powertrain.train.fp8 import quantize_stages
 from powertrain.train.mesh_shape import check_parallel, mesh_shape
 from powertrain.train.model_setup import add_trained_parts
 from powertrain.train.pipeline import my_stages, own_error
-from powertrain.train.ranks import LaunchEnv, Rendezvous, first_host, read_launch_env
+from powertrain.train.ranks import LaunchEnv, Rendezvous, RendezvousError, connect, first_host, read_launch_env
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.distributed.worker import run_config
 
@@ -217,6 +218,19 @@ def test_an_absent_rank_is_named() -> None:
     first = run_ranks(2, "-c", _CONNECT)[0]
     assert "waiting for rank 1, which may be building kernels" in first.stdout
     assert "rank 1 of 2 did not arrive within 6 s (parallel.timeout_minutes)" in first.stdout
+
+
+@pytest.mark.parametrize("error", [dist.DistNetworkError("Failed to recv"), RuntimeError("gloo: Connection closed")])
+def test_a_rank_lost_while_they_connect_is_said(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others ended with the store's or gloo's error under a traceback."""
+
+    def lost(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("powertrain.train.ranks._rendezvous", lost)
+    here = LaunchEnv(CPU, 1, 2, 1, 2, "torchrun", Rendezvous("h0", 29500))
+    with pytest.raises(RendezvousError, match=f"rank 1: another rank was lost .* at h0:29500 .*: {error}"):
+        connect(here, run_config({"model": "llama"}, 2))
 
 
 def test_the_environment_of_tests_has_no_launcher() -> None:
