@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,15 @@ import pytest
 import torch
 
 from powertrain.train.checkpoint import store as checkpoint_store
-from powertrain.train.checkpoint.store import CheckpointError, Checkpoints, checkpoints_in, find, load, read_facts
+from powertrain.train.checkpoint.store import (
+    CheckpointError,
+    Checkpoints,
+    NotWritten,
+    checkpoints_in,
+    find,
+    load,
+    read_facts,
+)
 from tests.distributed.launch import ROOT, clean_environment
 from tests.train.tiny_run import open_trainer
 
@@ -180,6 +189,28 @@ def test_another_run_is_kept_out_until_the_first_has_ended(tmp_path: Path) -> No
         first.kill()
     Checkpoints(tmp_path)
     assert not left.exists()
+
+
+def test_a_run_whose_folder_was_removed_stays_out_of_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wrote its checkpoints among those of the run that had begun there since, and removed that one's old ones."""
+    first = Checkpoints(tmp_path / "run")
+    for step in (1, 2):
+        first.save(_tensors(), {"step": step}, asynchronous=False)
+        shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.writer").write_text("process 7 of there")
+
+    def locked(*_: object) -> None:
+        raise BlockingIOError
+
+    with monkeypatch.context() as other:
+        other.setattr("powertrain.train.checkpoint.store.fcntl.lockf", locked)
+        with pytest.raises(NotWritten, match=r"step_00000003 was not written: .* process 7 of there does"):
+            first.save(_tensors(), {"step": 3}, asynchronous=False)
+    first.save(_tensors(), {"step": 4}, asynchronous=False)
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step_00000004"]
 
 
 def test_a_run_without_checkpoints_is_kept_out_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import sys
 import types
 from dataclasses import asdict
@@ -89,6 +90,24 @@ def test_the_config_of_an_earlier_run_is_kept(tmp_path: Path) -> None:
     (now / "run.json").unlink()
     JsonLines(tmp_path / "run/metrics.jsonl").close()
     assert not (tmp_path / "run/config.2").exists()
+
+
+def test_metrics_that_are_removed_during_the_run_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They went to a file without a name, and no line said so."""
+    file = tmp_path / "run" / "metrics.jsonl"
+    sink = JsonLines(file)
+    sink.step(_step(1))
+    shutil.rmtree(file.parent)
+    for number in (2, 3):
+        sink.step(_step(number))
+    assert [step.step for step in read_metrics(file).steps] == [2, 3]
+    assert capfd.readouterr().err.count(f"{file} was removed during the run; it has the records from here on") == 1
+    shutil.rmtree(file.parent)
+    other = JsonLines(file)
+    with pytest.raises(OSError, match=f"{file} was removed during the run, and another run has begun there"):
+        sink.step(_step(4))
+    other.close()
+    assert file.read_bytes() == b""
 
 
 def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:

@@ -168,6 +168,9 @@ class Checkpoints:
 
     def _make(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        # removed with its folder, in which another run may have begun since
+        if self._claim is not None and os.fstat(self._claim.fileno()).st_nlink == 0:
+            self.release()
         self._begin()
         if partial.exists():
             _remove(partial)
