@@ -87,9 +87,17 @@ def _read(log: str) -> bytes:
     if not (path.is_file() or path.is_fifo()):
         raise typer.BadParameter(f"must be a file or -, got {log!r}")
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise typer.BadParameter(f"{log} cannot be read: {error.strerror}") from None
+    program = next((name for start, name in _PACKED.items() if content.startswith(start)), None)
+    if program:
+        raise typer.BadParameter(f"must be text, got a file of {program}: {program} -dc {log} | powertrain diagnose -")
+    return content
+
+
+# first bytes of compressed files, as logrotate leaves them -> the program that unpacks them
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
 
 
 def _show_error(console: Console, text: "Log", lang: Language, known: bool) -> None:

@@ -1,9 +1,13 @@
 """`powertrain doctor` and `powertrain diagnose` as commands."""
 
+import bz2
 import codecs
+import gzip
 import json
+import lzma
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +24,15 @@ from tests.doctor.machines import machine, told
 def _run(*args: str, input: str | None = None) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(args), env={"COLUMNS": "200"}, input=input)
     return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("pack, program", [(gzip.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "xz")])
+def test_a_compressed_log_is_named(pack: Callable[[bytes], bytes], program: str, tmp_path: Path) -> None:
+    """As logrotate leaves it; it was a log in which no line reads as an error."""
+    (tmp_path / "log").write_bytes(pack(b"RuntimeError: CUDA error: out of memory"))
+    code, said = _run("diagnose", f"{tmp_path}/log")
+    told = " ".join(said.replace("│", "").split())
+    assert code == 2 and f"got a file of {program}: {program} -dc {tmp_path}/log | powertrain diagnose -" in told
 
 
 @pytest.fixture
