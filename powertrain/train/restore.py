@@ -93,7 +93,9 @@ class Restorer:
             with reading(checkpoint, "hold the schedule of its run"):
                 config = _scheduled_as(config, facts["config"])
         changed = _changed(facts["config"], config.model_dump(mode="json"))
-        return _at(Progress(**known), checkpoint, changed, config, _other_objective(facts, config, checkpoint))
+        progress = Progress(**known)
+        warnings = _other_objective(facts, config, checkpoint), _other_order(changed, progress, checkpoint)
+        return _at(progress, checkpoint, changed, config, "; ".join(filter(None, warnings)))
 
     def _tensors_in(self, checkpoint: Path) -> dict[str, Tensor]:
         """The tensors to read from a checkpoint: all but those of a precision that its run did not have, fp16's loss
@@ -303,6 +305,21 @@ def _other_objective(facts: dict[str, Any], config: RunConfig, checkpoint: Path)
     return (
         f"train.objective was {theirs} in {checkpoint} and is {ours} from here on: step, schedule and place in the "
         "data go on; checkpoint.finetune: true in another logging.folder begins at step 0"
+    )
+
+
+# settings that decide what sample n is, the data and their number aside
+_ORDER = ("train.seed", "train.seq_length", "data.order", "data.packing", "data.allow_chopped")
+
+
+def _other_order(changed: list[str], progress: Progress, checkpoint: Path) -> str:
+    """Words for a run whose samples are others than those of the run before, at the same numbers; "": they are not."""
+    settings = [line for line in changed if line.partition(" ")[0] in _ORDER]
+    if not settings or not progress.samples:
+        return ""
+    return (
+        f"{', '.join(settings)} since {checkpoint}: the samples that follow are those of another order, from sample "
+        f"{progress.samples} on, and may repeat what was seen"
     )
 
 
