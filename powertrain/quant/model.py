@@ -22,6 +22,8 @@ from powertrain.runtime.target import Target
 GROUPS = ("lm_head", "router", "first_block", "last_block", "fp8")
 _HEADS = {"lm_head", "head", "embed_out", "output_projection"}
 _ROUTERS = {"router", "gate"}
+# how PEFT names a layer that it has wrapped, behind the layer's own name
+_WRAPPED = re.compile(r"(\.base_layer|\.original_module|\.modules_to_save\.[^.]+)+$")
 # N K / (N + K) of a weight [N, K] below which FP8 cannot win on sm_90, however many tokens there are: by the rates of
 # cost.py its products save 6 N K (1/804 - 1/1458) / 1e12 seconds a token, and quantizing x and dy moves 6 (N + K)
 # bytes a token at 2.4e12 a second. They meet at 747; a tenth less, as rates differ by that much between runs
@@ -78,8 +80,9 @@ def quantize_model(
     calls whose number of rows makes that faster by expectation (`powertrain explain fp8`), in 16 bits in others.
     Layers sharded over tensor ranks (`parallelize`, ColumnParallelLinear) compute by `Tensor()` with the current scale,
     `Row()` or `Block()` if they have sequence parallelism; their rows travel in FP8.
-    Also left: other classes derived from nn.Linear; on a GPU, layers too narrow for FP8 to be
-    faster; on a GPU without FP8 products, all layers. On the CPU FP8 is emulated, for tests.
+    Also left: other classes derived from nn.Linear; PEFT's adapters, whose layers are named as without them in `keep`;
+    layers whose forward was set on the instance; on a GPU, layers too narrow for FP8 to be faster; on a GPU without FP8
+    products, all layers. On the CPU FP8 is emulated, for tests.
     The state dict does not change, except that delayed scaling adds its buffers (`FP8Linear`); one without them loads.
     Memory: activations are saved in one byte an element instead of two. A weight is quantized in every forward and, its
     transpose, in every backward; see `shared_weights`.
@@ -101,7 +104,7 @@ def quantize_model(
         why = _kept(name, module, keep, facts, matched)
         if _is_quantized(module):
             why = "it is in FP8 already (dequantize_model makes it plain)"
-        if why := why or _why_not(module, recipe, target):
+        if why := why or _why_wrapped(name, module, facts) or _why_not(module, recipe, target):
             report.left.append(Part(name, why=why))
             continue
         if isinstance(module, GroupedProducts | TakesRecipe):
@@ -194,22 +197,40 @@ class _Facts:
         longest: tuple[str, Any] = max(lists, key=lambda pair: len(pair[1]), default=none)
         self.blocks, self.last = longest[0], len(longest[1]) - 1
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        self.head = head
+        # PEFT's wrapper has the layer inside
+        self.head = set(head.modules()) if isinstance(head, nn.Module) else set()
+        # its adapters stand beside the layer, each under one name of these
+        self.adapted = {name.removesuffix(".base_layer") for name in names if name.endswith(".base_layer")}
 
 
 def _kept(name: str, module: nn.Module, keep: tuple[str, ...], facts: _Facts, matched: set[str]) -> str | None:
     """The entry of keep that holds a layer back, in words; every entry that fits goes into `matched`."""
-    parent, _, own = name.rpartition(".")
+    plain = _WRAPPED.sub("", name)
+    parent, _, own = plain.rpartition(".")
     block = re.match(rf"{re.escape(facts.blocks)}\.(\d+)(\.|$)", name) if facts.blocks else None
     groups = {
-        "lm_head": own in _HEADS or id(getattr(module, "weight", None)) in facts.embeddings or module is facts.head,
+        "lm_head": own in _HEADS or id(getattr(module, "weight", None)) in facts.embeddings or module in facts.head,
         "router": own in _ROUTERS and (own == "router" or parent in facts.with_experts),
         "first_block": block is not None and int(block[1]) == 0,
         "last_block": block is not None and int(block[1]) == facts.last,
     }
-    fitting = [entry for entry in keep if groups.get(entry, False) or fnmatchcase(name, entry)]
+    fitting = [entry for entry in keep if groups.get(entry, False) or _fits(entry, name, plain)]
     matched.update(fitting)
     return f"keep has {fitting[0]!r}" if fitting else None
+
+
+def _fits(entry: str, *names: str) -> bool:
+    return any(fnmatchcase(name, entry) for name in names)
+
+
+def _why_wrapped(name: str, module: nn.Module, facts: _Facts) -> str | None:
+    """Why a layer stays that other libraries have put in, or wrapped, or None."""
+    parents = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+    if any(parent in facts.adapted and not name.startswith(f"{parent}.base_layer") for parent in parents):
+        return "it is part of an adapter"
+    # it would run as before: the method that is kept inside is nn.Linear's
+    is_set = type(module) is nn.Linear and "forward" in module.__dict__
+    return "its forward was set on the instance, by another library" if is_set else None
 
 
 def _why_not(module: nn.Linear | GroupedProducts, recipe: Recipe, target: Target | None) -> str | None:

@@ -16,6 +16,7 @@ from powertrain.ops.fp8.gated import fp8_gated_activation_ref
 from powertrain.quant import (
     Block,
     FP8Linear,
+    Part,
     Row,
     dequantize_model,
     quantize_model,
@@ -145,6 +146,52 @@ def test_derived_classes_stay() -> None:
 
     report = quantize_model(nn.Sequential(Adapter(8, 8)), Row())
     assert report.left[0].why == "it is a Adapter, not an nn.Linear"
+
+
+class Wrapped(nn.Module):
+    """A layer as PEFT wraps it: with an adapter, or with a copy that is trained whole."""
+
+    def __init__(self, layer: nn.Linear, whole: bool = False) -> None:
+        super().__init__()
+        if whole:
+            self.original_module, self.modules_to_save = layer, nn.ModuleDict({"default": copy.deepcopy(layer)})
+        else:
+            self.base_layer = layer
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+
+
+def test_layers_that_peft_has_wrapped() -> None:
+    """Heads and routers stay under their wrapped names too, which were quantized, as were adapters on a CPU."""
+    model = nn.Module()
+    model.up, model.lm_head = Wrapped(nn.Linear(8, 8)), Wrapped(nn.Linear(8, 8), whole=True)
+    model.down, model.router = Wrapped(nn.Linear(8, 8)), Wrapped(nn.Linear(8, 8))
+    model.proj = Wrapped(nn.Linear(8, 8))
+    model.get_output_embeddings = lambda: model.proj  # type: ignore[assignment]
+    report = quantize_model(model, Block(), keep=("lm_head", "router", "down"))
+    assert [part.name for part in report.quantized] == ["up.base_layer"]
+    left = {part.name: part.why for part in report.left}
+    assert left["up.lora_A.default"] == left["router.lora_A.default"] == "it is part of an adapter"
+    assert left["lm_head.original_module"] == left["lm_head.modules_to_save.default"] == "keep has 'lm_head'"
+    assert left["proj.base_layer"] == "keep has 'lm_head'"
+    assert (left["down.base_layer"], left["router.base_layer"]) == ("keep has 'down'", "keep has 'router'")
+
+
+def test_a_forward_that_is_set_on_a_layer() -> None:
+    """nn.Linear ran, though the report said FP8. One that was set in FP8 could not run after `dequantize_model`."""
+
+    def double(layer: nn.Module) -> None:
+        former = layer.forward
+        layer.forward = lambda x: 2 * former(x)  # as accelerate's hooks do
+
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
+    double(model[0])
+    (left,) = quantize_model(model, Block()).left
+    assert left == Part("0", why="its forward was set on the instance, by another library")
+    double(model[1])
+    quantized = model(x)
+    dequantize_model(model)
+    torch.testing.assert_close(model(x), 2 * F.linear(model[0](x), model[1].weight, model[1].bias))
+    assert not torch.equal(model(x), quantized)
 
 
 @every_recipe
