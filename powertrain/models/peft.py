@@ -22,7 +22,7 @@ from powertrain.models.config import ModelConfig
 from powertrain.models.huggingface import SCORE, hf_equivalent, save, shapes
 from powertrain.models.registry import architecture
 from powertrain.models.reward import VALUE
-from powertrain.nn.lora import LoRALinear, exchange, lora_layers
+from powertrain.nn.lora import LoRALinear, check_forwards, exchange, lora_layers
 from powertrain.runtime.reading import read_json, reading
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -91,6 +91,7 @@ def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
         if type(linear) is not nn.Linear or list(linear.weight.shape) != shape:
             got = "no nn.Linear" if type(linear) is not nn.Linear else str(list(linear.weight.shape))
             raise ValueError(f"{folder}: {name} must be an nn.Linear {shape} in the model, got {got}")
+    check_forwards("load_adapter", "model", {name: modules[name] for name in adapters})
     model.requires_grad_(False)
     layers: dict[nn.Module, nn.Module] = {}
     for name, adapter in adapters.items():

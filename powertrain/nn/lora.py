@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from powertrain.ops.lora_linear import adapted_norm, add_adapter, few_tokens, lora_linear
-from powertrain.quant.linear import HasFP8State
+from powertrain.quant.linear import FP8Linear, HasFP8State
 from powertrain.runtime import checks
 from powertrain.runtime.fused_encoders import call_layers, fuse_again
 from powertrain.runtime.hooks import take_hooks
@@ -140,7 +140,8 @@ def lora(
     The model's outputs are the same until the adapters are trained. The new parameters are MODULE.lora_A,
     MODULE.lora_B and MODULE.lora_magnitude; those of the model keep their names. On the meta device adapters are
     not initialized: `init_weights` of our models does it, for others `reset_adapter` of each layer.
-    Returns the model. Raises ValueError naming the argument: targets that name no layer, or a layer of another kind.
+    Returns the model. Raises ValueError naming the argument: targets that name no layer, or a layer of another kind,
+    such as one in FP8 (call `quantize_model` after it) or whose forward was set on the instance.
     Memory: rank (K + N) parameters for a layer [N, K], with gradients and optimizer states for them alone.
     """
     checks.require(rank > 0, "lora", "rank", "be above 0", rank)
@@ -154,11 +155,19 @@ def lora(
     # one that pruning or weight norm computes anew would be lost
     computed = [name for name, layer in chosen.items() if not isinstance(layer.weight, nn.Parameter)]
     checks.require(not computed, "lora", "targets", "name layers whose weight is a parameter", computed[:3])
+    check_forwards("lora", "targets", chosen)
     # before adapters are put in, whose parameters are to be trained
     model.requires_grad_(False)
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     exchange(model, {m: LoRALinear(m, rank, scale, dropout=dropout, dora=dora) for m in chosen.values()})
     return model
+
+
+def check_forwards(op: str, argument: str, layers: Mapping[str, nn.Module]) -> None:
+    """None of the layers has a forward of its instance, as of accelerate's hooks, which its replacement would lose."""
+    others = [name for name, layer in layers.items() if "forward" in layer.__dict__]
+    must = "have no layer whose forward was set on the instance, by another library"
+    checks.require(not others, op, argument, must, others[:3])
 
 
 def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
@@ -192,10 +201,14 @@ def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Lin
     adapted = [name for name, module in modules.items() if isinstance(module, LoRALinear)]
     checks.require(not adapted, "lora", "model", "have no adapters yet", adapted[:3])
     if isinstance(targets, str):
+        # the few layers that FP8 leaves in 16 bits would be all
+        quantized = [name for name, module in modules.items() if isinstance(module, FP8Linear)]
+        must = "not be in FP8 yet (call quantize_model after lora; dequantize_model undoes it)"
+        checks.require(not quantized, "lora", "model", must, quantized[:3])
         heads = _heads(model)
         # a model that is such a layer itself has no name under which another could stand
         found = {n: m for n, m in modules.items() if n and type(m) is nn.Linear and m not in heads}
-        checks.require(bool(found), "lora", "model", "have an nn.Linear to adapt", type(model).__name__)
+        checks.require(bool(found), "lora", "model", "have an nn.Linear inside to adapt", type(model).__name__)
         return found
     chosen: dict[str, nn.Linear] = {}
     for target in targets:
@@ -219,6 +232,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     """Every adapted layer of `model` becomes a plain nn.Linear with the merged weight, in place; the model."""
     merged_layers: dict[nn.Module, nn.Module] = {}
     checks.require(not isinstance(model, Adapted), "merge_lora", "model", "have layers inside", type(model).__name__)
+    check_forwards("merge_lora", "model", lora_layers(model))
     for name, layer in lora_layers(model).items():
         if not isinstance(layer, LoRALinear):
             checks.fail("merge_lora", "model", "not be sharded over tensor ranks", f"{name}, {type(layer).__name__}")

@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 import powertrain
 from powertrain.models import build, configure
 from powertrain.nn.lora import LoRALinear, lora_layers, merge_lora, without_lora
+from powertrain.quant import Block, quantize_model
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "dropout": {"dropout": 0.5}
@@ -244,10 +245,34 @@ def test_errors_name_the_argument() -> None:
         powertrain.lora(_Block(), targets="up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model must have no adapters yet"):
         powertrain.lora(powertrain.lora(_Block()))
-    with pytest.raises(ValueError, match=r"model must have an nn\.Linear to adapt, got Linear"):
+    with pytest.raises(ValueError, match=r"model must have an nn\.Linear inside to adapt, got Linear"):
         powertrain.lora(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="merge_lora: model must have layers inside, got LoRALinear"):
         merge_lora(LoRALinear(nn.Linear(3, 3), 2, 1.0))
+
+
+def test_a_forward_of_an_instance_is_not_lost() -> None:
+    """As accelerate's hooks set it: the adapter's layer took its place without a word."""
+    model = _Block()
+    former = model.up.forward
+    model.up.forward = lambda x: 2 * former(x)  # type: ignore[method-assign]
+    for targets in (["up"], "all-linear"):
+        with pytest.raises(ValueError, match=r"lora: targets must have no layer whose forward .* got \['up'\]"):
+            powertrain.lora(model, targets=targets)  # type: ignore[arg-type]
+    assert all(p.requires_grad for p in model.parameters())
+    powertrain.lora(model, targets=["down"])
+    model.down.forward = lambda x: x
+    with pytest.raises(ValueError, match=r"merge_lora: model must have no layer whose forward .* got \['down'\]"):
+        merge_lora(model)
+
+
+def test_adapters_come_before_fp8() -> None:
+    """After it they were put beside the layers that FP8 had left alone, without a word."""
+    model = _Block()
+    quantize_model(model, Block(), keep="down")
+    with pytest.raises(ValueError, match=r"lora: model must not be in FP8 yet .call quantize_model after lora"):
+        powertrain.lora(model)
+    assert list(lora_layers(powertrain.lora(model, targets=["down"]))) == ["down"]
 
 
 def test_repr_says_rank_and_scale() -> None:
