@@ -94,6 +94,14 @@ def last_dim(op: str, argument: str, value: object, size: int) -> None:
         fail(op, argument, f"be a tensor [..., {size}]", described(value))
 
 
+def fail_stride(op: str, argument: str, tensor: Tensor) -> NoReturn:
+    """Of a tensor whose last dim has another stride than 1: a sparse one says 0."""
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        fail(op, argument, "be a dense tensor", f"a tensor of layout {layout}")
+    fail(op, argument, "have a last dim of stride 1 (use .contiguous())", f"stride {tensor.stride(-1)}")
+
+
 def integers(op: str, argument: str, tensor: Tensor | None) -> None:
     """The tensor, if given, is int32 or int64."""
     if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):

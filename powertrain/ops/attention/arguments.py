@@ -83,7 +83,7 @@ def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout
             checks.fail(op, name, f"have a head dim of 1 to {MAX_HEAD_DIM}", x.shape[-1])
         # a dim of one element, or a tensor of none, may have any stride
         if x.stride(-1) != 1 and x.numel() and x.shape[-1] > 1:
-            checks.fail(op, name, "have a last dim of stride 1 (use .contiguous())", f"stride {x.stride(-1)}")
+            checks.fail_stride(op, name, x)
     checks.shape(op, "key", key, (*key.shape[:-1], query.shape[-1]), "head dim of query")
     checks.shape(op, "value", value, (*key.shape[:-1], value.shape[-1]), "as key, but for the head dim")
     # xFormers' 5-D layout has as many key groups as query groups: GQA is an expanded dim there

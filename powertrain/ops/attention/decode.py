@@ -474,7 +474,7 @@ def _check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor | None, h
             continue
         checks.require(x.dtype is query.dtype, _OP, name, f"have query's dtype {checks.name(query.dtype)}", x.dtype)
         if x.stride(-1) != 1 and x.numel() and x.shape[-1] > 1:
-            checks.fail(_OP, name, "have a last dim of stride 1 (use .contiguous())", f"stride {x.stride(-1)}")
+            checks.fail_stride(_OP, name, x)
     head_dim, heads, kv_heads = query.shape[3], query.shape[2], key_cache.shape[2]
     checks.require(1 <= head_dim <= MAX_HEAD_DIM_QK, _OP, "query", "have a head dim of 1 to 576", head_dim)
     checks.require(
@@ -510,7 +510,7 @@ def _check_new(key_cache: Tensor, value_cache: Tensor | None, key_new: Tensor | 
         )
         checks.shape(_OP, name, new, (*key_new.shape[:2], *cache.shape[2:]), "batch, new tokens, kv heads, head dim")
         if new.stride(-1) != 1 and new.numel() and new.shape[-1] > 1:
-            checks.fail(_OP, name, "have a last dim of stride 1 (use .contiguous())", f"stride {new.stride(-1)}")
+            checks.fail_stride(_OP, name, new)
 
 
 def _check_packed(

@@ -45,6 +45,7 @@ DENSE: list[tuple[dict[str, Any], str, str, str]] = [
     ({"value": torch.randn(B, 7, K, D)}, "value", "have shape [2, 8, 2, 16] (as key", "[2, 7, 2, 16]"),
     ({"query": torch.randn(B, S, H, 513)}, "query", "have a head dim of 1 to 512", "513"),
     ({"query": torch.randn(B, S, D, H).transpose(2, 3)}, "query", "have a last dim of stride 1", "stride 4"),
+    ({"query": torch.randn(B, S, H, D).to_sparse()}, "query", "be a dense tensor", "a tensor of layout sparse_coo"),
     ({"layout": "bsdh"}, "layout", "be one of 'bshd', 'bhsd', 'sbhd', 'bmghk'", "'bsdh'"),
     ({"layout": "thd"}, "layout", "be one of", "'thd' (use varlen_attention)"),
     ({"layout": "bmghk"}, "query", "have 5 dims (bmghk)", "[2, 8, 4, 16]"),
