@@ -22,7 +22,7 @@ from powertrain.models.config import ModelConfig
 from powertrain.models.huggingface import SCORE, hf_equivalent, save, shapes
 from powertrain.models.registry import architecture
 from powertrain.models.reward import VALUE
-from powertrain.nn.lora import LoRALinear, check_forwards, exchange, lora_layers
+from powertrain.nn.lora import LoRALinear, check_forwards, exchange, lora_layers, merged
 from powertrain.runtime.reading import read_json, reading
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,7 +35,10 @@ _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 class Adapter(NamedTuple):
-    """The adapter of one layer [N, K], which adds scale B A; magnitude [N] of DoRA, or None."""
+    """The adapter of one layer [N, K], which adds scale B A; magnitude [N] of DoRA, or None.
+
+    A magnitude is NaN for rows of a part that has no adapter: `completed` gives them those of the layer's weight.
+    """
 
     A: Tensor  # [r, K]
     B: Tensor  # [N, r]
@@ -89,7 +92,11 @@ def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
         # the adapter's own tensors say the layer's shape
         linear, shape = modules.get(name), [adapter.B.shape[0], adapter.A.shape[1]]
         if type(linear) is not nn.Linear or list(linear.weight.shape) != shape:
-            got = "no nn.Linear" if type(linear) is not nn.Linear else str(list(linear.weight.shape))
+            got = f"a {type(linear).__name__}"
+            if isinstance(config, ModelConfig):
+                got += " (powertrain convert merges its adapter)"
+            if linear is None or type(linear) is nn.Linear:
+                got = "no such layer" if linear is None else str(list(linear.weight.shape))
             raise ValueError(f"{folder}: {name} must be an nn.Linear {shape} in the model, got {got}")
     check_forwards("load_adapter", "model", {name: modules[name] for name in adapters})
     model.requires_grad_(False)
@@ -109,10 +116,20 @@ def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
 
 @torch.no_grad()
 def fill_layer(layer: LoRALinear, adapter: Adapter) -> None:
+    adapter = completed(adapter, layer.weight)
     layer.lora_A.copy_(adapter.A)
     layer.lora_B.copy_(adapter.B)
     if layer.lora_magnitude is not None and adapter.magnitude is not None:
         layer.lora_magnitude.copy_(adapter.magnitude)
+
+
+def completed(adapter: Adapter, weight: Tensor) -> Adapter:
+    """The adapter of a layer with this weight; magnitudes that are NaN become the norms of the rows."""
+    if adapter.magnitude is None or not adapter.magnitude.isnan().any():
+        return adapter
+    A, B, magnitude = (t.to(weight.device) for t in (adapter.A, adapter.B, adapter.magnitude))
+    norms = merged(weight, A, B, adapter.scale, None).float().norm(dim=1)
+    return Adapter(A, B, adapter.scale, torch.where(magnitude.isnan(), norms, magnitude))
 
 
 def write_adapter(
@@ -132,6 +149,9 @@ def write_adapter(
         rows = _parts(config, name, adapter.B)
         magnitudes = {} if adapter.magnitude is None else _parts(config, name, adapter.magnitude)
         for theirs, B in rows.items():
+            # a part that had no adapter, as PEFT's usual targets leave out the keys
+            if magnitudes and magnitudes[theirs].isnan().all():
+                continue
             rank = ranks[theirs] = len(adapter.A)
             # PEFT stores alpha and derives the scale from it
             alphas[theirs] = adapter.scale * (math.sqrt(rank) if rslora else rank)
@@ -255,6 +275,11 @@ def _by_layer(file: Path, tensors: Mapping[str, Tensor], values: Mapping[str, An
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if kind == "base_layer":
+            raise ValueError(
+                f"{file} must hold adapters alone, got {key}, a weight of the model itself; PEFT's "
+                "save_pretrained(..., save_embedding_layers=False) leaves it out"
+            )
         if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
             raise ValueError(f"{file} must hold lora_A, lora_B and lora_magnitude_vector of layers, got {key}")
         layers.setdefault(name, {})[kind] = tensor
@@ -296,8 +321,8 @@ def _joined(
 ) -> Adapter:
     """One adapter of ours from those of its parts."""
     found, with_magnitude = list(parts.values()), [p for p in parts.values() if p.magnitude is not None]
-    if with_magnitude and len(with_magnitude) < len(rows):
-        raise ValueError(f"{file}: all of {', '.join(rows)} must have a magnitude, or none, got {len(with_magnitude)}")
+    if with_magnitude and len(with_magnitude) < len(found):
+        raise ValueError(f"{file}: all of {', '.join(parts)} must have a magnitude, or none, got {len(with_magnitude)}")
     first = found[0]
     # parts with one A keep its rank; others get columns of their own, so the ranks add up
     # equal A and scale: the parts were written by us, or trained as one layer
@@ -317,7 +342,10 @@ def _joined(
     A = first.A if shared else torch.cat([p.A for p in found])
     magnitude = None
     if with_magnitude:
-        magnitudes = [parts[part].magnitude for part in rows]
+        given = with_magnitude[0].magnitude
+        assert given is not None
+        absent = {part: given.new_full((count,), math.nan) for part, count in rows.items() if part not in parts}
+        magnitudes = [absent[part] if part in absent else parts[part].magnitude for part in rows]
         magnitude = module.from_hf_parts(config, f"{layer}.weight", magnitudes)
     return Adapter(A, module.from_hf_parts(config, f"{layer}.weight", blocks), first.scale, magnitude)
 

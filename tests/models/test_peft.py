@@ -12,8 +12,9 @@ from torch import nn
 
 import powertrain
 from powertrain.models import ModelConfig, build, configure
-from powertrain.models.peft import adapters_of, load_adapter, save_adapter
+from powertrain.models.peft import adapters_of, load_adapter, read_adapter, save_adapter, write_adapter
 from powertrain.nn.lora import lora_layers
+from powertrain.train.checkpoint.load import merged_tensors
 
 SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_heads=4, vocab_size=64, max_position_embeddings=32)
 CONFIGS = {
@@ -94,6 +95,53 @@ def test_different_adapters_of_queries_and_values(tmp_path: Path) -> None:
         torch.testing.assert_close(part, (scale * B @ A).expand_as(part))
 
 
+def _leave_out(folder: Path, *parts: str) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if not any(part in name for part in parts)}, file)
+
+
+def test_magnitudes_of_queries_and_values(tmp_path: Path) -> None:
+    """Keys without an adapter have the magnitude of their weight; the folder was refused."""
+    from powertrain.models.llama import split_qkv
+
+    base = _fresh("llama")
+    save_adapter(_model("llama", targets=["attention.qkv"], dora=True), tmp_path)
+    _leave_out(tmp_path, "k_proj")
+    layer = lora_layers(load_adapter(_fresh("llama"), tmp_path))["layers.0.attention.qkv"]
+    weight = base.get_submodule("layers.0.attention.qkv").weight.detach()
+    key, plain = (split_qkv(w, 4, 2)[1] for w in (layer.merged_weight(), weight))
+    torch.testing.assert_close(key, plain)
+    # merged into a checkpoint's tensors, and written again for PEFT
+    adapters = read_adapter(tmp_path, base.config)
+    name = "layers.0.attention.qkv.weight"
+    ((_, whole),) = merged_tensors(iter([(name, weight)]), adapters)
+    torch.testing.assert_close(whole, layer.merged_weight())
+    assert torch.equal(split_qkv(whole, 4, 2)[1], plain)
+    before = load_file(tmp_path / "adapter_model.safetensors")
+    write_adapter(tmp_path, base.config, adapters)
+    after = load_file(tmp_path / "adapter_model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before if "magnitude" in n)
+    _leave_out(tmp_path, "0.self_attn.q_proj.lora_magnitude")
+    with pytest.raises(ValueError, match=r"all of .*q_proj, .*v_proj must have a magnitude, or none, got 1"):
+        read_adapter(tmp_path, base.config)
+
+
+def test_an_adapter_of_the_output_layer(tmp_path: Path) -> None:
+    """PEFT writes the layer's own weight beside it; ours is no nn.Linear, but merged it can be."""
+    model = _model("llama", targets=["attention.out"])
+    save_adapter(model, tmp_path)
+    file, prefix = tmp_path / "adapter_model.safetensors", "base_model.model.lm_head"
+    A, B = torch.randn(4, 32), torch.randn(64, 4)
+    tensors = load_file(file) | {f"{prefix}.lora_A.weight": A, f"{prefix}.lora_B.weight": B}
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"head must be an nn.Linear .* in the model, got a Head .powertrain convert"):
+        load_adapter(_fresh("llama"), tmp_path)
+    assert "head" in read_adapter(tmp_path, model.config)
+    save_file(tensors | {f"{prefix}.base_layer.weight": torch.randn(64, 32)}, file)
+    with pytest.raises(ValueError, match=r"must hold adapters alone, got .*base_layer.weight, .*layers=False"):
+        load_adapter(_fresh("llama"), tmp_path)
+
+
 def test_patterns_are_regular_expressions(tmp_path: Path) -> None:
     """A key that is no name was left out, and its layers had the default's scale."""
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), nn.Linear(6, 8))
@@ -163,8 +211,6 @@ def test_peft_computes_the_same(kind: str, options: dict[str, Any], tmp_path: Pa
     torch.testing.assert_close(read(TOKENS).logits, model(TOKENS), rtol=1e-4, atol=1e-4)
 
     targets = {"llama": ["q_proj", "v_proj", "down_proj"], "neox": ["query_key_value", "dense_h_to_4h"]}[kind]
-    if "dora" in options and kind == "llama":
-        targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
     settings = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=targets, use_rslora="rslora" in options, use_dora="dora" in options
     )

@@ -227,8 +227,8 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors, those of adapted layers merged with their adapters."""
     for name, tensor in tensors:
-        adapter = adapters.get(name.removesuffix(".weight"))
-        yield name, tensor if adapter is None or not name.endswith(".weight") else merged(tensor, *adapter)
+        adapter = adapters.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        yield name, tensor if adapter is None else merged(tensor, *peft.completed(adapter, tensor))
 
 
 def model_of(facts: Mapping[str, Any], checkpoint: Path) -> ModelConfig:
