@@ -321,6 +321,7 @@ def our_mask(
     attention_mask [b, keys so far] is True for tokens; mask_function(batch, head, query, key) is True for visible keys.
     """
     masking_utils = _transformers("masking_utils")
+    _check_padding(attention_mask)
     # transformers' own default
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
     # a cache or an offset makes queries and keys differ, where the module's words would be ambiguous
@@ -364,6 +365,12 @@ def our_mask(
     # on the tensor, which passes through every layer of a model unchanged
     setattr(mask, _MARK, {**marks, "window_size": window, "causal_align": "bottom_right" if ends_meet else "top_left"})
     return mask
+
+
+def _check_padding(mask: Tensor | None) -> None:
+    """It is [b, keys], or lengths [b] of ours. Of three dims, which "sdpa" fails for too, lengths would be nonsense."""
+    if mask is not None and mask.dim() != 2 and not (mask.dim() == 1 and mask.dtype is torch.int32):
+        checks.fail(_OP, "attention_mask", "be [b, keys] or [b, h|1, queries, keys]", list(mask.shape))
 
 
 def _padding_marks(

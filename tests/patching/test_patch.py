@@ -186,6 +186,15 @@ def test_packed_positions_and_a_given_mask() -> None:
             torch.testing.assert_close(model(tokens, **call).logits, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mask", [torch.ones(2, 20, 20).long().tril(), torch.ones(20).long()], ids=["3", "1"])
+def test_masks_of_other_dims_are_refused(mask: Tensor) -> None:
+    """Causal ones of three dims gave results of nonsense; without `patch` they are an error of PyTorch."""
+    model = causal("Llama")
+    pt.patch(model, kinds="attention")
+    with pytest.raises(ValueError, match=r"attention_mask must be \[b, keys\] or .*, got"):
+        model(batch()["input_ids"], attention_mask=mask)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(name: str, cache: str) -> None:
