@@ -125,6 +125,21 @@ def test_grpo_metrics_and_given_references() -> None:
     torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("options", [o for o in GRPO if o.get("loss_type") != "luspo"], ids=str)
+def test_what_grpo_is_given_for_masked_tokens_has_no_part(options: dict[str, Any]) -> None:
+    """Log-probabilities of -inf or NaN there made the loss and every gradient NaN."""
+    t, results = batch(), []
+    hidden = t["attention_mask"] == 0
+    for value in (0.0, -torch.inf, torch.nan):
+        log_probs = torch.full((B, T), -2.0).masked_fill(hidden, value)
+        given = {"old_per_token_logps": log_probs, "ref_per_token_logps": log_probs}
+        x = t["_input"].clone().requires_grad_()
+        loss, metrics = liger.LigerFusedLinearGRPOLoss(**options)(**{**t, **given, "_input": x})
+        results.append((loss, *metrics, *torch.autograd.grad(loss, x)))
+    assert results[0][-1].norm() > 0
+    torch.testing.assert_close(results[1:], [results[0]] * 2)
+
+
 def test_grpo_errors() -> None:
     make, t = liger.LigerFusedLinearGRPOLoss, batch()
     for options, text in (

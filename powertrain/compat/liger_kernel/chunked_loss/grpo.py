@@ -120,6 +120,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ref = (log_p if ref is None else ref).detach().to(log_p.dtype)
         old = (log_p if old_per_token_logps is None else old_per_token_logps).detach().to(log_p.dtype)
         mask = attention_mask.to(log_p.dtype)
+        # luspo's mean has the terms of masked tokens too
+        if self.loss_type != "luspo":
+            # what is given for those may be anything; 0 in all three is a term of finite size, which the mask removes
+            log_p, old, ref = (values.masked_fill(mask == 0, 0.0) for values in (log_p, old, ref))
         return self._loss(log_p, old, ref, mask, advantages.to(log_p.dtype)[:, None], ratio, num_items_in_batch)
 
     def _log_probs(self, x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> Tensor:
