@@ -26,6 +26,7 @@ class FrozenWeight(GatheredWeight):
     """
 
     is_frozen = True
+    undoing = "dequantize_model makes it plain"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -38,7 +39,18 @@ class FrozenWeight(GatheredWeight):
             if func is _aten.clone.default:
                 parts = [_clone(part) for part in parts]
             return cls(Quantized(*parts), None, weight.shape, kwargs.get("dtype") or weight.dtype)
+        if func is _aten.copy_.default and all(isinstance(t, cls) for t in args[:2]):
+            # of a state dict
+            return args[0]._replaced(args[1])
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _replaced(self, other: "FrozenWeight") -> "FrozenWeight":
+        """This weight with another's bytes and scales."""
+        for name, ours, theirs in zip(Quantized._fields, self.quantized, other.quantized, strict=True):
+            checks.shape("keep_frozen", f"{name} of a state dict's weight", theirs, ours.shape, "the weight's")
+        for ours, theirs in zip(self.quantized, other.quantized, strict=True):
+            ours.copy_(theirs)
+        return self
 
     # nn.Module.to replaces a parameter of such a class as a whole; of others it would set the memory alone
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -60,10 +72,13 @@ class FrozenWeight(GatheredWeight):
         """For torch.save, whose files keep the bytes."""
         # torch.save has no FP8 storages on every version, but bytes
         data, scale_inv = self.quantized
-        return _restored, (data.view(torch.uint8), scale_inv, tuple(self.shape), self.dtype)
+        facts = tuple(self.shape), self.dtype, isinstance(self, nn.Parameter)
+        return _restored, (data.view(torch.uint8), scale_inv, *facts)
 
     def __deepcopy__(self, memo: Any) -> "FrozenWeight":
         found: Any = self.clone()
+        if isinstance(self, nn.Parameter):
+            found = nn.Parameter(found, requires_grad=self.requires_grad)
         memo[id(self)] = found
         return found
 
@@ -84,8 +99,15 @@ def _block_memory(scale_inv: Tensor) -> Tensor:
     return scale_inv.new_empty((rows, cdiv(groups, 4) * 4))[:, :groups].copy_(scale_inv)
 
 
-def _restored(data: Tensor, scale_inv: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> FrozenWeight:
-    return FrozenWeight(Quantized(data.view(torch.float8_e4m3fn), scale_inv), None, size, dtype)
+def _restored(
+    data: Tensor, scale_inv: Tensor, size: tuple[int, ...], dtype: torch.dtype, is_parameter: bool = False
+) -> Tensor:
+    weight = FrozenWeight(Quantized(data.view(torch.float8_e4m3fn), scale_inv), None, size, dtype)
+    return nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+
+
+# torch.load takes such files with weights_only too
+torch.serialization.add_safe_globals([_restored])
 
 
 def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
@@ -100,9 +122,12 @@ def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
     Whatever else reads the weight gets its values, in the dtype that it had. It takes one byte an element, its
     transposed copy exists in backward only. x and dy are quantized; the dW that nobody needs is not computed.
     `dequantize_model` makes plain weights of the values.
-    Raises ValueError naming a weight of another shape or dtype. Not for FSDP and torch.compile.
+    Raises ValueError naming a weight of another shape or dtype, or that there is not. Not for FSDP and torch.compile.
     """
     op, report = "keep_frozen", Report()
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = [name for name in stored if name not in names]
+    checks.require(not unknown, op, "stored", "name parameters of the model", unknown[:3])
     for name, quantized in stored.items():
         path, _, kind = name.rpartition(".")
         layer = model.get_submodule(path)

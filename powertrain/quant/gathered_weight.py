@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from powertrain.ops.fp8.formulas import Copies, Quantized, dequantized
 
@@ -22,6 +22,7 @@ class GatheredWeight(Tensor):
     quantized: Quantized  # data [N, K padded], scale_inv
     largest: Tensor | None  # magnitude of the whole weight, [1], by tensor
     is_frozen = False
+    undoing = "change the sharded parameter, or undo it"  # for those who would change it
 
     @staticmethod
     def __new__(
@@ -39,11 +40,10 @@ class GatheredWeight(Tensor):
     ) -> Any:
         if func in _VIEWS and (func is not _aten.as_strided.default or _is_whole(*args)):
             return type(args[0])(args[0].quantized, args[0].largest, args[0].shape, args[0].dtype)
-        if func._schema.is_mutable:
-            raise NotImplementedError(
-                f"{func}: a weight held in FP8 cannot be changed; change the sharded parameter, or undo it"
-            )
-        read = tree_map_only(GatheredWeight, GatheredWeight.rounded, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and _is_written(func, args, kwargs):
+            raise NotImplementedError(f"{func}: a weight held in FP8 cannot be changed; {cls.undoing}")
+        read = tree_map_only(GatheredWeight, GatheredWeight.rounded, (args, kwargs))
         return func(*read[0], **read[1])
 
     def rounded(self) -> Tensor:
@@ -70,6 +70,14 @@ class GatheredWeight(Tensor):
 
 def _is_whole(weight: GatheredWeight, size: Any, stride: Any, offset: int | None = None) -> bool:
     return tuple(size) == weight.shape and tuple(stride) == weight.stride() and not offset
+
+
+def _is_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the function writes to such a weight, and not only reads it."""
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    written = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    return any(isinstance(leaf, GatheredWeight) for leaf in tree_leaves(written))
 
 
 class _StandIn(torch.autograd.Function):

@@ -15,7 +15,7 @@ from powertrain.models import build, configure
 from powertrain.models.fp8_checkpoint import load_frozen
 from powertrain.models.huggingface import from_hf, open_tensors, read_config, write
 from powertrain.nn.lora import lora, merge_lora
-from powertrain.ops.fp8.formulas import Quantized, dequantized
+from powertrain.ops.fp8.formulas import Quantized, dequantized, quantize_ref
 from powertrain.ops.fp8.linear import fp8_linear
 from powertrain.quant import FP8Linear, dequantize_model
 from powertrain.quant.frozen import FrozenWeight, keep_frozen
@@ -203,6 +203,55 @@ def test_adapters_train_on_frozen_bytes(tmp_path: Path) -> None:
         weight.add_(1.0)
     merged = merge_lora(model)
     assert type(merged.layers[0].mlp.up) is nn.Linear
+
+
+def _held(seed: int, by: str = "block", dora: bool = False) -> nn.Module:
+    """A layer with an adapter whose weight is held in FP8, and another one."""
+    torch.manual_seed(seed)
+    model = lora(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), rank=2, dora=dora)
+    found = quantize_ref(model[0].weight.detach(), by, "e4m3")
+    keep_frozen(model, {"0.weight": Quantized(found.data, found.scale_inv)})
+    return model
+
+
+def _undone(model: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(model)
+    dequantize_model(copied)
+    return copied
+
+
+def test_state_dicts_of_frozen_weights(tmp_path: Path) -> None:
+    """They could be saved and not loaded again, into the same model or into one of plain weights."""
+    model, x = _held(0), torch.randn(3, 32)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")  # with weights_only
+    other = _held(1)
+    assert not torch.equal(other(x), model(x))
+    other.load_state_dict(state)
+    assert torch.equal(other(x), model(x))
+    plain = lora(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), rank=2)
+    plain.load_state_dict(state)
+    assert torch.equal(plain[0].weight, model[0].weight.clone().float())
+    torch.save(model, tmp_path / "model.pt")
+    for again in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert isinstance(again[0].weight, nn.Parameter) and torch.equal(again(x), model(x))
+    with pytest.raises(RuntimeError, match="scale_inv of a state dict's weight must have shape"):
+        _held(1, "row").load_state_dict(state)
+
+
+def test_a_frozen_weight_is_read_by_whatever_writes_elsewhere() -> None:
+    """The norms of DoRA were refused, as if the weight were changed."""
+    model, x = _held(0, dora=True), torch.randn(3, 32)
+    plain = _undone(model)
+    torch.testing.assert_close(model(x), plain(x), rtol=0.1, atol=0.1)
+    model(x).sum().backward()
+    assert model[0].lora_magnitude.grad.norm() > 0
+    target = torch.empty(48, 32)
+    assert torch.equal(target.copy_(model[0].weight), plain[0].weight)
+    with pytest.raises(NotImplementedError, match="cannot be changed; dequantize_model makes it plain"):
+        model[0].weight.copy_(target)
+    with pytest.raises(ValueError, match=r"keep_frozen: stored must name parameters of the model, got \['2.weight'\]"):
+        keep_frozen(plain, {"2.weight": model[0].weight.quantized})
 
 
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
