@@ -198,7 +198,8 @@ def _heads(model: Any) -> set[nn.Module]:
 
 def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Linear]:
     modules = dict(model.named_modules())
-    adapted = [name for name, module in modules.items() if isinstance(module, LoRALinear)]
+    # PEFT's have the layer inside, by this name: its matrices would get adapters of ours
+    adapted = [n for n, module in modules.items() if isinstance(module, LoRALinear) or n.endswith(".base_layer")]
     checks.require(not adapted, "lora", "model", "have no adapters yet", adapted[:3])
     if isinstance(targets, str):
         # the few layers that FP8 leaves in 16 bits would be all

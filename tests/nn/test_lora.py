@@ -245,6 +245,11 @@ def test_errors_name_the_argument() -> None:
         powertrain.lora(_Block(), targets="up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model must have no adapters yet"):
         powertrain.lora(powertrain.lora(_Block()))
+    wrapped = _Block()
+    # as PEFT does
+    wrapped.up = nn.ModuleDict({"base_layer": wrapped.up, "lora_A": nn.Linear(12, 2)})  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"model must have no adapters yet, got \['up.base_layer'\]"):
+        powertrain.lora(wrapped)
     with pytest.raises(ValueError, match=r"model must have an nn\.Linear inside to adapt, got Linear"):
         powertrain.lora(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="merge_lora: model must have layers inside, got LoRALinear"):
