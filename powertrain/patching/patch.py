@@ -61,7 +61,7 @@ def unpatch(model: nn.Module) -> None:
     _check_model("unpatch", model)
     # reading the mark rather than a list: a deep copy of the model is unpatched too
     for module in model.modules():
-        if replace.installed(module):
+        if replace.installed(module) or replace.left_by_pickle(module):
             replace.remove(module)
     replace.hand_on(model)
     _restore_attention(model)

@@ -83,6 +83,13 @@ def installed(module: nn.Module) -> str | None:
     return getattr(forward.__func__, _MARK, None) if is_its and isinstance(forward, MethodType) else None
 
 
+def left_by_pickle(module: nn.Module) -> bool:
+    """Whether pickle has put the class's own method in the place of a replacement: replicas of it run the original."""
+    forward = module.__dict__.get("forward")
+    is_its = getattr(forward, "__self__", None) is module
+    return is_its and getattr(forward, "__func__", None) is type(module).forward
+
+
 def remove(module: nn.Module) -> None:
     """Put the class's own forward back."""
     del module.__dict__["forward"]

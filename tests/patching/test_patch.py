@@ -444,6 +444,16 @@ def test_pickled_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.config._attn_implementation == "sdpa" and not any("forward" in vars(m) for m in loaded.modules())
 
 
+def test_unpatch_of_a_pickled_model() -> None:
+    """The class's own methods, which pickle leaves on the instances, stayed: replicas ran the original's weights."""
+    model = causal("Llama")
+    pt.patch(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    pt.unpatch(loaded)
+    assert not any("forward" in vars(m) or "_replicate_for_data_parallel" in vars(m) for m in loaded.modules())
+    assert "forward" not in vars(replica_of(loaded.model.norm))
+
+
 def test_a_part_and_then_the_model() -> None:
     """The part's attention stayed ours behind `unpatch`: its configs had been exchanged since."""
     model, inputs = causal("Llama"), batch()
