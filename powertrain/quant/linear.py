@@ -17,6 +17,7 @@ from powertrain.quant.recipe import Recipe, grad_format
 from powertrain.quant.recipe import Tensor as TensorRecipe
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import in_functorch
+from powertrain.runtime.hooks import has_own_forward
 
 # of delayed scaling, float32. amax [3]: largest magnitudes of x, weight and dy since the last update;
 # history [3, steps]: those of the steps before, the newest first; scale [3]: 0 where none is known yet
@@ -217,6 +218,9 @@ class FP8Linear(FP8State, nn.Linear):
     @staticmethod
     def convert(linear: nn.Linear, recipe: Recipe) -> None:
         """Make `linear` an FP8Linear, in place: parameters, hooks and references to it stay."""
+        if has_own_forward(linear, FP8Linear):
+            # nn.Linear's would run
+            linear.__dict__.pop("forward", None)
         linear.__class__ = FP8Linear
         assert isinstance(linear, FP8Linear)
         linear.set_recipe(recipe, linear.weight.device)

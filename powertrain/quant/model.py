@@ -16,6 +16,7 @@ from powertrain.quant.linear import FP8Linear, HasFP8State, TakesRecipe
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
 from powertrain.runtime.fused_encoders import call_layers, fuse_again
+from powertrain.runtime.hooks import has_own_forward
 from powertrain.runtime.target import Target
 
 # words that `keep` may have beside patterns
@@ -229,7 +230,7 @@ def _why_wrapped(name: str, module: nn.Module, facts: _Facts) -> str | None:
     if any(parent in facts.adapted and not name.startswith(f"{parent}.base_layer") for parent in parents):
         return "it is part of an adapter"
     # it would run as before: the method that is kept inside is nn.Linear's
-    is_set = type(module) is nn.Linear and "forward" in module.__dict__
+    is_set = type(module) is nn.Linear and not has_own_forward(module, FP8Linear)
     return "its forward was set on the instance, by another library" if is_set else None
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import MethodType
 
 import pytest
 import torch
@@ -192,6 +193,14 @@ def test_a_forward_that_is_set_on_a_layer() -> None:
     dequantize_model(model)
     torch.testing.assert_close(model(x), 2 * F.linear(model[0](x), model[1].weight, model[1].bias))
     assert not torch.equal(model(x), quantized)
+    # what hooks leave behind that are taken off: the class's own method, or the one it had in FP8
+    for layer, kind in ((model[0], nn.Linear), (model[1], FP8Linear)):
+        layer.forward = MethodType(kind.forward, layer)  # type: ignore[attr-defined]
+    assert len(quantize_model(model, Block()).quantized) == 2
+    once = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    once.load_state_dict(model.state_dict())
+    quantize_model(once, Block())
+    assert torch.equal(model(x), once(x))
 
 
 @every_recipe
