@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from powertrain.runtime.dispatch import has_kernels
+from powertrain.runtime.hooks import has_own_forward
 
 _MARK = "_powertrain_replaces"
 _REPLICATE = "_replicate_for_data_parallel"
@@ -135,7 +136,8 @@ def is_plain_linear(module: nn.Module | None) -> bool:
     return (
         # the exact class: LoRA and quantized layers inherit from nn.Linear
         type(module) is nn.Linear
-        and "forward" not in module.__dict__
+        # asked first, as most have none: this is asked in every call
+        and ("forward" not in module.__dict__ or has_own_forward(module))
         # a hook may change inputs or results, and a fused op would bypass it
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)

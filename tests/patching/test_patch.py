@@ -5,6 +5,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -392,6 +393,15 @@ def test_a_layer_exchanged_later_is_seen() -> None:
     torch.testing.assert_close(
         patched.train()(tokens, labels=tokens).loss, plain.train()(tokens, labels=tokens).loss, rtol=1e-4, atol=1e-5
     )
+
+
+def test_hooks_that_were_taken_off() -> None:
+    """accelerate leaves the class's own method on the instance, for which layers were left to their own code."""
+    model = causal("Llama")
+    for module in model.modules():
+        module.forward = MethodType(type(module).forward, module)
+    report = pt.patch(model)
+    assert {part.kind for part in report.replaced} == set(KINDS) and not report.left, table(report)
 
 
 def test_a_layer_exchanged_before_is_left() -> None:
