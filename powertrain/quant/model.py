@@ -183,7 +183,9 @@ def shared_weights(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            layer.shares, layer.copies = False, None
+            # one that was undone inside has neither
+            if isinstance(layer, FP8Linear):
+                layer.shares, layer.copies = False, None
 
 
 class _Facts:

@@ -243,6 +243,17 @@ def test_shared_weights_are_those_of_one_step() -> None:
         assert _same(after, _grads(model))
 
 
+def test_undone_while_weights_are_shared() -> None:
+    """The plain layers got attributes of FP8 ones."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    names = set(vars(model[0]))
+    quantize_model(model, Block())
+    with shared_weights(model):
+        model(torch.randn(2, 8))
+        dequantize_model(model)
+    assert set(vars(model[0])) == names
+
+
 @every_recipe
 def test_undone(recipe: Recipe) -> None:
     model = Model()
