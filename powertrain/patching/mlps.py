@@ -62,6 +62,8 @@ def why_not(module: nn.Module) -> str | None:
     """Which linear layer is not a plain one, or None."""
     for name, child in linears(module).items():
         if not is_plain_linear(child):
+            if type(child) is nn.Linear:
+                return f"{name} has hooks, a forward of another library or a weight that is no plain parameter"
             return f"{name} is a {type(child).__module__.split('.')[0]} {type(child).__name__}"
     return None
 

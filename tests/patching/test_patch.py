@@ -402,6 +402,10 @@ def test_hooks_that_were_taken_off() -> None:
         module.forward = MethodType(type(module).forward, module)
     report = pt.patch(model)
     assert {part.kind for part in report.replaced} == set(KINDS) and not report.left, table(report)
+    pt.unpatch(model)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    (left,) = pt.patch(model, kinds="mlp").left
+    assert (left.name, left.why[:22]) == ("model.layers.0.mlp", "up_proj has hooks, a f")  # it was "a torch Linear"
 
 
 def test_a_layer_exchanged_before_is_left() -> None:
