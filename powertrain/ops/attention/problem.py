@@ -104,7 +104,9 @@ _LengthFacts = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
 
 def _are_static(*sizes: int) -> bool:
     """Whether a trace has these as numbers."""
-    # by its full name: the module takes 0.4 s to import, and is there where anything is traced
+    if not torch.compiler.is_compiling() and all(type(size) is int for size in sizes):
+        return True  # a transform of torch.func in an eager call has no symbols
+    # by its full name: the module takes 0.4 s to import, and is there where anything has symbols
     return all(torch.fx.experimental.symbolic_shapes.has_static_value(size) for size in sizes)
 
 

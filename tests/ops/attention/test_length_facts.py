@@ -66,6 +66,14 @@ def test_sizes_of_one_shape_have_their_own_class() -> None:
     assert seen == [(384, 384, 6)]
 
 
+def test_transforms_of_eager_calls_have_no_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attention of a process in torch.func.grad was an AttributeError: nothing had imported the module."""
+    monkeypatch.delattr(torch.fx.experimental, "symbolic_shapes", raising=False)
+    x = torch.randn(1, 5, 2, 16, device="meta")
+    with pytest.raises(NotImplementedError, match=r"attention: torch.func.grad and its kin are not implemented"):
+        torch.func.grad(lambda q: powertrain.attention(q, x, x).sum())(x)
+
+
 def test_packed_sequences_count_as_equal_ones() -> None:
     def classes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         return Lengths.facts(tokens, tokens, True, sequences, 0, longest)[:3]
