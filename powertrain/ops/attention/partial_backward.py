@@ -26,7 +26,7 @@ from powertrain.ops.attention.layouts import to_lse_order
 from powertrain.ops.attention.operands import BackwardCall, OpArguments
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, Layout
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, in_functorch, use_kernel, without_autocast
 
 
 @falls_back("attention", steering)
@@ -121,10 +121,11 @@ def attention_backward(
         )  # fmt: skip
         call = dense_call(op, query, key, value, layout, (seqused_q, seqused_k), mask, options)
     _check_results(op, call, grad_out, out, lse, grad_lse)
+    computes = use_kernel("attention", query) and query.dtype is not torch.float64  # of which no device has kernels
+    _refuse_transforms(computes, grad_out, query, key, value, out, lse, grad_lse)
     # the op is a gradient already; double backward is not supported
     with torch.no_grad():
-        # float64 has no kernel on any device
-        if not use_kernel("attention", query) or query.dtype is torch.float64:
+        if not computes:
             with without_autocast(query.device):
                 return chunked.backward(call, grad_out, out, lse, grad_lse)
         call, factor = with_positive_scale(call)
@@ -138,6 +139,21 @@ def attention_backward(
         dq, dk, dv, _ = autograd.gradients(part, _differentiation(call, grad_lse is not None))
     assert dq is not None and dk is not None and dv is not None
     return (dq if factor == 1 else dq * factor), dk, dv
+
+
+def _refuse_transforms(has_kernel: bool, *tensors: Tensor | None) -> None:
+    """Refuse what has no gradient here, and what differentiates inside, as plain PyTorch does."""
+    op, instead = "attention_backward", "differentiate `attention(..., return_lse=True)` and `merge_attentions`"
+    if in_functorch():
+        tracks = torch._C._functorch.is_gradtrackingtensor
+        if not has_kernel or any(x is not None and tracks(x) for x in tensors):
+            raise NotImplementedError(f"{op}: torch.func.grad, vmap and their kin are not implemented; {instead}")
+    elif torch.compiler.is_compiling() and not has_kernel:
+        # the error of fullgraph=True; without it the rest of the function runs eagerly
+        torch._dynamo.graph_break(
+            msg=f"{op}: plain PyTorch (on a CPU, of float64) reads lengths on the host, which torch.compile cannot "
+            f"trace; leave fullgraph=True out, or {instead}"
+        )
 
 
 def _differentiation(call: AttentionCall, has_lse_grad: bool) -> Op:

@@ -294,3 +294,28 @@ def test_in_inference_mode(layout: Any, device: torch.device) -> None:
     out, lse = (varlen_attention if layout == "thd" else attention)(*made[1:], **options, return_lse=True)
     again = attention_backward(made[0], *made[1:], out, lse, layout=layout, **options)
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def _part(device: torch.device) -> tuple[Tensor, ...]:
+    grad, *qkv = (torch.randn(1, 3, 2, 16, device=device) for _ in range(4))
+    return grad, *qkv, *attention(*qkv, return_lse=True)
+
+
+def test_transforms_are_refused(device: torch.device) -> None:
+    """Kernels gave zeros to torch.func.grad without a word, plain PyTorch an error of its own."""
+    grad, *rest = _part(device)
+    with pytest.raises(NotImplementedError, match=r"attention_backward: torch.func.grad, vmap and their kin"):
+        torch.func.grad(lambda x: attention_backward(x, *rest)[0].sum())(grad)
+    with pytest.raises(NotImplementedError, match="vmap"):
+        torch.vmap(lambda x: attention_backward(x, *rest))(torch.stack([grad, grad]))
+
+
+def test_in_a_compiled_function(device: torch.device) -> None:
+    part = _part(device)
+    torch._dynamo.reset()
+    found = torch.compile(attention_backward, backend="eager")(*part)
+    torch.testing.assert_close(found, attention_backward(*part), rtol=1e-5, atol=1e-5)
+    if BACKEND == "chunked":
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"reads lengths on the host.* leave fullgraph=True out"):
+            torch.compile(attention_backward, backend="eager", fullgraph=True)(*part)
