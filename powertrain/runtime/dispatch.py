@@ -406,7 +406,9 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 # torch.func refuses the autograd.Function of torch.library's ops, and forward mode functions
                 # without a jvp: neither names the op or a way out
                 refusals = {"setup_context": _NO_FUNC, "jvp function": _NO_FORWARD_MODE, "forward AD": _NO_FORWARD_MODE}
-                refusal = next((text for word, text in refusals.items() if word in str(raised)), None)
+                # of a variable that a closure shares, Dynamo traces no `except ... as`
+                said = str(raised)
+                refusal = next((text for word, text in refusals.items() if word in said), None)
                 if refusal is not None:
                     raise NotImplementedError(refusal.format(name=name)) from None
                 better = positional.better_error(op, function, args, kwargs, raised)

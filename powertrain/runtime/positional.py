@@ -54,7 +54,10 @@ def better_error(
     op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Exception | None:
     """For what this call raised: an error that names the keyword which was meant, or the argument that is of the wrong
-    kind; None if it is neither, or the error says already what must be."""
+    kind; None if it is neither, or the error says already what must be. Inside torch.compile what was raised is the
+    error: Dynamo cannot trace signatures and annotations."""
+    if torch.compiler.is_compiling():
+        return None
     if isinstance(raised, RuntimeError) and type(raised) not in _OF_VALUES:
         return None
     meant = hint(op, function, args)
@@ -66,7 +69,8 @@ def better_error(
         wrong, kind = wrong_kind(op, function, args, kwargs), TypeError
     if wrong is None:
         return None
-    if isinstance(raised, ValueError) and " must " in str(raised):
+    # before its layout, nothing else of a tensor is worth a word: a sparse one has strides of 0
+    if isinstance(raised, ValueError) and " must " in str(raised) and " must be a dense tensor" not in wrong:
         # of a tensor that is none a function that this one calls may have said it, by its own name
         argument = wrong.removeprefix(f"{op}: ").partition(" ")[0]
         if kind is TypeError or re.search(rf"\b{argument}\b.* must ", str(raised)):
@@ -132,16 +136,23 @@ def no_dense_tensor(op: str, function: Callable[..., Any], args: tuple[Any, ...]
     for argument, value in given.items():
         parameter = signature.parameters[argument]
         may_be_absent = parameter.default is None or parameter.annotation in _OPTIONAL
-        if not _only_tensors(parameter) or (value is None and may_be_absent):
-            continue
-        if not isinstance(value, Tensor):
-            return f"{op}: {argument} must be a tensor, got {described(value)}"
-        if value.is_nested or value.layout is not torch.strided:
-            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch._").removeprefix("torch.")
-            return f"{op}: {argument} must be a dense tensor, got a tensor of layout {layout}"
-        if value.is_quantized:
-            return f"{op}: {argument} must be a tensor that is not quantized, got {name(value.dtype)}"
+        if _only_tensors(parameter) and not (value is None and may_be_absent):
+            if not isinstance(value, Tensor):
+                return f"{op}: {argument} must be a tensor, got {described(value)}"
+            each = [(argument, value)]
+        else:
+            each = [(f"{argument}[{n}]", x) for n, x in enumerate(value)] if isinstance(value, list | tuple) else []
+        for label, x in each:
+            if isinstance(x, Tensor) and (not_dense := _not_dense(x)):
+                return f"{op}: {label} must be {not_dense}"
     return None
+
+
+def _not_dense(x: Tensor) -> str | None:
+    if x.is_nested or x.layout is not torch.strided:
+        layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch._").removeprefix("torch.")
+        return f"a dense tensor, got a tensor of layout {layout}"
+    return f"a tensor that is not quantized, got {name(x.dtype)}" if x.is_quantized else None
 
 
 def _only_tensors(parameter: inspect.Parameter) -> bool:

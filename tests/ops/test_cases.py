@@ -268,6 +268,13 @@ def test_a_tensor_that_is_not_dense_is_named(device: torch.device) -> None:
         powertrain.rms_norm(torch.nested.nested_tensor([x, x]))
     with pytest.raises(ValueError, match="rms_norm: weight must be a dense tensor, got a tensor of layout sparse_coo"):
         powertrain.rms_norm(x, torch.ones(16, device=device).to_sparse())
+    # whose strides are 0, for which the error asked to be 1
+    q = x[None, None]
+    with pytest.raises(ValueError, match="attention: query must be a dense tensor, got a tensor of layout sparse_coo"):
+        powertrain.attention(q.to_sparse(), q, q)
+    lse = torch.zeros(1, 3, 1, device=device)
+    with pytest.raises(ValueError, match=r"outs\[1\] must be a dense tensor, got a tensor of layout sparse_coo"):
+        powertrain.merge_attentions([q, q.to_sparse()], [lse, lse])
 
 
 @every_op

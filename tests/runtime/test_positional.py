@@ -142,6 +142,21 @@ def test_what_must_be_a_tensor_is_named(name: str, args: tuple[Any, ...], words:
 
 
 @pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: powertrain.rms_norm(X, W[1:]), r"rms_norm: weight must have shape \[8\]"),
+        (lambda: powertrain.grouped_gemm(X[0], X[:, :3], T[:, 0]), "grouped_gemm: offsets must be int32, got int64"),
+        (lambda: powertrain.moe_route(X[0], top_k=9), "moe_route: top_k must"),
+    ],
+)
+def test_errors_inside_a_whole_compiled_function(call: Any, words: str) -> None:
+    """Dynamo could not trace what looks for a better error, and said that alone."""
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+        torch.compile(call, backend="eager", fullgraph=True)()
+
+
+@pytest.mark.parametrize(
     "name, args, options",
     [
         ("rms_norm", (X, W), {"eps": 1e-3}),
