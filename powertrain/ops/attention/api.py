@@ -316,6 +316,8 @@ def _run(call: AttentionCall, backend: str | Sequence[str] | None) -> Any:
         name, backward = select.names_traced(problem_of, backend, *facts.as_constants())
         chosen = BACKENDS[name]
     else:
+        if facts.compiling:
+            facts = facts.without_symbols()
         decision = select.choose(facts, lambda: problem_of(*facts), backend)
         chosen, backward = decision.backend, decision.other_backward
     # drawn here and not in the backend, so that forward, recomputation and backward share one seed
@@ -375,6 +377,10 @@ class Facts(NamedTuple):
         mask = (getattr(self.mask, name) for name in _MASK_FIELDS)
         return tuple(_constant(fact) for fact in (*self[:4], *mask, *self[5:-1], *self.lengths))
 
+    def without_symbols(self) -> "Facts":
+        """Outside of torch.compile, where fake tensors may have symbolic sizes: a table has no place for those."""
+        return Facts._make((*map(_guarded, self[:-1]), tuple(map(_guarded, self.lengths))))
+
 
 def facts_of(call: AttentionCall) -> Facts:
     query, key, value, varlen, tensors = call.query, call.key, call.value, call.varlen, call.tensors
@@ -406,6 +412,12 @@ def _constant(fact: Any) -> Any:
         # a symbolic float becomes a plain one by its text
         return float(f"{fact}")
     return index(fact) if isinstance(fact, int) else fact
+
+
+def _guarded(fact: Any) -> Any:
+    if isinstance(fact, torch.SymBool):
+        return bool(fact)
+    return int(fact) if isinstance(fact, torch.SymInt) else fact
 
 
 def problem_of(*facts: Any) -> AttentionProblem:

@@ -74,6 +74,19 @@ def test_transforms_of_eager_calls_have_no_symbols(monkeypatch: pytest.MonkeyPat
         torch.func.grad(lambda q: powertrain.attention(q, x, x).sum())(x)
 
 
+def test_fake_tensors_of_symbolic_sizes() -> None:
+    """Outside of torch.compile the choice was looked up by symbols, which have no hash."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    x = mode.from_tensor(torch.zeros(3, 7, 4, 16, requires_grad=True), static_shapes=False)
+    with mode:
+        assert isinstance(x.shape[1], torch.SymInt)
+        out = powertrain.attention(x, x, x, is_causal=True)
+        assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+
+
 def test_packed_sequences_count_as_equal_ones() -> None:
     def classes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         return Lengths.facts(tokens, tokens, True, sequences, 0, longest)[:3]
