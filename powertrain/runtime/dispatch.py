@@ -435,12 +435,18 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
             elif not _NUMBERS_OF_NUMPY.isdisjoint(map(type, (*args, *kwargs.values()))):
                 return call(*map(_python_number, args), **{key: _python_number(x) for key, x in kwargs.items()})
             # not in a function of its own, whose call would cost more than this
+            are_plain = True
             for option, value in (*zip(scalars, args, strict=False), *kwargs.items()):
                 if (types := scalars.get(option)) is None:
                     continue
                 # true of NaN and infinity alone: each less itself is NaN
                 if type(value) not in types or (type(value) is float and value - value):
                     positional.refuse_wrong_kind(op, function, args, kwargs)
+                    are_plain = are_plain and type(value) in types
+            if not are_plain:
+                # a number in a tensor is no part of the signature, by which a later call would be answered
+                given = positional.python_numbers(op, scalars, args, kwargs)
+                return whole(args, kwargs) if given is None else call(*given[0], **given[1])
             if signature is None:
                 return whole(args, kwargs)
             keep = routes.bind if signature.stream == replay.PLAIN else routes.record

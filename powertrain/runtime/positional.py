@@ -90,6 +90,28 @@ def refuse_wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ..
             raise ValueError(f"{op}: {argument} must be finite, got {value}") from None
 
 
+def python_numbers(
+    op: str, scalars: dict[str, frozenset[type] | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments with numbers and flags of other types (a Fraction, 1 for True) as Python's; None if one is in a
+    tensor or is a symbol, which each call reads again. ValueError for a tensor that wants a gradient: numbers get none.
+    """
+    named = {**dict(zip(scalars, args, strict=False)), **kwargs}
+    for argument, value in named.items():
+        if (types := scalars.get(argument)) is None or type(value) in types:
+            continue
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{op}: {argument} must be a number or a tensor that requires no gradient (it gets none), got "
+                f"{described(value)} that requires one"
+            )
+        if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+            return None
+        named[argument] = next(kind for kind in (float, int, bool, str) if kind in types)(value)
+    positions = [named[name] for name, _ in zip(scalars, args, strict=False)]
+    return [*positions, *args[len(positions) :]], {name: named[name] for name in kwargs}
+
+
 def wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The error for the first argument whose value does not match its annotation; None if all match."""
     try:

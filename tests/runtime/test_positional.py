@@ -254,6 +254,37 @@ def test_flags_and_numbers_of_other_types_are_taken() -> None:
         assert torch.equal(powertrain.scaled_softmax(X, scale=Fraction(1), is_causal=flag), expected)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda v: powertrain.scaled_softmax(X, scale=v),
+        lambda v: powertrain.rms_norm(X, W, eps=v),
+        lambda v: powertrain.cross_entropy(X, T, z_loss=v),
+        lambda v: powertrain.cross_entropy(X, T, softcap=v),
+        lambda v: powertrain.gated_activation(X, "clamped_swiglu", alpha=v),
+        lambda v: powertrain.moe_route(X[0], top_k=2, scaling_factor=v)[0],
+    ],
+)
+def test_a_number_in_a_tensor_is_read_in_each_call(call: Any) -> None:
+    """Calls on a CPU that repeat another were answered with the number of the first."""
+    for value in (0.25, 0.5, 0.75, 0.5):
+        torch.testing.assert_close(call(torch.tensor(value)), call(value))
+        torch.testing.assert_close(call(Fraction(value)), call(value))
+
+
+def test_a_number_that_wants_a_gradient_is_refused() -> None:
+    """Plain PyTorch gave it one, kernels none without a word."""
+    number = torch.tensor(0.5, requires_grad=True)
+    for call in (
+        lambda: powertrain.scaled_softmax(X, scale=number),
+        lambda: powertrain.linear_log_probs(X, X[0], T, temperature=number),
+    ):
+        with pytest.raises(ValueError, match=r"(scale|temperature) must be a number or a tensor that requires no"):
+            call()
+        with torch.no_grad():
+            call()
+
+
 Q, D = X[:, :, None], X.transpose(1, 2)
 FLOATS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("rms_norm", (X, W), {}, "eps"), ("layer_norm", (X, W), {}, "eps"), ("rope_table", (8, 16), {}, "base"),
