@@ -41,7 +41,7 @@ from powertrain.ops.cross_entropy_kernels import (
 from powertrain.ops.cross_entropy_short_rows import LONGEST_ROW, launch_short_dlogits, launch_short_rows
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, use_kernel
+from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, is_batched, use_kernel
 from powertrain.runtime.nodes import refuse_graph
 from powertrain.runtime.plain_calls import plain
 from powertrain.runtime.sharding import placements
@@ -323,7 +323,9 @@ def check_loss_arguments(
 
 
 def refuse_targets_outside(op: str, target: Tensor, count: int, ignore_index: int) -> None:
-    """Raise IndexError if there is no such class."""
+    """Raise IndexError if there is no such class; of targets that vmap batches, nothing can be said."""
+    if is_batched(target):
+        return
     wrong = target[(target != ignore_index) & ((target < 0) | (target >= count))]
     if wrong.numel():
         raise IndexError(f"{op}: target must be in [0, {count}), or ignore_index {ignore_index}, got {int(wrong[0])}")

@@ -68,11 +68,12 @@ _is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def refuse_vmap(name: str, *tensors: Tensor, instead: str = nodes.PLAIN) -> None:
     """Raise NotImplementedError if torch.vmap batches one of the tensors; it names what to do instead."""
-    if in_functorch() and any(map(_is_batched, tensors)):
+    if in_functorch() and any(map(is_batched, tensors)):
         raise NotImplementedError(_NO_VMAP.format(name=name, instead=instead))
 
 
-def _is_batched(x: Tensor) -> bool:
+def is_batched(x: Tensor) -> bool:
+    """Whether torch.vmap batches it in an eager call: its values cannot be read."""
     functorch = torch._C._functorch
     # of vmap(grad(f)), grad's tensors are around vmap's
     while functorch.is_functorch_wrapped_tensor(x):

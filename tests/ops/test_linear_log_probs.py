@@ -346,6 +346,13 @@ def test_errors(device: torch.device) -> None:
             linear_log_probs(x, weights, target, **options)
 
 
+def test_targets_of_a_vmap_are_refused_by_what_cannot_be_batched(device: torch.device) -> None:
+    """PyTorch's error of a boolean index, from the look for a wrong target, hid that of the product by rows."""
+    x, weight, target, *_ = (t.detach() for t in _tensors(device).values())
+    with pytest.raises(NotImplementedError, match="linear_log_probs"):
+        torch.vmap(lambda t: linear_log_probs(x, weight, t, batch_invariant=True).log_probs)(target[None])
+
+
 @pytest.mark.gpu
 def test_peak_memory(device: torch.device) -> None:
     x, weight, target, *_ = _tensors(device, torch.bfloat16, T=8192, D=1024, V=65536).values()
