@@ -305,7 +305,7 @@ def cross_entropy(
         return plain(loss_of, logits, target)
     with_grad = grad_in_forward and torch.is_grad_enabled() and logits.requires_grad
     loss, _, _, _ = _cross_entropy_op(
-        as_rows(logits), as_flat(target), ignore_index, reduction, float(label_smoothing), float(z_loss),
+        as_rows(logits), as_flat(target), int(ignore_index), reduction, float(label_smoothing), float(z_loss),
         float(softcap or 0.0), with_grad,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss

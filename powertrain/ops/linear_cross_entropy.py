@@ -465,7 +465,7 @@ def linear_cross_entropy(
     grad = torch.is_grad_enabled()
     needs = (grad and t is not None and t.requires_grad for t in (x, weight, bias))
     loss = _linear_cross_entropy_op(
-        as_rows(x), weight, bias, as_flat(target), main_grad, ignore_index, reduction,
+        as_rows(x), weight, bias, as_flat(target), main_grad, int(ignore_index), reduction,
         float(label_smoothing), float(z_loss), float(softcap or 0.0), *needs,
     )[0]  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss

@@ -409,7 +409,8 @@ def linear_log_probs(
         shape = (float(teacher.softcap or 0.0), float(teacher.beta))
     results = _fwd_op(
         as_rows(x), weight, bias, as_flat(target), *taught, main_grad,
-        ignore_index, float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant, keep_logits,
+        int(ignore_index), float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant,
+        keep_logits,
     )[:5]  # fmt: skip
     absent = (False, not entropy, teacher is None, not top_k, not top_k)
     shaped = (None if no else t.view((*target.shape, *t.shape[1:])) for t, no in zip(results, absent, strict=True))

@@ -272,6 +272,18 @@ def test_a_number_in_a_tensor_is_read_in_each_call(call: Any) -> None:
         torch.testing.assert_close(call(Fraction(value)), call(value))
 
 
+def test_an_ignore_index_in_a_tensor() -> None:
+    """Kernels took its address for the number, and did not compile."""
+    target = torch.tensor([1, 2, 1, 3]).expand(2, 4)
+    for call in (
+        lambda index: powertrain.cross_entropy(X, target, ignore_index=index),
+        lambda index: powertrain.linear_cross_entropy(X, W.expand(5, 8), target, ignore_index=index),
+        lambda index: powertrain.linear_log_probs(X, W.expand(5, 8), target, ignore_index=index).log_probs,
+    ):
+        for index in (1, 2):
+            torch.testing.assert_close(call(torch.tensor(index)), call(index))
+
+
 def test_a_number_that_wants_a_gradient_is_refused() -> None:
     """Plain PyTorch gave it one, kernels none without a word."""
     number = torch.tensor(0.5, requires_grad=True)
