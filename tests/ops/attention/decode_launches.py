@@ -63,7 +63,8 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
 
 
 def _launch_over_caches(dtype: torch.dtype) -> None:
-    """8 queries of each sequence over pages and over a dense cache, and packed ones over a dense cache."""
+    """8 queries of each sequence over pages and over a dense cache, and packed ones over a dense cache; over pages of
+    one key, many tiles of two warpgroups and few of one."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
@@ -75,6 +76,9 @@ def _launch_over_caches(dtype: torch.dtype) -> None:
     ):  # fmt: skip
         call = PagedCall(query, cache, cache, its_starts, lengths, pages, None, None, None, -1, 0, 0.0, 0.1)
         launch_pages(call, 8, Target.of(META))
+    for queries in (1, 256):
+        query = empty(32, queries, 32, 128)
+        decode_attention(query, dense.view(-1, 1, 8, 128), dense.view(-1, 1, 8, 128), lengths, page_table=table)
 
 
 def launch_merge_kernels(dtype: torch.dtype) -> None:
