@@ -15,6 +15,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     TILE_SLOT,
     TILE_SPLIT,
     VALUES_FREE,
+    KeysOfTile,
     as_tile,
     block_at,
     blocks_of,
@@ -66,43 +67,49 @@ def _load_queries(
 
 
 @gluon.jit
-def _load_rows(descs, smem, bar, stage, b, batch, kv, row, ids, seen, pages, DIM: gl.constexpr, CONFIG: gl.constexpr):
-    """A block of keys or values: [BLOCK_N, PIECE] each. `descs`: maps of them, or CacheRows, with `_page_ids`."""
+def _load_rows(source, smem, bar, stage, keys, row, ids, DIM: gl.constexpr, CONFIG: gl.constexpr):
+    """A block of keys or values from `row` on: [BLOCK_N, PIECE] each. `source`: maps of them, or CacheRows, for which
+    `ids` are its pages."""
     if CONFIG.loader_warps > 1:
-        _copy_rows(descs, smem, bar, stage, kv, row, ids, DIM, CONFIG)
+        _copy_rows(source, smem, bar, stage, keys.kv, row, ids, DIM, CONFIG)
     elif CONFIG.page_size > 0:
-        _load_pages(descs, smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG)
+        _load_pages(source, smem, bar, stage, keys, row, CONFIG)
     else:
+        b = keys.b
         if CONFIG.keys_packed:
             # a sequence is a coordinate of descriptors of whole tensors, so packed ones need no descriptor of their own
             b = gl.to_tensor(0)
         elif CONFIG.packed:
             # of rows of no sequence there are no keys
-            b = gl.minimum(b, batch - 1)
+            b = gl.minimum(b, keys.batch - 1)
         for i in gl.static_range(len(smem)):
-            tma_load(descs[i], [b, kv, row, i * smem[0].shape[2]], bar, as_tile(smem[i].index(stage)))
+            tma_load(source[i], [b, keys.kv, row, i * smem[0].shape[2]], bar, as_tile(smem[i].index(stage)))
 
 
 @gluon.jit
-def _load_pages(descs, smem, bar, stage, b, batch, kv, row, seen, pages, CONFIG: gl.constexpr):
+def _pages_of(keys):
+    """The page ids of a tile's sequence; of rows of no sequence those of the last one."""
+    return keys.pages.table + gl.minimum(keys.b, keys.batch - 1) * keys.pages.row
+
+
+@gluon.jit
+def _load_pages(descs, smem, bar, stage, keys, row, CONFIG: gl.constexpr):
     """The same of a cache [pages, rows of a page, heads, dim], by parts of a page and of 64 columns."""
-    first, end = seen
     PAGE: gl.constexpr = CONFIG.page_size
     ROWS: gl.constexpr = smem[0].shape[1]
     # so many rows of a block, or fewer, always lie in one page
     BOX: gl.constexpr = min(ROWS, PAGE & -PAGE)
-    # of rows of no sequence there are no pages
-    of_sequence = pages.table + gl.minimum(b, batch - 1) * pages.row
+    of_sequence = _pages_of(keys)
     for j in gl.static_range(ROWS // BOX):
         position = row + j * BOX
         # past the last key the table's page ids are undefined: the first page is read instead, and masked
         # coordinates of TMA are int32, page ids may be int64
-        page = gl.load(of_sequence + gl.where(position < end, position, 0) // PAGE).to(gl.int32)
+        page = gl.load(of_sequence + gl.where(position < keys.end, position, 0) // PAGE).to(gl.int32)
         if CONFIG.has_left:
             # pages ahead of a window may be other sequences' by now: TMA gives zeros for a page that there is not
-            page = gl.where(position + BOX > first, page, -1)
+            page = gl.where(position + BOX > keys.first, page, -1)
         for i in gl.static_range(len(smem)):
-            where = (page, kv, position % PAGE)
+            where = (page, keys.kv, position % PAGE)
             _load_part(descs[i], smem[i].index(stage), bar, where, i * smem[0].shape[2], j, BOX)
 
 
@@ -120,16 +127,14 @@ def _load_part(desc, smem, bar, where, column, part: gl.constexpr, BOX: gl.const
 
 
 @gluon.jit
-def _page_ids(row, seen, b, batch, pages, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+def _page_ids(keys, row, ROWS: gl.constexpr, CONFIG: gl.constexpr):
     """Where rows are copied: the pages of ROWS positions from `row` on, -1 for one that is not seen. One id a thread:
     loaded where a thread copies eight rows, each load would wait for the one before, for want of registers."""
     if CONFIG.loader_warps > 1:
-        first, end = seen
         position = row + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         # the table's other entries are undefined
-        is_seen = (position >= first) & (position < end)
-        of_sequence = pages.table + gl.minimum(b, batch - 1) * pages.row
-        ids = gl.load(of_sequence + gl.where(is_seen, position, 0) // CONFIG.page_size)  # [ROWS]
+        is_seen = (position >= keys.first) & (position < keys.end)
+        ids = gl.load(_pages_of(keys) + gl.where(is_seen, position, 0) // CONFIG.page_size)  # [ROWS]
         return gl.where(is_seen, ids.to(gl.int32), -1)
     else:
         return gl.to_tensor(0)
@@ -162,7 +167,7 @@ def _copy_piece(cache, smem, kv, row, ids, FIRST: gl.constexpr, DIM: gl.constexp
 
 
 @gluon.jit
-def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, ids, seen, pages, CONFIG: gl.constexpr):
+def _load_values(source, v_smem, v_full, at, keys, row, ids, CONFIG: gl.constexpr):
     """The values, from `row` on, of the block before number `at`."""
     STAGES: gl.constexpr = v_smem[0].shape[0]
     COLS: gl.constexpr = v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)
@@ -173,7 +178,7 @@ def _load_values(v_desc, v_smem, v_full, at, b, batch, kv, row, ids, seen, pages
     bar = v_full.index(stage)
     if CONFIG.loader_warps == 1:
         mbarrier.expect(bar, BYTES)
-    _load_rows(v_desc, v_smem, bar, stage, b, batch, kv, row, ids, seen, pages, CONFIG.d_v, CONFIG)
+    _load_rows(source, v_smem, bar, stage, keys, row, ids, CONFIG.d_v, CONFIG)
 
 
 @gluon.jit
@@ -220,13 +225,12 @@ def write_tile(tile_smem, pair, b, head, first, q_start, q_len, q_capacity, k_le
 
 @gluon.jit
 def _load_blocks(
-    blocks, visited, emptied, k_start, seen, b, b_at, kv, head, q_row, counter_ptr, pages, q_desc, k_desc, v_desc,
-    buffers, sync, batch, CONFIG: gl.constexpr,
+    blocks, visited, emptied, keys, b_at, head, q_row, counter_ptr, sources, buffers, sync, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Load a tile's blocks of keys, each block's values one block later, and its queries behind the first where they
-    have one place. `seen`: the first key that any row sees, and the end of the sequence's keys. Returns the row and the
-    page ids of the last block's values, which are yet to be loaded, the fetch of the next tile where that is under way,
-    and the count of free stages of keys."""
+    have one place. Returns the row and the page ids of the last block's values, which are yet to be loaded, the fetch
+    of the next tile where that is under way, and the count of free stages of keys."""
+    q_desc, k_source, v_source = sources
     begin, end, full_end, at_right, masked = blocks
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     q_full, k_full, v_full = sync.q_full, sync.k_full, sync.v_full
@@ -239,8 +243,10 @@ def _load_blocks(
     BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     before = gl.to_tensor(0)
-    first_row = k_start + block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
-    ids = _page_ids(first_row, seen, b, batch, pages, BLOCK_N, CONFIG)
+    first_row = (
+        keys.start + block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+    )
+    ids = _page_ids(keys, first_row, BLOCK_N, CONFIG)
     ids_before = ids
     tile_idx = no_tile_fetched()
     # the order in which consumers visit blocks; both sides compute it from the same four numbers
@@ -249,10 +255,10 @@ def _load_blocks(
             # a block earlier than elsewhere, for the entry of the tile is to be read too
             if n == end - begin - 1:
                 tile_idx = fetch_next_tile_async(counter_ptr)
-        row = k_start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+        row = keys.start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
         # a block ahead; behind the last one the ids are of no block, and not used
-        later = k_start + block_at(n + 1, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
-        ids_later = _page_ids(later, seen, b, batch, pages, BLOCK_N, CONFIG)
+        later = keys.start + block_at(n + 1, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+        ids_later = _page_ids(keys, later, BLOCK_N, CONFIG)
         at = visited + n
         stage = at & (STAGES - 1)
         # k's stage: the consumers gave it back at a numbered barrier, for in Triton 3.6 an arrival at an mbarrier
@@ -263,7 +269,7 @@ def _load_blocks(
         bar = k_full.index(stage)
         if CONFIG.loader_warps == 1:
             mbarrier.expect(bar, K_BYTES)
-        _load_rows(k_desc, k_smem, bar, stage, b, batch, kv, row, ids, seen, pages, CONFIG.d_qk, CONFIG)
+        _load_rows(k_source, k_smem, bar, stage, keys, row, ids, CONFIG.d_qk, CONFIG)
         if n == 0:
             if Q_SLOTS == 1:
                 # who has given back the last block of keys has done with the queries
@@ -273,7 +279,7 @@ def _load_blocks(
                 _load_queries(q_desc, q_smem, q_full, b_at, head, q_row, 0, CONSUMERS, HEADS_PER_TILE)
         else:
             # v of a block is needed one block later than its k: o += p v trails s = q kᵀ by one block
-            _load_values(v_desc, v_smem, v_full, at, b, batch, kv, before, ids_before, seen, pages, CONFIG)
+            _load_values(v_source, v_smem, v_full, at, keys, before, ids_before, CONFIG)
         before = row
         if CONFIG.loader_warps > 1:
             # Triton 3.6 takes a value that is carried over two rounds for one that never changes
@@ -284,8 +290,8 @@ def _load_blocks(
 
 @gluon.jit
 def _load_tile(
-    tile, tiles, slots, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc, buffers,
-    sync, sizes, head_groups, window, CONFIG: gl.constexpr,
+    tile, tiles, slots, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, sources, buffers, sync, sizes,
+    head_groups, window, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
     free stages of keys so far."""
@@ -343,19 +349,18 @@ def _load_tile(
             offset = k_len - q_len
         blocks = blocks_of(first, offset, q_len, k_len, window, split, num_splits, QUERIES, BLOCK_N, CONFIG)
         begin, end = blocks[0], blocks[1]
-        seen = (gl.maximum(first + offset - window.left, 0) if CONFIG.has_left else 0), k_len
-        kv = head // num_q_per_kv
+        first_seen = gl.maximum(first + offset - window.left, 0) if CONFIG.has_left else 0
+        keys = KeysOfTile(b, batch, head // num_q_per_kv, k_start, first_seen, k_len, pages)
         b_at = b
         if CONFIG.packed:
             b_at = gl.to_tensor(0)
         # the tile before the last, which had this slot, is done: its place in tile_smem was free
         if Q_SLOTS == 2:
             _load_queries(
-                q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
+                sources[0], q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
             )
         before, ids, tile_idx, emptied = _load_blocks(
-            blocks, visited, emptied, k_start, seen, b, b_at, kv, head, q_start + first, counter_ptr, pages, q_desc,
-            k_desc, v_desc, buffers, sync, batch, CONFIG,
+            blocks, visited, emptied, keys, b_at, head, q_start + first, counter_ptr, sources, buffers, sync, CONFIG
         )  # fmt: skip
         visited += end - begin
         if CONFIG.listed:
@@ -367,7 +372,7 @@ def _load_tile(
         else:
             # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
             tile_idx = fetch_next_tile_async(counter_ptr)
-        _load_values(v_desc, v_smem, v_full, visited, b, batch, kv, before, ids, seen, pages, CONFIG)
+        _load_values(sources[2], v_smem, v_full, visited, keys, before, ids, CONFIG)
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)
@@ -384,9 +389,8 @@ def _load_tile(
 
 
 @gluon.jit
-def produce(descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, sizes, window, CONFIG: gl.constexpr):
+def produce(sources, counter_ptr, lengths, pages, list_ptr, buffers, sync, sizes, window, CONFIG: gl.constexpr):
     """The loader warp: all tiles of this CTA."""
-    q_desc, k_desc, v_desc = descs
     await_kernel_before(CONFIG.starts_early)
     v_smem = buffers.v
     tile_smem, tile_full, tile_empty = sync.tile, sync.tile_full, sync.tile_empty
@@ -410,8 +414,8 @@ def produce(descs, counter_ptr, lengths, pages, list_ptr, buffers, sync, sizes, 
     emptied = gl.to_tensor(v_smem[0].shape[0])  # blocks of keys whose stage is free, counted from the first
     while tile < tiles:
         tile, visited, taken, emptied = _load_tile(
-            tile, tiles, slots, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, q_desc, k_desc, v_desc,
-            buffers, sync, sizes, head_groups, window, CONFIG,
+            tile, tiles, slots, visited, taken, emptied, counter_ptr, lengths, pages, list_ptr, sources, buffers, sync,
+            sizes, head_groups, window, CONFIG,
         )  # fmt: skip
     pair = taken & 1
     mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)

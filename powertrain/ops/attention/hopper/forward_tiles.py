@@ -101,6 +101,18 @@ class Pages(NamedTuple):
     row: Any  # its stride
 
 
+class KeysOfTile(NamedTuple):
+    """Where the loader finds the keys and values of a tile."""
+
+    b: Any  # the sequence
+    batch: Any
+    kv: Any  # head
+    start: Any  # row of the sequence's first key
+    first: Any  # position of the first key that any row of the tile sees
+    end: Any  # of the sequence's keys
+    pages: Pages
+
+
 class CacheRows(NamedTuple):
     """Keys or values in pages, as the loader copies their rows."""
 
