@@ -269,10 +269,14 @@ def test_why_not() -> None:
     call, target = _call(8, 64), Target.parse("H200")
     assert why_not_cache(call, None, target) is None
     assert why_not_cache(_call(8, 0), None, target) is why_not_cache(call._replace(left=5), None, target) is None
+    assert why_not_cache(_call(8, 20), None, target) is None
+    # offsets in it are counted in 32 bits
+    cache = torch.empty(1 << 22, 4, 8, 128, dtype=torch.bfloat16, device=META)
+    large = call._replace(key_cache=cache, value_cache=cache)
     for changed, reason in (
         (call._replace(value_cache=None), "it takes keys and values"),
         (call._replace(leftpad=call.seqlens), "it has no cache_leftpad"),
-        (_call(8, 20), "it takes pages of multiples of 8 keys, got 20"),
+        (large, "of pages of 4 keys it takes caches of up to 2^34 elements, got 17179869184"),
         (_call(8, 0, 264), "head dims must be multiples of 8 to 256, are 128 and 264"),
     ):
         assert why_not_cache(changed, None, target) == reason
