@@ -439,6 +439,7 @@ def test_metrics_on_a_full_disk_have_whole_lines(tmp_path: Path) -> None:
         name = real.name
         truncate = real.truncate
         close = real.close
+        fileno = real.fileno
 
         def write(self, line: bytes) -> int:
             part = line[: room[0]]
