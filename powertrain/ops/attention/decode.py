@@ -243,7 +243,7 @@ def decode_attention(
         checks.require(max_seqlen_q is None, _OP, "max_seqlen_q", "be given with cu_seqlens_q", max_seqlen_q)
     query, keys, values, key_new, value_new = _in_bshd(layout, query, key_cache, value_cache, key_new, value_new)
     head_dim_v = _check_cache(query, keys, values, head_dim_v)
-    _check_new(keys, values, key_new, value_new)
+    _check_new(query.shape[0], keys, values, key_new, value_new)
     cache = _Cache(keys, values, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
     _check_vectors(query, cache_seqlens.numel() if is_packed else query.shape[0], cache, alibi_slopes, sinks)
     cache = cache.as_kernels_read_it()
@@ -494,13 +494,14 @@ def _check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor | None, h
     return dv
 
 
-def _check_new(key_cache: Tensor, value_cache: Tensor | None, key_new: Tensor | None, value_new: Tensor | None) -> None:
+def _check_new(
+    batch: int, key_cache: Tensor, value_cache: Tensor | None, key_new: Tensor | None, value_new: Tensor | None
+) -> None:
     if key_new is None:
         checks.require(value_new is None, _OP, "value_new", "be None without key_new", "a tensor")
         return
-    checks.require(
-        (value_new is None) == (value_cache is None), _OP, "value_new", "be given as value_cache is", value_new
-    )
+    if (value_new is None) != (value_cache is None):
+        checks.fail(_OP, "value_new", "be given as value_cache is", checks.described(value_new))
     for name, new, cache in (("key_new", key_new, key_cache), ("value_new", value_new, value_cache)):
         if new is None or cache is None:
             continue
@@ -508,7 +509,8 @@ def _check_new(key_cache: Tensor, value_cache: Tensor | None, key_new: Tensor | 
         checks.require(
             new.dtype is cache.dtype, _OP, name, f"have the cache's dtype {checks.name(cache.dtype)}", new.dtype
         )
-        checks.shape(_OP, name, new, (*key_new.shape[:2], *cache.shape[2:]), "batch, new tokens, kv heads, head dim")
+        expected = (batch, key_new.shape[1], *cache.shape[2:])
+        checks.shape(_OP, name, new, expected, "batch, new tokens, kv heads, head dim")
         if new.stride(-1) != 1 and new.numel() and new.shape[-1] > 1:
             checks.fail_stride(_OP, name, new)
 

@@ -397,6 +397,26 @@ def test_pages_are_checked_where_the_host_reads_them(wrong: int, packed: bool) -
             decode(0, 1, 2, wrong, key_new=new, value_new=new)
 
 
+# of one sequence: it was written for the first, and the others counted rows that nobody wrote; of more, kernels read
+# lengths behind the last one
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_new_rows_are_those_of_every_sequence(batch: int, device: torch.device) -> None:
+    cache, new = torch.zeros(2, 8, 2, 16, device=device), torch.ones(batch, 1, 2, 16, device=device)
+    lengths = torch.tensor([3, 5], device=device)
+    match = rf"key_new must have shape \[2, 1, 2, 16\] \(batch, .*\), got \[{batch}, 1, 2, 16\]"
+    with pytest.raises(ValueError, match=match):
+        decode_attention(cache[:, :1], cache, cache, lengths, key_new=new, value_new=new)
+    assert not cache.any()
+
+
+def test_the_error_of_values_that_are_too_many_is_short(device: torch.device) -> None:
+    """It had all numbers of the tensor."""
+    cache, new = torch.zeros(1, 8, 2, 16, device=device), torch.ones(1, 1, 2, 16, device=device)
+    lengths = torch.tensor([3], device=device)
+    with pytest.raises(ValueError, match=r"value_cache is, got a float32 tensor of shape \[1, 1, 2, 16\]$"):
+        decode_attention(new, cache, None, lengths, key_new=new, value_new=new, head_dim_v=16)
+
+
 @pytest.mark.parametrize("page_size", [0, 4])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_keys_ahead_of_the_window_may_hold_anything(queries: int, page_size: int, device: torch.device) -> None:
