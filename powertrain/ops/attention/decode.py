@@ -47,6 +47,7 @@ from powertrain.runtime.float32_products import allows_tf32
 from powertrain.runtime.target import Target
 
 MAX_HEAD_DIM_QK, MAX_HEAD_DIM_V = 576, 512
+MAX_SPLITS = 65535
 
 
 Layout = Literal["bshd", "bhsd"]
@@ -216,7 +217,8 @@ def decode_attention(
         window_size    (left, right) keys seen before and after a query's own position; -1: all
         softcap, alibi_slopes [H] or [B, H], sinks [H]: as in `attention`; scale: default D^-0.5
         layout         "bshd" as above, or "bhsd": query and out [B, H, S, D], caches [C, K, L, D], new [B, K, N, D]
-        num_splits     parts that each sequence's keys are cut into; None: as many as fill the GPU, by all lengths
+        num_splits     parts that each sequence's keys are cut into, 65535 at most; None: as many as fill the GPU, by
+                       all lengths
         backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: triton but on a CPU
     All strides are allowed but for the last dim's of queries, keys and values, which is 1.
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S] or [H, T],
@@ -248,15 +250,21 @@ def decode_attention(
     _check_vectors(query, cache_seqlens.numel() if is_packed else query.shape[0], cache, alibi_slopes, sinks)
     cache = cache.as_kernels_read_it()
     cu_seqlens_q = as_int32(_OP, "cu_seqlens_q", cu_seqlens_q)
-    softcap = 0.0 if softcap is None else softcap
+    softcap = 0.0 if softcap is None else float(softcap)
     checks.require(softcap >= 0, _OP, "softcap", "be at least 0, or None", softcap)
-    checks.require(num_splits is None or num_splits >= 1, _OP, "num_splits", "be at least 1 or None", num_splits)
+    # parts are a dim of the grid
+    is_possible = num_splits is None or 1 <= num_splits <= MAX_SPLITS
+    checks.require(is_possible, _OP, "num_splits", f"be from 1 to {MAX_SPLITS}, or None", num_splits)
     _refuse_gradients(query, keys, values, key_new, value_new, sinks, alibi_slopes)
     refuse_invariant("decode_attention", "compute whole sequences, without a KV cache")
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right
+    # ahead of the append: nothing is written where an argument is wrong
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    checks.require(-inf < scale < inf, _OP, "scale", "be a finite number or None", scale)
+    scores = _Scores(left, right, softcap, scale, alibi_slopes, sinks)
     num_new = 0 if key_new is None else key_new.shape[1]
     _check_values(query, cache, cu_seqlens_q, num_new, left)
 
@@ -265,9 +273,6 @@ def decode_attention(
     if key_new is not None:
         append = append_op if runs_kernel else _append_ref
         append(key_new, value_new, keys, values, cache.seqlens, cache.page_table, cache.batch_idx)
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    checks.require(-inf < scale < inf, _OP, "scale", "be a finite number or None", scale)
-    scores = _Scores(left, right, float(softcap), scale, alibi_slopes, sinks)
     if runs_kernel:
         out, lse = _by_kernel(query, cache, scores, head_dim_v, num_new, num_splits, cu_seqlens_q, max_seqlen_q)
     else:
@@ -473,7 +478,7 @@ def _check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor | None, h
         if x is None:
             continue
         checks.require(x.dtype is query.dtype, _OP, name, f"have query's dtype {checks.name(query.dtype)}", x.dtype)
-        if x.stride(-1) != 1 and x.numel() and x.shape[-1] > 1:
+        if x.layout is not torch.strided or (x.stride(-1) != 1 and x.numel() and x.shape[-1] > 1):
             checks.fail_stride(_OP, name, x)
     head_dim, heads, kv_heads = query.shape[3], query.shape[2], key_cache.shape[2]
     checks.require(1 <= head_dim <= MAX_HEAD_DIM_QK, _OP, "query", "have a head dim of 1 to 576", head_dim)
@@ -511,7 +516,7 @@ def _check_new(
         )
         expected = (batch, key_new.shape[1], *cache.shape[2:])
         checks.shape(_OP, name, new, expected, "batch, new tokens, kv heads, head dim")
-        if new.stride(-1) != 1 and new.numel() and new.shape[-1] > 1:
+        if new.layout is not torch.strided or (new.stride(-1) != 1 and new.numel() and new.shape[-1] > 1):
             checks.fail_stride(_OP, name, new)
 
 
@@ -530,7 +535,8 @@ def _check_packed(
     checks.same_device(_OP, "query", query, cu_seqlens_q=cu_seqlens_q)
     checks.one_of(_OP, "cu_seqlens_q.dtype", cu_seqlens_q.dtype, (torch.int32, torch.int64))
     checks.shape(_OP, "cu_seqlens_q", cu_seqlens_q, (cache_seqlens.numel() + 1,), "one more than cache_seqlens")
-    checks.require(max_seqlen_q is None or max_seqlen_q >= 0, _OP, "max_seqlen_q", "be at least 0", max_seqlen_q)
+    is_possible = max_seqlen_q is None or 0 <= max_seqlen_q < 2**31
+    checks.require(is_possible, _OP, "max_seqlen_q", "be from 0 to 2^31 - 1, or None", max_seqlen_q)
     checks.require(layout == "bshd", _OP, "layout", "be 'bshd' with cu_seqlens_q", layout)
     checks.require(key_new is None, _OP, "key_new", "be None with cu_seqlens_q (write the cache before)", "a tensor")
     checks.require(rotary is None, _OP, "rotary", "be None with cu_seqlens_q (apply rope before)", "a table")
@@ -569,3 +575,5 @@ def _check_vectors(
     for name, vector in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if vector is not None and not vector.is_floating_point():
             checks.fail(_OP, name, "be floating point", checks.name(vector.dtype))
+        if vector is not None and vector.layout is not torch.strided:
+            checks.fail_stride(_OP, name, vector)

@@ -397,6 +397,24 @@ def test_pages_are_checked_where_the_host_reads_them(wrong: int, packed: bool) -
             decode(0, 1, 2, wrong, key_new=new, value_new=new)
 
 
+_WRITTEN: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 10**400}, "softcap": {"softcap": 10**400}, "num_splits": {"num_splits": 10**20},
+    "sinks": {"sinks": torch.ones(2).to_sparse()}, "alibi_slopes": {"alibi_slopes": torch.ones(2).to_sparse()},
+    "value_cache": {"value_cache": torch.zeros(2, 8, 2, 1).to_sparse()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _WRITTEN)
+def test_an_error_leaves_the_cache(name: str, device: torch.device) -> None:
+    """These were found after new rows had been written."""
+    cache, new = torch.zeros(2, 8, 2, 1, device=device), torch.ones(2, 1, 2, 1, device=device)
+    options = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in _WRITTEN[name].items()}
+    problem = {"value_cache": cache, "cache_seqlens": torch.tensor([3, 5], device=device), **options}
+    with pytest.raises((ValueError, TypeError), match=f"decode_attention: {name} must be"):
+        decode_attention(cache[:, :1], cache, key_new=new, value_new=new, **problem)
+    assert not cache.any()
+
+
 # of one sequence: it was written for the first, and the others counted rows that nobody wrote; of more, kernels read
 # lengths behind the last one
 @pytest.mark.parametrize("batch", [0, 1, 3])
@@ -452,7 +470,7 @@ def test_errors(device: torch.device) -> None:
     fails(r"page_table must have shape \[3, max pages\]", page_table=table[:2])
     fails("value_new must be given as value_cache is", key_new=cache[:, :1])
     fails("key_new must be given with rotary", rotary=rope_table(16, 64, device=device))
-    fails("num_splits must be at least 1 or None, got 0", num_splits=0)
+    fails("num_splits must be from 1 to 65535, or None, got 0", num_splits=0)
     fails("scale must be finite, got nan", scale=float("nan"))
     fails("layout must be one of 'bshd', 'bhsd', got 'thd'", layout="thd")
     fails("decode_attention has no gradients", NotImplementedError, query=query.clone().requires_grad_())
