@@ -5,6 +5,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -110,9 +111,13 @@ def integers(op: str, argument: str, tensor: Tensor | None) -> None:
 
 def indices(op: str, argument: str, tensor: Tensor | None, end: float, first: int = 0) -> None:
     """Values on the CPU, where the host can read them, are in [first, end). Those on a GPU, or of a trace, are not."""
-    if tensor is None or tensor.device.type != "cpu" or type(tensor) is not Tensor or not tensor.numel():
+    # compiling first: asking for a symbolic number of elements makes a guard
+    if torch.compiler.is_compiling() or tensor is None or tensor.device.type != "cpu" or type(tensor) is not Tensor:
         return
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    # neither in torch.func's transforms nor in make_fx, which records what is read as if it were computed
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_PROXY) is not None:
+        return
+    if not tensor.numel():
         return
     for worst in tensor.aminmax():
         if not first <= worst < end:

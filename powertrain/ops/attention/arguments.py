@@ -353,5 +353,8 @@ def as_int32(op: str, name: str, x: Tensor | None) -> Tensor | None: ...
 def as_int32(op: str, name: str, x: Tensor | None) -> Tensor | None:
     """An argument of whole numbers as the kernels read it: int32, without strides."""
     checks.integers(op, name, x)
+    if x is not None and x.dtype is torch.int64:
+        # they would be taken modulo 2^32
+        checks.indices(op, name, x, 2**31, -(2**31))
     # PyTorch's cumsum gives int64, flash-attn's functions int32: both are taken
     return None if x is None else x.to(torch.int32).contiguous()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from powertrain.ops.attention import attention, attention_backward, varlen_attention
+from powertrain.ops.attention import attention, attention_backward, decode_attention, varlen_attention
 from powertrain.ops.attention.arguments import MaskArguments, lower_mask
 from powertrain.ops.attention.problem import Sizes
 
@@ -174,6 +175,25 @@ def test_small_tensors_may_have_strides(dtype: torch.dtype) -> None:
         }
         reference = function(**arguments, backend="reference")
         torch.testing.assert_close(function(**strided), reference)
+
+
+@pytest.mark.parametrize("name", ["seqused_k", "prefix_lengths", "document_ids", "cu_seqlens_q", "cache_seqlens"])
+def test_numbers_beyond_int32_are_refused(name: str) -> None:
+    """They were taken modulo 2^32: 2^32 + 3 keys as 3."""
+    x, wrong = torch.randn(1, 8, 2, 16), torch.tensor([2**32 + 3])
+    with pytest.raises(ValueError, match=rf"{name} must be in \[-2147483648, 2147483648\), got {2**32 + 3}"):
+        if name == "cu_seqlens_q":
+            varlen_attention(x[0], x[0], x[0], torch.tensor([0, 2**32 + 3]))
+        elif name == "cache_seqlens":
+            decode_attention(x[:, :1], x, x, wrong)
+        else:
+            attention(x, x, x, **{name: wrong.expand(1, 8) if name == "document_ids" else wrong})  # type: ignore[misc]
+
+
+def test_int64_numbers_are_not_read_in_a_trace() -> None:
+    x, starts = torch.randn(6, 2, 8), torch.tensor([0, 2, 6])
+    traced = make_fx(lambda x, starts: varlen_attention(x, x, x, starts), tracing_mode="real")(x, starts)
+    torch.testing.assert_close(traced(x, starts), varlen_attention(x, x, x, starts))
 
 
 def test_scales_may_be_numbers_of_numpy() -> None:
