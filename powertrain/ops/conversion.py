@@ -34,8 +34,8 @@ def unit_stride(q: Tensor, k: Tensor, v: Tensor, op: str | None = None) -> tuple
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    # what has no dims is named by the op that takes it
-    if not x.dim():
+    # what has no dims, or is not dense, is named by the op that takes it
+    if not x.dim() or x.is_nested or x.layout is not torch.strided:
         return x
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 

@@ -272,6 +272,28 @@ def test_wrong_pages(grad: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("most", [4, 3, torch.tensor(4)], ids=str)
+def test_pages_of_longer_sequences_than_said(most: Any) -> None:
+    """Where pages are copied together the rows of the next sequence were taken for those beyond max_seqlen_k."""
+    q, k, v = tensors((2, 2, 8), (4, 4, 2, 8), (4, 4, 2, 8))
+    table, cu, ends = (torch.tensor(x).int() for x in ([[0, 1], [2, 3]], [0, 1, 2], [0, 7, 10]))
+    with pytest.raises(ValueError, match=r"cu_seqlens_k \(up to max_seqlen_k\) must be in \[0, .\), got 7"):
+        fa.flash_attn_varlen_func(q, k, v, cu, ends, 1, most, block_table=table)
+
+
+def test_what_has_other_dims_or_is_not_dense_is_named() -> None:
+    """It was an IndexError, or PyTorch's about strides and memory formats."""
+    q, k, v = tensors((2, 1, 2, 8), (2, 6, 2, 8), (2, 6, 2, 8), grad=False)
+    for wrong in ({"k_cache": k[0, 0, 0, 0]}, {"k": q[0, 0, 0], "v": q}, {"k": q, "v": q[0]}, {"v_cache": v[0]}):
+        name = next(n for n, x in wrong.items() if x.dim() != 4)
+        with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: {name} must be a tensor of 4 dims, got a"):
+            fa.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v, **wrong})
+    with pytest.raises(ValueError, match="query must be a dense tensor, got a tensor of layout sparse_coo"):
+        fa.flash_attn_with_kvcache(q.to_sparse(), k, v)
+    with pytest.raises(ValueError, match="query must be a dense tensor, got a tensor of layout nested"):
+        fa.flash_attn_func(torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged), k, v)
+
+
 def test_kvcache_lengths() -> None:
     q, k, v = tensors((2, 1, 2, 8), (2, 6, 2, 8), (2, 6, 2, 8), grad=False)
     whole = _expected(q, k, v)[0]

@@ -141,7 +141,7 @@ def flash_attn_varlen_func(
     used: dict[str, Any] = {}
     if block_table is not None:
         op = "flash_attn_varlen_func"
-        checks.tensor(op, "q", q)
+        _check_dims(op, 3, q=q)
         checks.tensor(op, "cu_seqlens_k", cu_seqlens_k)
         checks.same_device(op, "q", q, k=k, cu_seqlens_k=cu_seqlens_k)
         checks.require(cu_seqlens_k.dim() == 1, op, "cu_seqlens_k", "have 1 dim", list(cu_seqlens_k.shape))
@@ -168,11 +168,13 @@ def flash_attn_varlen_func(
         assert room is not None
         if lengths.shape[0] == block_table.shape[0]:
             checks.pages(op, "block_table", block_table, k.shape[0], k.shape[1], torch.zeros_like(lengths), lengths)
+        # rows of the next sequence would be this one's
+        checks.indices(op, "lengths of cu_seqlens_k (up to max_seqlen_k)", lengths, room + 1)
         # gathered together, for packed sequences have no page table here; O(b * max_seqlen_k) memory
         k, v = (gather_pages(x, block_table, room).flatten(0, 1) for x in (k, v))
-        # each sequence begins at a multiple of the room, and cu_seqlens_k still says its length
+        # each sequence begins at a multiple of the room, beyond which a kernel would read other memory
         starts = torch.arange(block_table.shape[0] + 1, device=k.device, dtype=torch.int32) * room
-        used = {"cu_seqlens_k_padded": starts}
+        used = {"cu_seqlens_k_padded": starts, "seqused_k": lengths.clamp(max=room)}
     result = varlen_attention(
         *unit_stride(q, k, v, "flash_attn_varlen_func"), cu_seqlens_q, cu_seqlens_k,
         known(max_seqlen_q), known(max_seqlen_k), **used,
@@ -264,11 +266,10 @@ def flash_attn_with_kvcache(
     checks.require(
         (rotary_cos is None) == (rotary_sin is None), op, "rotary_sin", "be given with rotary_cos", "one of the two"
     )
-    checks.tensor(op, "q", q)
-    checks.tensor(op, "k_cache", k_cache)
+    _check_dims(op, 4 if cu_seqlens_q is None else 3, q=q)
+    _check_dims(op, 4, k_cache=k_cache, v_cache=v_cache)
     if k is not None:
-        checks.tensor(op, "k", k)
-        checks.tensor(op, "v", v)
+        _check_dims(op, 4, k=k, v=v)
     checks.at_least_16_bits(op, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if block_table is not None:
         _check_pages(op, k_cache, v_cache, block_table, "k_cache", "v_cache")
@@ -304,14 +305,19 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
 
 
+def _check_dims(op: str, dims: int, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            checks.fail(op, name, "be a tensor", checks.described(x))
+        if x.is_nested or x.dim() != dims:
+            checks.fail(op, name, f"be a tensor of {dims} dims", checks.described(x))
+
+
 def _check_pages(op: str, k: Tensor, v: Tensor, table: Tensor, name: str, name_v: str) -> None:
     """k and v are pages of one size, [pages, page_size, heads, d], and block_table the numbers of each sequence's."""
-    checks.tensor(op, name, k)
-    checks.require(k.dim() == 4, op, name, "be [pages, page_size, heads, d]", list(k.shape))
+    _check_dims(op, 4, **{name: k, name_v: v})
     checks.require(k.shape[1] >= 1, op, name, "have pages of at least 1 row", list(k.shape))
-    checks.tensor(op, name_v, v)
-    shape = (*k.shape[:3], v.shape[-1] if v.dim() else 0)
-    checks.shape(op, name_v, v, shape, f"as {name}, but for the head dim")
+    checks.shape(op, name_v, v, (*k.shape[:3], v.shape[-1]), f"as {name}, but for the head dim")
     checks.tensor(op, "block_table", table)
     checks.require(table.dim() == 2, op, "block_table", "be [batch, pages of a sequence]", list(table.shape))
     checks.one_of(op, "block_table.dtype", table.dtype, (torch.int32, torch.int64))
