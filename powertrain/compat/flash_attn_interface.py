@@ -189,6 +189,7 @@ def flash_attn_combine(
     checks.tensor(op, "lse_partial", lse_partial)
     checks.require(out_partial.dim() == 5, op, "out_partial", "be [splits, b, s, h, d]", list(out_partial.shape))
     checks.shape(op, "lse_partial", lse_partial, out_partial.shape[:-1], "that of out_partial without d")
+    checks.shape(op, "out", out, out_partial.shape[1:], "that of a part")
     # there LSE is [b, s, h], ours [b, h, s]
     lses = [lse.transpose(1, 2).contiguous() for lse in lse_partial]
     whole, lse = merge_attentions(list(out_partial), lses)

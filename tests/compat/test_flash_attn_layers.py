@@ -277,6 +277,8 @@ def test_flash3() -> None:
     torch.testing.assert_close(whole, (out, lse.transpose(1, 2)))
     with pytest.raises(ValueError, match=r"out_partial must be \[splits, b, s, h, d\]"):
         flash3.flash_attn_combine(partial[0][0], partial[1][0])
+    with pytest.raises(ValueError, match="out must have shape"):
+        flash3.flash_attn_combine(*partial, out=whole[0].mT)
     with pytest.raises(ValueError, match="lse_partial must have shape"):
         flash3.flash_attn_combine(partial[0], partial[1].transpose(2, 3))
     cu = torch.tensor([0, 6, 12], dtype=torch.int32)

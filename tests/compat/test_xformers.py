@@ -380,6 +380,7 @@ def test_what_raises_there_raises_here() -> None:
         (lambda: memory_efficient_attention(q, k, v, torch.zeros(2, 3, 5, 8)), "attn_bias must broadcast"),
         (lambda: fmha.merge_attentions([out, out[:, :4]], [lse, lse]), r"outs\[1\] must have shape"),
         (lambda: fmha.merge_attentions([out], [lse, lse]), "lse_split must be 1 parts"),
+        (lambda: fmha.merge_attentions(None, [lse]), "attn_split must be a tensor or a sequence of tensors, got None"),
         (lambda: fmha.merge_attentions([out], [lse[0]]), r"lses\[0\] must have shape"),
         (lambda: ab.BlockDiagonalGappyKeysMask.from_seqlens([1], [0, 4], [5]), "lie in its 4 rows"),
         (lambda: ab.BlockDiagonalGappyKeysMask.from_seqlens([1], [3], [2]), "must have 0 lengths"),

@@ -52,7 +52,8 @@ def merge_attentions_ref(
         for w, o in zip(weights if layout != "thd" else weights[:, None], outs, strict=True)
     )
     lse = torch.where(seen, top + torch.log(total.masked_fill(~seen, 1.0)), -torch.inf)
-    return from_bhsd(out, layout).to(outs[0].dtype), lse.to(lses[0].dtype)
+    # as a kernel, whatever dtype LSEs came in
+    return from_bhsd(out, layout).to(outs[0].dtype), lse if upcast else lse.to(lses[0].dtype)
 
 
 @triton.jit
@@ -346,7 +347,7 @@ def merge_attentions(
     if len(outs) == 1:
         seen = from_lse_order(lses[0] > -torch.inf, layout)[..., None]
         # one part alone still promises zeros for rows that saw nothing
-        return first.masked_fill(~seen, 0.0), lses[0].clone()
+        return first.masked_fill(~seen, 0.0), lses[0].to(acc_dtype(first.dtype), copy=True)
     if not use_kernel(op, first):
         with without_autocast(first.device):
             return merge_attentions_ref(outs, lses, layout=layout)

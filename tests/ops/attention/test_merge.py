@@ -95,6 +95,15 @@ def test_results_of_one_part_are_copies(device: torch.device) -> None:
     assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_lses_of_16_bits_give_float32(parts: int, device: torch.device) -> None:
+    """On a CPU, and of one part, the LSE was rounded to their dtype."""
+    out, lse = torch.randn(1, 2, 3, D, device=device), torch.randn(1, 3, 2, device=device).bfloat16()
+    merged, merged_lse = merge_attentions([out] * parts, [lse] * parts)
+    torch.testing.assert_close(merged, out)
+    torch.testing.assert_close(merged_lse, lse.float() + torch.tensor(parts, device=device).log())
+
+
 def test_large_and_far_apart(device: torch.device) -> None:
     outs = [torch.randn(1, 1, 1, D, device=device) for _ in range(2)]
     for a, b, expected in ((1e4, 1e4 - 200, outs[0]), (-1e4 - 200, -1e4, outs[1])):

@@ -5,7 +5,7 @@ size, dropout with every bias, keys and values with fewer heads than queries. Di
 (there NaN, or an error), and the LSE of packed sequences is packed too, [1, heads, rows].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -258,6 +258,9 @@ def merge_attentions(
     Shapes: attn_split [splits, B, M, H, K] or [splits, B, M, G, H, K], lse_split [splits, B, H, M] or
     [splits, B, G, H, M], or sequences of such without the first dim. Returns (out, lse or None). Differentiable.
     """
+    for name, parts in (("attn_split", attn_split), ("lse_split", lse_split)):
+        if not isinstance(parts, Tensor | Sequence):
+            checks.fail("merge_attentions", name, "be a tensor or a sequence of tensors", checks.described(parts))
     outs, lses = list(attn_split), list(lse_split)
     checks.require(len(outs) == len(lses) > 0, "merge_attentions", "lse_split", f"be {len(outs)} parts", len(lses))
     for n, (part, its_lse) in enumerate(zip(outs, lses, strict=True)):
