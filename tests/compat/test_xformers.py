@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -560,3 +561,37 @@ def test_a_window_over_padded_keys() -> None:
     expected = ab.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local([2, 1], 6, [5, 3], 1, 0)
     assert type(bias) is type(expected)
     assert torch.equal(bias.materialize((3, 12)), expected.materialize((3, 12)))
+
+
+def test_wrong_blocks_are_named() -> None:
+    """Lengths of 1.5 were cut to 1, tables of floats and values of two batches taken; others were PyTorch's errors."""
+    q, k, v = tensors((1, 3, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8), grad=False)
+    paged = ab.PagedBlockDiagonalPaddedKeysMask
+    right: dict[str, Any] = {
+        "q_seqlen": [2, 1], "kv_seqlen": [3, 2], "page_size": 2, "block_tables": torch.tensor([[0, 1], [2, 3]]),
+    }  # fmt: skip
+    table = right["block_tables"]
+    for wrong, message in [
+        ({"kv_seqlen": [1.5, 2]}, r"kv_seqlen must be a sequence of integers of at least 0, got \[1.5, 2\]"),
+        ({"q_seqlen": 3}, "q_seqlen must be a sequence of integers of at least 0, got 3"),
+        ({"block_tables": table.float()}, "block_tables must be int32 or int64, got float32"),
+        ({"block_tables": table[0]}, r"block_tables must have shape \[2, pages\]"),
+        ({"block_tables": [[0, 1], [2, 3]]}, "block_tables must be a tensor"),
+        ({"page_size": 2.0}, "page_size must be an integer of at least 1, got 2.0"),
+    ]:
+        with pytest.raises(ValueError, match=f"PagedBlockDiagonalPaddedKeysMask: {message}"):
+            paged.from_seqlens(**{**right, **wrong})
+    bias = paged.from_seqlens(**right)
+    for change, message in [
+        ({"value": v.repeat(2, 1, 1, 1)}, r"value must have shape \[1, 8, 2, 8\] \(as key"),
+        ({"value": v[:, :6]}, "value must have shape"),
+        ({"key": k.to("meta")}, "key must be on query's device cpu, got meta"),
+        ({"key": k.to_sparse()}, "key must be a dense tensor, got one of layout torch.sparse_coo"),
+        ({"attn_bias": bias.to("meta")}, "attn_bias must be on cpu"),
+    ]:
+        with pytest.raises(ValueError, match=f"memory_efficient_attention: {message}"):
+            memory_efficient_attention(**{"query": q, "key": k, "value": v, "attn_bias": bias, **change})
+    # numbers of NumPy and of tensors are integers
+    lengths = torch.tensor([3, 2])
+    same = paged.from_seqlens(**{**right, "kv_seqlen": lengths, "q_seqlen": np.array([2, 1])})
+    assert torch.equal(memory_efficient_attention(q, k, v, same), memory_efficient_attention(q, k, v, bias))

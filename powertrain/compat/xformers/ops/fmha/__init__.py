@@ -216,7 +216,7 @@ def _backward(
         given = tuple(x.unsqueeze(2) for x in given)  # type: ignore[assignment]
         lse = lse.view(lse.shape[0], 1, lse.shape[-1])
     if isinstance(bias, BlockBias):
-        _check_blocks(q, k, bias)
+        _check_blocks(q, k, v, bias)
         given, lse = tuple(x[0] for x in given), lse[0]  # type: ignore[assignment]
         options = _block_options(bias, bias.k_seqinfo.seqstart, getattr(bias.k_seqinfo, "seqlen", None))
         grads = attention_backward(*given, lse, scale=scale, layout="thd", **options)
@@ -301,11 +301,13 @@ def _attend(
     return_lse: bool,
 ) -> Any:
     """(out, lse or None)."""
-    checks.tensor(_OP, "query", query)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        checks.tensor(_OP, name, x)
+        if x.is_nested or x.layout is not torch.strided:
+            checks.fail(_OP, name, "be a dense tensor", "a nested one" if x.is_nested else f"one of layout {x.layout}")
     dims = query.dim()
     checks.require(dims in (3, 4, 5), _OP, "query", "have 3, 4 or 5 dims", list(query.shape))
     for name, x in (("key", key), ("value", value)):
-        checks.tensor(_OP, name, x)
         checks.require(x.dim() == dims, _OP, name, f"have query's {dims} dims", list(x.shape))
     q, k, v = unit_stride(query, key, value)
     if dims == 3:
@@ -370,7 +372,7 @@ def _tensor_bias(bias: Tensor, query: Tensor) -> Tensor:
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options) -> tuple[Tensor, Tensor | None]:
     """Sequences in one row, [1, rows, H, K] or [1, rows, G, H, K]."""
-    _check_blocks(q, k, bias)
+    _check_blocks(q, k, v, bias)
     groups, (q, k, v) = _ungroup(q[0], k[0], v[0])
     if _decodes(q, k, v, bias, options):
         out, lse = _cached(q, k, v, bias, options)
@@ -381,14 +383,17 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Optio
     return groups.restore(out, -2)[None], None if lse is None else groups.restore(lse, 0)[None]
 
 
-def _check_blocks(q: Tensor, k: Tensor, bias: BlockBias) -> None:
+def _check_blocks(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias) -> None:
     name = type(bias).__name__
     checks.require(q.shape[0] == k.shape[0] == 1, _OP, "query", f"have a batch of 1 for {name}", list(q.shape))
+    checks.same_device(_OP, "query", q, key=k, value=v)
+    checks.shape(_OP, "value", v, (*k.shape[:-1], v.shape[-1]), "as key, but for the last dim")
     rows = bias.q_seqinfo.seqstart_py[-1]
     checks.require(q.shape[1] == rows, _OP, "query", f"have {rows} rows, as {name} says", q.shape[1])
     device = bias.q_seqinfo.seqstart.device
     checks.require(device == q.device, _OP, "attn_bias", f"be on {q.device} (use attn_bias.to(query.device))", device)
     if isinstance(bias, PagedBias):
+        checks.same_device(_OP, "query", q, **{"attn_bias.block_tables": bias.block_tables})
         checks.require(k.shape[1] % bias.page_size == 0, _OP, "key", f"have pages of {bias.page_size} rows", k.shape[1])
     else:
         rows = bias.k_seqinfo.seqstart_py[-1]

@@ -11,6 +11,8 @@ constructors are xFormers'; biases of ours are plain objects, never tensors.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
+from operator import index
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -289,9 +291,11 @@ class BlockDiagonalMask(BlockBias):
         cls: type[_Blocks], q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Device = None
     ) -> _Blocks:
         """From the lengths of queries and keys; keys as queries if not given."""
+        q_seqlen = _whole(cls, "q_seqlen", q_seqlen)
+        kv_seqlen = None if kv_seqlen is None else _whole(cls, "kv_seqlen", kv_seqlen)
         # one object where the lengths are equal: `split` is allowed only then
         q_seqinfo = k_seqinfo = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
-        if kv_seqlen is not None and list(kv_seqlen) != list(q_seqlen):
+        if kv_seqlen is not None and kv_seqlen != q_seqlen:
             _as_many(cls, q_seqlen, kv_seqlen)
             k_seqinfo = _SeqLenInfo.from_seqlens(kv_seqlen, device=device)
         return cls(q_seqinfo=q_seqinfo, k_seqinfo=k_seqinfo)
@@ -439,7 +443,7 @@ class BlockDiagonalPaddedKeysMask(BlockBias):
         self, block_tables: Tensor, page_size: int, paged_type: type["PagedBlockDiagonalPaddedKeysMask"]
     ) -> "PagedBlockDiagonalPaddedKeysMask":
         """The same lengths with keys in pages."""
-        room = block_tables.shape[1] * page_size
+        room = _room(paged_type, block_tables, page_size, len(self.k_seqinfo.seqlen_py))
         # the new room must hold the longest sequence
         _fits("kv_seqlen", self.k_seqinfo.seqlen_py, len(self.k_seqinfo.seqlen_py), room)
         k_seqinfo = replace(self.k_seqinfo, padding=room)
@@ -541,10 +545,11 @@ class BlockDiagonalGappyKeysMask(BlockBias):
         paged_type: type["PagedBlockDiagonalGappyKeysMask"],
     ) -> "PagedBlockDiagonalGappyKeysMask":
         """The same with keys in pages, if block n lay in rows n * notional_padding and on."""
+        info = self.k_seqinfo
+        room = _room(paged_type, block_tables, page_size, len(info.seqlen_py))
         # positions of pages must begin at a page
         if notional_padding % page_size:
             checks.fail("make_paged", "notional_padding", f"be a multiple of page_size {page_size}", notional_padding)
-        info, room = self.k_seqinfo, block_tables.shape[1] * page_size
         starts = [start - n * notional_padding for n, start in enumerate(info.seqstart_py[:-1])]
         _lie_in("make_paged", starts, info.seqlen_py, room)
         k_seqinfo = _GappySeqInfo.from_seqlens_gappy(starts, info.seqlen_py, True, device=info.seqstart.device)
@@ -634,7 +639,9 @@ class PagedBlockDiagonalPaddedKeysMask(PagedBias):
         device: Device = None,
     ) -> _PagedT:
         """From the lengths of queries and keys, and the pages."""
-        infos = _padded(cls, q_seqlen, block_tables.shape[1] * page_size, kv_seqlen, None, device)
+        kv_seqlen = _whole(cls, "kv_seqlen", kv_seqlen)
+        room = _room(cls, block_tables, page_size, len(kv_seqlen))
+        infos = _padded(cls, q_seqlen, room, kv_seqlen, None, device)
         return cls(**infos, block_tables=block_tables, page_size=page_size)
 
 
@@ -699,9 +706,11 @@ class PagedBlockDiagonalGappyKeysMask(PagedBias):
         device: Device = None,
     ) -> _PagedT:
         """From the lengths of queries, starts and lengths of keys within their pages, and the pages."""
+        kv_seqstarts, kv_seqlen = _whole(cls, "kv_seqstarts", kv_seqstarts), _whole(cls, "kv_seqlen", kv_seqlen)
+        room = _room(cls, block_tables, page_size, len(kv_seqlen))
         device = block_tables.device if device is None else device
         infos = _gappy(cls, q_seqlen, kv_seqstarts, kv_seqlen, device, paged=True)
-        _lie_in("PagedBlockDiagonalGappyKeysMask", kv_seqstarts, kv_seqlen, block_tables.shape[1] * page_size)
+        _lie_in("PagedBlockDiagonalGappyKeysMask", kv_seqstarts, kv_seqlen, room)
         return cls(**infos, block_tables=block_tables, page_size=page_size)
 
 
@@ -738,6 +747,32 @@ def _int32(numbers: Sequence[int], device: Device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+def _whole(cls: type, argument: str, numbers: Iterable[Any]) -> list[int]:
+    """Lengths or starts, also of NumPy and of tensors, as Python's integers."""
+    try:
+        found = [index(n) for n in numbers]
+    except TypeError:
+        # what is no number falls into the error below
+        found = [-1]
+    if not all(0 <= n < 2**31 for n in found):
+        checks.fail(cls.__name__, argument, "be a sequence of integers of at least 0", checks.described(numbers))
+    return found
+
+
+def _room(cls: type, block_tables: Tensor, page_size: int, blocks: int) -> int:
+    """The rows that pages of checked tables have for each block."""
+    name = cls.__name__
+    checks.tensor(name, "block_tables", block_tables)
+    if block_tables.is_nested or block_tables.dim() != 2 or block_tables.shape[0] != blocks:
+        must = f"have shape [{blocks}, pages], as there are blocks of keys"
+        checks.fail(name, "block_tables", must, checks.described(block_tables))
+    checks.integers(name, "block_tables", block_tables)
+    # no size of a type that compares with numbers but counts nothing
+    if not isinstance(page_size, Integral) or not 1 <= page_size < 2**31:
+        checks.fail(name, "page_size", "be an integer of at least 1", checks.described(page_size))
+    return block_tables.shape[1] * int(page_size)
+
+
 def _at_least(cls: type, argument: str, got: int, least: int) -> None:
     checks.require(got >= least, cls.__name__, argument, f"be at least {least}", got)
 
@@ -766,6 +801,7 @@ def _no_diagonal(cls: type, causal_diagonal: None) -> None:
 def _padded(
     cls: type, q_seqlen: Sequence[int], padding: int, kv_seqlen: Sequence[int], diagonal: None, device: Device
 ) -> dict[str, Any]:
+    q_seqlen, kv_seqlen = _whole(cls, "q_seqlen", q_seqlen), _whole(cls, "kv_seqlen", kv_seqlen)
     _as_many(cls, q_seqlen, kv_seqlen)
     _no_diagonal(cls, diagonal)
     return {
@@ -783,6 +819,8 @@ def _gappy(
     *,
     paged: bool = False,
 ) -> dict[str, Any]:
+    q_seqlen, kv_seqlen = _whole(cls, "q_seqlen", q_seqlen), _whole(cls, "kv_seqlen", kv_seqlen)
+    kv_seqstarts = _whole(cls, "kv_seqstarts", kv_seqstarts)
     _as_many(cls, q_seqlen, kv_seqlen)
     return {
         "q_seqinfo": _SeqLenInfo.from_seqlens(q_seqlen, device=device),
