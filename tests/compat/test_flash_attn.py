@@ -288,6 +288,11 @@ def test_what_has_other_dims_or_is_not_dense_is_named() -> None:
         name = next(n for n, x in wrong.items() if x.dim() != 4)
         with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: {name} must be a tensor of 4 dims, got a"):
             fa.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v, **wrong})
+    for starts, message in ([0, 1], "be a tensor, got"), (torch.tensor(3), "be a tensor of 1 dims, got a int64"):
+        with pytest.raises(ValueError, match=f"cu_seqlens_q must {message}"):
+            fa.flash_attn_with_kvcache(q[0], k, v, cu_seqlens_q=starts)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must have shape \[1\] .*, got \[0\]"):
+        fa.flash_attn_with_kvcache(q[0], k, v, cu_seqlens_q=torch.tensor([], dtype=torch.int32))
     with pytest.raises(ValueError, match="query must be a dense tensor, got a tensor of layout sparse_coo"):
         fa.flash_attn_with_kvcache(q.to_sparse(), k, v)
     with pytest.raises(ValueError, match="query must be a dense tensor, got a tensor of layout nested"):

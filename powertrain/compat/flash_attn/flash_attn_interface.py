@@ -268,6 +268,8 @@ def flash_attn_with_kvcache(
     )
     _check_dims(op, 4 if cu_seqlens_q is None else 3, q=q)
     _check_dims(op, 4, k_cache=k_cache, v_cache=v_cache)
+    if cu_seqlens_q is not None:
+        _check_dims(op, 1, cu_seqlens_q=cu_seqlens_q)
     if k is not None:
         _check_dims(op, 4, k=k, v=v)
     checks.at_least_16_bits(op, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
@@ -288,7 +290,7 @@ def flash_attn_with_kvcache(
             taken = "" if left == room else f", less {room - left} new keys"
             checks.fail(op, "cache_seqlens", f"be at most {left}, the size of the cache{taken}", cache_seqlens)
         # int lengths become a tensor: the kernel reads lengths on the device
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        batch = q.shape[0] if cu_seqlens_q is None else max(cu_seqlens_q.shape[0] - 1, 0)
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     # as there: inputs may require gradients, and get none
     with torch.no_grad():
