@@ -42,7 +42,15 @@ from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.dispatch import (
+    Op,
+    falls_back,
+    in_functorch,
+    is_traced,
+    refuse_vmap,
+    use_kernel,
+    without_autocast,
+)
 from powertrain.runtime.float32_products import allows_tf32
 from powertrain.runtime.target import Target
 
@@ -256,6 +264,10 @@ def decode_attention(
     is_possible = num_splits is None or 1 <= num_splits <= MAX_SPLITS
     checks.require(is_possible, _OP, "num_splits", f"be from 1 to {MAX_SPLITS}, or None", num_splits)
     _refuse_gradients(query, keys, values, key_new, value_new, sinks, alibi_slopes)
+    if in_functorch():
+        # ahead of the append
+        given = (query, keys, values, cache_seqlens, key_new, value_new, page_table, cache_batch_idx, cache_leftpad)
+        refuse_vmap(_OP, *(x for x in given if x is not None), instead="plain PyTorch reads lengths here too")
     refuse_invariant("decode_attention", "compute whole sequences, without a KV cache")
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)

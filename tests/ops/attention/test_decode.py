@@ -415,6 +415,19 @@ def test_an_error_leaves_the_cache(name: str, device: torch.device) -> None:
     assert not cache.any()
 
 
+def test_vmap_is_refused_ahead_of_the_append(device: torch.device) -> None:
+    """On a CPU new rows were written before, and the error named another op and a way out that there is not."""
+    caches, new = torch.zeros(3, 2, 8, 2, 4, device=device), torch.ones(3, 2, 1, 2, 4, device=device)
+    lengths = torch.tensor([3, 5], device=device)
+
+    def step(cache: Tensor, x: Tensor) -> Any:
+        return decode_attention(x, cache, cache, lengths, key_new=x, value_new=x)
+
+    with pytest.raises(NotImplementedError, match="decode_attention: vmap is not implemented; add the batch dim"):
+        torch.vmap(step)(caches, new)
+    assert not caches.any()
+
+
 # of one sequence: it was written for the first, and the others counted rows that nobody wrote; of more, kernels read
 # lengths behind the last one
 @pytest.mark.parametrize("batch", [0, 1, 3])
