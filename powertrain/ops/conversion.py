@@ -55,6 +55,9 @@ def gather_pages(
     Keys that a sequence does not own (page numbers outside the cache) are read from the nearest page: mask by length.
     """
     page_size = cache.shape[1]
+    if not cache.shape[0]:
+        # a page of zeros, which nobody owns
+        cache = torch.nn.functional.pad(cache, [0, 0] * (cache.dim() - 1) + [0, 1])
     position = torch.arange(length, device=cache.device)
-    pages = page_table.long()[:, position // page_size].clamp(0, max(cache.shape[0] - 1, 0))
+    pages = page_table.long()[:, position // page_size].clamp(0, cache.shape[0] - 1)
     return cache.flatten(0, 1)[pages * page_size + position % page_size]

@@ -299,6 +299,17 @@ def test_what_has_other_dims_or_is_not_dense_is_named() -> None:
         fa.flash_attn_func(torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged), k, v)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_cache_without_pages(grad: bool) -> None:
+    """Of sequences without keys: on a CPU it was an IndexError."""
+    q, k, v = tensors((2, 2, 8), (0, 4, 2, 8), (0, 4, 2, 8), grad=grad)
+    table, cu = torch.zeros(2, 3).int(), torch.tensor([0, 1, 2]).int()
+    out = fa.flash_attn_varlen_func(q, k, v, cu, cu * 0, 1, 4, block_table=table)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert not grad or all(x is not None for x in torch.autograd.grad(out.sum(), (q, k, v)))
+    assert not fa.flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=0, block_table=table).any()
+
+
 def test_kvcache_lengths() -> None:
     q, k, v = tensors((2, 1, 2, 8), (2, 6, 2, 8), (2, 6, 2, 8), grad=False)
     whole = _expected(q, k, v)[0]

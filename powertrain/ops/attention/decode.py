@@ -147,7 +147,10 @@ def _rows(cache: Tensor, n: int, page_table: Tensor | None, cache_batch_idx: Ten
     """All rows a sequence may have, [capacity, kv heads, d]. Page ids beyond its length may be anything."""
     if page_table is None:
         return cache[n if cache_batch_idx is None else int(cache_batch_idx[n])]
-    return cache[page_table[n].long().clamp(0, max(0, cache.shape[0] - 1))].flatten(0, 1)
+    if not cache.shape[0]:
+        # no id names a page, and no sequence has rows
+        return cache.flatten(0, 1)
+    return cache[page_table[n].long().clamp(0, cache.shape[0] - 1)].flatten(0, 1)
 
 
 def _append_ref(
