@@ -242,8 +242,8 @@ def decode_attention(
         as fill the GPU eight times. Of packed queries, and on Hopper of equal ones too, (E + 1) * 4 bytes for each row
         of a tile and part of a tile that is cut. On Hopper (one sequence alone excepted, which is as B above) tiles
         have 64 to 192 rows, and there is memory for all parts that there can be: 17 to 65 MiB for E = 128 on an H200.
-    Raises ValueError with the argument's name, requirement and value; NotImplementedError where a gradient is
-        wanted: this is for inference.
+    Raises ValueError with the argument's name, requirement and value, before anything is written; NotImplementedError
+        where a gradient is wanted: this is for inference.
     Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.
     """
     checks.one_of(_OP, "layout", layout, ("bshd", "bhsd"))
