@@ -179,14 +179,17 @@ def check_context(config: ModelConfig, size: int) -> None:
         raise ValueError(f"parallel.context must be 1 with model.attention_dropout, got {size}")
 
 
-def check_pipeline(config: ModelConfig) -> None:
-    """Raise NotImplementedError if a model cannot be cut into stages (parallel.pipeline)."""
+def check_pipeline(config: ModelConfig, size: int) -> None:
+    """Raise NotImplementedError if a model cannot be cut into `size` stages (parallel.pipeline)."""
     if config.architecture not in ("gpt_neox", "llama"):
         # embeddings and heads of other architectures have not been cut into stages
-        raise NotImplementedError(f"parallel.pipeline must be 1 for model.architecture {config.architecture}")
-    if getattr(config, "balance_loss", 0.0):
+        raise NotImplementedError(
+            f"parallel.pipeline must be 1 for model.architecture {config.architecture}, got {size}"
+        )
+    balance_loss = getattr(config, "balance_loss", 0.0)
+    if balance_loss:
         # the loss is made in the last stage, from its own layers
-        raise NotImplementedError(f"parallel.pipeline must be 1 with model.balance_loss {config.balance_loss}")  # type: ignore[attr-defined]
+        raise NotImplementedError(f"parallel.pipeline must be 1 with model.balance_loss {balance_loss}, got {size}")
 
 
 def check_expert(config: ModelConfig, size: int, shard: int, tensor: int) -> None:

@@ -1,6 +1,7 @@
 """The shape of the device mesh that a config asks for, and what it cannot train; no process group is needed."""
 
 import math
+from typing import Any
 
 from powertrain.models.parallelize import check_context, check_expert, check_pipeline, check_tensor
 from powertrain.models.pipeline import layers_of_stages
@@ -68,12 +69,46 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
             raise ValueError(
                 f"parallel.context must be at most train.seq_length ({config.train.seq_length}), got {context}"
             )
+        _check_documents(config, context, tensor)
+    _check_tokens(config, context, tensor)
+
+
+def _is_packed(config: RunConfig) -> bool:
+    """Whether batches tell documents of different lengths apart."""
+    return config.data.document_mask or config.train.objective == "sft"
+
+
+def _check_documents(config: RunConfig, context: int, tensor: int) -> None:
+    """Raise ValueError, naming the key, if attention needs whole documents and ranks cannot divide its heads."""
+    model: Any = config.model
+    packed = "data.document_mask" if config.data.document_mask else f"train.objective {config.train.objective}"
+    heads, window = model.num_heads // tensor, getattr(model, "sliding_window", None)
+    for key, is_there in (
+        ("model.position_embedding alibi", getattr(model, "position_embedding", "") == "alibi"),
+        (f"model.sliding_window {window}", window is not None),
+    ):
+        if _is_packed(config) and is_there and heads % context:
+            of_rank = "model.num_heads" if tensor == 1 else "model.num_heads / parallel.tensor"
+            raise ValueError(f"parallel.context must divide {of_rank} ({heads}) with {key} and {packed}, got {context}")
+
+
+def _check_tokens(config: RunConfig, context: int, tensor: int) -> None:
+    """Raise ValueError, naming the key, if a tensor rank may have no token of a micro-batch."""
+    rows, length = config.train.micro_batch_size, config.train.seq_length
+    # context ranks share each sequence evenly; documents, all of them together
+    tokens = rows * length // context if _is_packed(config) else rows * (length // context)
+    if tokens < tensor:
+        per_rank = "" if context == 1 else f" of one of {context} context ranks"
+        raise ValueError(
+            f"parallel.tensor must be at most the tokens of a micro-batch{per_rank} ({tokens}; "
+            f"train.micro_batch_size, train.seq_length), got {tensor}"
+        )
 
 
 def _check_pipeline(config: RunConfig) -> None:
     """Raise ValueError, or NotImplementedError, naming the key, for what pipeline stages cannot train."""
     parallel, train = config.parallel, config.train
-    check_pipeline(config.model)
+    check_pipeline(config.model, parallel.pipeline)
     layers_of_stages(config.model, 1, parallel.pipeline * parallel.virtual_stages)
     micro_batches = train.gradient_accumulation_steps
     if micro_batches < parallel.pipeline or (parallel.virtual_stages > 1 and micro_batches % parallel.pipeline):
@@ -91,7 +126,7 @@ def _check_pipeline(config: RunConfig) -> None:
         ("evaluation.tasks", bool(config.evaluation.tasks)),
         (
             "documents of different lengths in parallel.context",
-            parallel.context > 1 and (config.data.document_mask or train.objective == "sft"),
+            parallel.context > 1 and _is_packed(config),
         ),
     ):
         if is_there:

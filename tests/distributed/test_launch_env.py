@@ -170,6 +170,50 @@ def test_sequences_that_ranks_cannot_share(case: dict[str, Any], message: str) -
         check_parallel(run_config({**case, "parallel": {"context": 8}}, 1), 8)
 
 
+_WINDOW = {"model": "llama", "sizes": {"sliding_window": 3, "num_heads": 6, "hidden_size": 48}}
+
+
+@pytest.mark.parametrize(
+    "case, parallel, message",
+    [
+        (
+            {"model": "gpt_neox", "data": {"document_mask": True}}, {"context": 8},
+            r"parallel.context must divide model.num_heads \(4\) with model.position_embedding alibi and "
+            "data.document_mask, got 8",
+        ),
+        (
+            {**_WINDOW, "train": {"objective": "sft"}}, {"context": 4, "tensor": 2},
+            r"parallel.context must divide model.num_heads / parallel.tensor \(3\) with model.sliding_window 3 and "
+            "train.objective sft, got 4",
+        ),
+        (
+            {"model": "llama", "train": {"seq_length": 5, "micro_batch_size": 1}}, {"context": 4, "tensor": 2},
+            r"parallel.tensor must be at most the tokens of a micro-batch of one of 4 context ranks \(1; .* got 2",
+        ),
+        (
+            {"model": "llama", "train": {"seq_length": 1, "micro_batch_size": 1}}, {"tensor": 2},
+            r"parallel.tensor must be at most the tokens of a micro-batch \(1; .* got 2",
+        ),
+    ],
+)  # fmt: skip
+def test_micro_batches_that_ranks_cannot_share(case: dict[str, Any], parallel: dict[str, int], message: str) -> None:
+    """Before the first step, on which some of the ranks would wait for others."""
+    config = run_config({**case, "parallel": parallel}, 1)
+    config = config.model_copy(update={"data": config.data.model_copy(update=case.get("data", {}))})
+    with pytest.raises(ValueError, match=message):
+        check_parallel(config, 8)
+
+
+def test_micro_batches_that_ranks_share() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, int]]] = [
+        ({"model": "gpt_neox"}, {"context": 8}),
+        ({**_WINDOW, "train": {"objective": "sft"}}, {"context": 2}),
+        ({"model": "llama", "train": {"seq_length": 5, "micro_batch_size": 2}}, {"context": 4, "tensor": 2}),
+    ]
+    for case, parallel in cases:
+        check_parallel(run_config({**case, "parallel": parallel}, 1), 8)
+
+
 FACTS = {"host": "h0", "torch": "2.13", "GPU arch": "sm_90", "GPU": "a", "config train.seed": "1"}
 
 
@@ -240,7 +284,7 @@ def test_the_environment_of_tests_has_no_launcher() -> None:
 @pytest.mark.parametrize(
     "case, message",
     [
-        ({"model": "deepseek"}, "parallel.pipeline must be 1 for model.architecture deepseek"),
+        ({"model": "deepseek"}, "parallel.pipeline must be 1 for model.architecture deepseek, got 2"),
         ({"model": "llama", "train": {"gradient_accumulation_steps": 1}}, "at least parallel.pipeline .2., .* got 1"),
         ({"model": "llama", "parallel": {"virtual_stages": 2}}, "must be at most model.num_layers .2., got 4"),
         (

@@ -208,9 +208,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parallel.expert must be 1 for model.architecture gpt_neox, got 2"):
         check_expert(config, 2, 2, 1)
     topk = config.model_copy(update={"router": "topk"})
-    check_tensor(topk, 2), check_context(topk, 2), check_pipeline(topk)
+    check_tensor(topk, 2), check_context(topk, 2), check_pipeline(topk, 2)
     with pytest.raises(NotImplementedError, match=r"parallel.pipeline must be 1 with model.balance_loss"):
-        check_pipeline(topk.model_copy(update={"balance_loss": 0.1}))
+        check_pipeline(topk.model_copy(update={"balance_loss": 0.1}), 2)
     with pytest.raises(ValueError, match=r"model.expert_bias must be false with parallel.tensor"):
         check_tensor(topk.model_copy(update={"expert_bias": True}), 2)
 
