@@ -268,6 +268,13 @@ def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     check_parallel(config, launch_env.world_size)
     if launch_env.world_size == 1:
         return Ranks(launch_env.device)
+    if dist.is_initialized():
+        # before the meeting, at which ranks that have none would wait
+        raise RendezvousError(
+            f"rank {launch_env.rank}: torch.distributed must not be initialized where a run of several ranks begins, "
+            f"which makes its own process groups, got a process group of {dist.get_world_size()} ranks; call "
+            "torch.distributed.destroy_process_group() before"
+        )
     with _naming_the_meeting(launch_env):
         return _connect(launch_env, config)
 

@@ -30,7 +30,7 @@ from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
 from powertrain.train.mesh_shape import check_parallel
 from powertrain.train.objective import FORMATS
-from powertrain.train.ranks import LaunchEnv, Ranks, be_deterministic, connect, naming_lost_ranks
+from powertrain.train.ranks import LaunchEnv, Ranks, be_deterministic, connect, disconnect, naming_lost_ranks
 from powertrain.train.reporting.metrics import CONFIG, METRICS, RESOLVED, Sink, evaluated_at
 from powertrain.train.signals import ENDING
 from powertrain.train.slow_precision import warn_if_slow
@@ -121,9 +121,14 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     # before the rendezvous: afterwards a rank that compiles would hold up the others' collectives
     build_kernels(config, launch_env.device, launch_env.world_size)
     ranks = connect(launch_env, config)
-    # a rank may be lost from here on
-    with naming_lost_ranks(ranks):
-        return _begin(run, config, tokenizer, ranks, make_sinks, fresh=fresh)
+    try:
+        # a rank may be lost from here on
+        with naming_lost_ranks(ranks):
+            return _begin(run, config, tokenizer, ranks, make_sinks, fresh=fresh)
+    except Exception:
+        # the others are told why, and another run may begin in this process
+        disconnect(ranks)
+        raise
 
 
 def _begin(

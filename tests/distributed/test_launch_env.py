@@ -277,6 +277,15 @@ def test_a_rank_lost_while_they_connect_is_said(error: Exception, monkeypatch: p
         connect(here, run_config({"model": "llama"}, 2))
 
 
+def test_a_process_group_that_is_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was torch's error about a default process group, which had others wait at the rendezvous."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    here = LaunchEnv(CPU, 1, 2, 1, 2, "torchrun", Rendezvous("h0", 29500))
+    with pytest.raises(RendezvousError, match=r"rank 1: torch.distributed must not be initialized .* of 2 ranks; call"):
+        connect(here, run_config({"model": "llama"}, 2))
+
+
 def test_the_environment_of_tests_has_no_launcher() -> None:
     assert read_launch_env(clean_environment()) == LaunchEnv(CPU)
 

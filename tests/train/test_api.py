@@ -20,7 +20,7 @@ from powertrain.train.config.yaml_source import ConfigError
 from powertrain.train.data.indexed import DocumentSlice, IndexedData, IndexedWriter
 from powertrain.train.data.sources import open_data
 from powertrain.train.data.tokenizer import ByteTokenizer
-from powertrain.train.ranks import RendezvousError
+from powertrain.train.ranks import Ranks, RendezvousError
 from powertrain.train.reporting.metrics import StepRecord
 from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.trainer import Trainer
@@ -52,6 +52,16 @@ def test_train_from_each_kind_of_config(kind: str, tmp_path: Path) -> None:
     assert again.steps == 4 and json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
     with pytest.raises(ValueError, match="--fresh"):
         train(file, fresh=True, quiet=True)
+
+
+def test_a_run_that_does_not_begin_leaves_its_process_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run of the process ended with "trying to initialize the default process group twice"."""
+    train(write_config(tmp_path), ["train.steps=1", "logging.report=false"], quiet=True)
+    left: list[Ranks] = []
+    monkeypatch.setattr("powertrain.train.run.disconnect", left.append)
+    with pytest.raises(ValueError, match="--fresh"):
+        train(tmp_path / "tiny.yml", fresh=True, quiet=True)
+    assert left == [Ranks(torch.device("cpu"))]
 
 
 def test_quickstart_is_a_config_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
