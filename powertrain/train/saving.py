@@ -49,6 +49,10 @@ class Saver:
             self.checkpoints.save(tensors, facts, asynchronous=asynchronous, beside=self._beside)
         except checkpoint_store.NotWritten as error:
             self._note_not_written(error)
+        except Exception:
+            # it did not begin, as where another rank is gone: `close` must not report it as written
+            self._saving = None
+            raise
         self.poll(wait=not asynchronous)
 
     def poll(self, *, wait: bool = False) -> None:

@@ -24,7 +24,7 @@ from powertrain.train.checkpoint.store import (
     read_facts,
 )
 from tests.distributed.launch import ROOT, clean_environment
-from tests.train.tiny_run import open_trainer
+from tests.train.tiny_run import At, open_trainer
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -223,6 +223,21 @@ def test_a_run_without_checkpoints_is_kept_out_too(tmp_path: Path) -> None:
             open_trainer(tmp_path, "checkpoint.save=false", sinks=lambda trainer: [])
         first.kill()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".writer"]
+
+
+def test_a_checkpoint_that_did_not_begin_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another rank is gone: "checkpoint of step 0" was said at the end of the run, and there was none."""
+    sink = At(0, lambda: None)
+    trainer = open_trainer(tmp_path, sinks=lambda trainer: [sink])
+
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("gloo: Connection closed by peer")
+
+    monkeypatch.setattr(trainer.checkpoints, "save", lost)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        trainer.save()
+    trainer.close()
+    assert not any("checkpoint of step" in note for note in sink.notes)
 
 
 @pytest.mark.parametrize(
