@@ -12,7 +12,9 @@ parameter's gradients over the ranks that share it; `TokenSharding` scales gradi
 """
 
 import warnings
+import zlib
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from powertrain.models import gpt_neox
 from powertrain.models.causal_lm import CausalLM, Unsharded
@@ -39,7 +42,8 @@ from powertrain.nn.tensor_parallel.lora import ColumnParallelLoRA, RowParallelLo
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens
 from powertrain.parallel.context.api import context_parallel
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.transport.heartbeat import compare_calls, meeting
+from powertrain.parallel.transport.heartbeat import CollectiveMismatch, compare_calls, meeting
+from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
 # a layer may return its input's residual stream as a view; nothing here writes into it in place
@@ -74,15 +78,21 @@ def parallelize(
     transport   of tensor ranks and of ranks that share experts; see Overlap
     expert      number of consecutive `shard` ranks that divide each layer's experts; FSDP shards them over the others
     Returns the tensor ranks' overlap, None if there is one rank.
-    Raises ValueError naming the key for sizes that `tensor` does not divide, and for another mesh; CollectiveMismatch
-    where ranks give different arguments.
+    Raises ValueError naming the key for sizes that `tensor` does not divide, and for another mesh or a model that is
+    sharded already; CollectiveMismatch where ranks give different arguments, or models whose parameters differ.
     """
     sizes = _sizes(mesh)
+    _check_unsharded(model)
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        checks.require(isinstance(dtype, torch.dtype), "parallelize", name, "be a torch.dtype", repr(dtype))
     _compare_ranks(
         f"parallelize({' x '.join(f'{axis} {size}' for axis, size in sizes.items())}, param_dtype={param_dtype}, "
         f"reduce_dtype={reduce_dtype}, reshard_after_forward={reshard_after_forward}, transport={transport!r}, "
         f"expert={expert})"
     )
+    # stages have other layers than each other
+    if sizes.get("pipeline", 1) == 1:
+        _compare_models(model)
     mesh = _with_all_axes(mesh, sizes)
     context = mesh["context"]
     # context ranks need the same parameters for parts of one sequence, so FSDP shards over shard x context
@@ -124,10 +134,20 @@ def parallelize(
 
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    if not sizes or list(sizes) != [axis for axis in AXES if axis in sizes]:
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    if not names or list(names) != [axis for axis in AXES if axis in names]:
         raise ValueError(f"parallelize: mesh must have axes among {', '.join(AXES)}, in this order, got {mesh}")
-    return sizes
+    # the meshes that are made of it below have all ranks in this order
+    world_size = dist.get_world_size()
+    if mesh.mesh.flatten().tolist() != list(range(world_size)):
+        raise ValueError(f"parallelize: mesh must have all {world_size} ranks, in their order, got {mesh}")
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(f"parallelize: model must not be sharded already, got one whose {sharded} is a DTensor")
 
 
 def _compare_ranks(call: str) -> None:
@@ -135,6 +155,27 @@ def _compare_ranks(call: str) -> None:
     assert dist.group.WORLD is not None
     with meeting("parallelize"):
         compare_calls(call, dist.group.WORLD)
+
+
+def _compare_models(model: nn.Module) -> None:
+    """Raise CollectiveMismatch, naming the parameter, unless all ranks have the same ones and train the same: their
+    collectives would differ in size, and gloo ends the process."""
+    described = [
+        f"{name} {list(p.shape)} {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in model.named_parameters()
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    # the lists themselves are sent only where they differ
+    dist.all_gather_object(everyone, zlib.crc32("\n".join(described).encode()))
+    if len(set(everyone)) == 1:
+        return
+    dist.all_gather_object(everyone, described)
+    other = next(rank for rank, found in enumerate(everyone) if found != everyone[0])
+    pairs = zip_longest(everyone[0], everyone[other], fillvalue="no further parameter")
+    first, second = next((first, second) for first, second in pairs if first != second)
+    raise CollectiveMismatch(
+        f"parallelize: model must be the same on all ranks, got {first} on rank 0 and {second} on rank {other}"
+    )
 
 
 def _with_all_axes(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:

@@ -43,6 +43,7 @@ from powertrain.ops.adamw import AdamW
 from powertrain.ops.cross_entropy import cross_entropy_ref
 from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.transport.heartbeat import CollectiveMismatch
 from tests.distributed import fp8_layers_checks
 from tests.distributed.worker import MODELS
 
@@ -705,6 +706,33 @@ def wrong_arguments(mesh: DeviceMesh) -> None:
         try:
             call()
         except ValueError as error:
+            assert said in str(error), str(error)
+        else:
+            raise AssertionError(f"must be refused: {said}")
+
+
+@check
+def models_that_cannot_be_sharded(mesh: DeviceMesh) -> None:
+    """Frozen on one rank: gloo ended the process in backward. Sharded already: torch's assertion, or a TypeError."""
+    axis, dtype = DeviceMesh("cpu", range(mesh.size()), mesh_dim_names=("tensor",)), torch.float32
+    last_first = DeviceMesh("cpu", [*range(1, mesh.size()), 0], mesh_dim_names=("shard",))
+    frozen, sharded = build(configure(**MODELS["llama"])), build(configure(**MODELS["llama"]))
+    frozen.layers[1].mlp.down.requires_grad_(dist.get_rank() != 1)
+    sharded.head = ColumnParallelLinear(4, mesh.size(), mesh)
+    whole = build(configure(**MODELS["llama"]))
+    cases: tuple[tuple[Any, Any, Any, str], ...] = (
+        (whole, DeviceMesh("cpu", range(mesh.size())), dtype, "mesh must have axes among"),
+        (whole, None, dtype, "mesh must have axes among"),
+        (whole, last_first, dtype, f"mesh must have all {mesh.size()} ranks, in their order"),
+        (whole, axis, "bf16", "param_dtype must be a torch.dtype, got 'bf16'"),
+        (sharded, axis, dtype, "model must not be sharded already, got one whose head.weight is a DTensor"),
+        (frozen, axis, dtype, "must be the same on all ranks, got layers.1.mlp.down.weight [32, 48] torch.float32, "
+         "trained on rank 0 and layers.1.mlp.down.weight [32, 48] torch.float32, frozen on rank 1"),
+    )  # fmt: skip
+    for model, over, given, said in cases:
+        try:
+            parallelize(model, over, param_dtype=given, reduce_dtype=dtype)
+        except (ValueError, CollectiveMismatch) as error:
             assert said in str(error), str(error)
         else:
             raise AssertionError(f"must be refused: {said}")

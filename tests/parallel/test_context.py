@@ -226,6 +226,10 @@ def test_refusals_of_shapes(cp: ContextParallel) -> None:
         cp.unshard(q[:, :9].requires_grad_(), sharding)
     with pytest.raises(ValueError, match=r"cu_seqlens must ascend from 0, got \[0, 5, 3\]"):
         cp.sharding(cu_seqlens=torch.tensor([0, 5, 3]))
+    with pytest.raises(ValueError, match=r"cu_seqlens must be integers, one dimension of them, got \[0, 2\.5\]"):
+        cp.sharding(cu_seqlens=[0, 2.5])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"cu_seqlens must be integers, .* got a int64 tensor of shape .1, 2."):
+        cp.sharding(cu_seqlens=torch.tensor([[0, 5]]))
     with pytest.raises(ValueError, match="seq_length must be given, or else cu_seqlens, got none"):
         cp.sharding()
     with pytest.raises(ValueError, match=r"seq_length must be an integer of at least 0, got 2\.5"):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -153,8 +154,11 @@ class ContextParallel:
             return Sharding([seq_length], self.world_size, self.rank, is_packed=False)
         assert cu_seqlens is not None
         starts = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-        lengths = [stop - start for start, stop in pairwise(starts)]
-        if not starts or starts[0] != 0 or any(length < 0 for length in lengths):
+        good = bool(starts) and all(isinstance(start, Integral) for start in starts)
+        lengths = [stop - start for start, stop in pairwise(starts)] if good else []
+        if not good:
+            checks.fail(op, "cu_seqlens", "be integers, one dimension of them", checks.described(cu_seqlens))
+        if starts[0] != 0 or any(length < 0 for length in lengths):
             checks.fail(op, "cu_seqlens", "ascend from 0", starts if len(starts) < 20 else f"{starts[:20]} ...")
         return Sharding(lengths, self.world_size, self.rank, is_packed=True)
 
