@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from powertrain.models import build
 from powertrain.models.parallelize import parallelize
 from powertrain.models.reward import add_value_head
 from powertrain.nn.lora import LoRALinear, lora, lora_layers
 from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.transport.select import TransportUnavailable
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.optim import DTYPES, Optimizer
 from powertrain.train.pipeline import Pipeline, my_stages
@@ -34,18 +36,27 @@ def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | N
     for part in parts:
         if mesh is None:
             break
-        overlap = parallelize(
-            part, mesh, param_dtype=DTYPES[config.train.precision],
-            reduce_dtype=DTYPES[config.train.reduce_dtype],
-            reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
-            expert=config.parallel.expert,
-        )  # fmt: skip
+        overlap = _parallelize(part, mesh, config)
     if mesh is not None and config.parallel.pipeline > 1:
         pipeline = Pipeline(parts, config, ranks.device, mesh)
     for part in parts:
         part.to_empty(device=ranks.device)
     model.init_weights(config.train.seed)
     return model.train(), overlap, pipeline
+
+
+def _parallelize(part: Any, mesh: DeviceMesh, config: RunConfig) -> Overlap | None:
+    """`parallelize` as config.parallel says. Raises ValueError, on every rank, for a transport that they lack."""
+    parallel, train = config.parallel, config.train
+    try:
+        return parallelize(
+            part, mesh, param_dtype=DTYPES[train.precision], reduce_dtype=DTYPES[train.reduce_dtype],
+            reshard_after_forward=parallel.reshard_after_forward, transport=parallel.transport, expert=parallel.expert,
+        )  # fmt: skip
+    except TransportUnavailable as error:
+        raise ValueError(
+            f"parallel.transport must be auto, or a transport that these ranks have, got {parallel.transport} ({error})"
+        ) from None
 
 
 def to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:

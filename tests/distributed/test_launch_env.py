@@ -1,5 +1,6 @@
 """What launchers say in the environment, and what the ranks say to each other before they train."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from powertrain.models import build
+from powertrain.parallel.transport.select import TransportUnavailable
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig
 from powertrain.train.fp8 import quantize_stages
 from powertrain.train.mesh_shape import check_parallel, mesh_shape
-from powertrain.train.model_setup import add_trained_parts
+from powertrain.train.model_setup import add_trained_parts, build_model
 from powertrain.train.pipeline import my_stages, own_error
 from powertrain.train.ranks import LaunchEnv, Rendezvous, RendezvousError, connect, first_host, read_launch_env
 from tests.distributed.launch import clean_environment, run_ranks
@@ -312,6 +314,19 @@ def test_what_stages_cannot_train(case: dict[str, Any], message: str) -> None:
     parallel = {"pipeline": 2, **case.get("parallel", {})}
     with pytest.raises((ValueError, NotImplementedError), match=message):
         check_parallel(run_config({**case, "parallel": parallel}, 1), 2)
+
+
+def test_a_transport_that_ranks_lack_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended a run with a traceback that did not name the key."""
+
+    def lacks(*_: Any, **__: Any) -> None:
+        raise TransportUnavailable("Overlap: no symmetric memory")
+
+    monkeypatch.setattr("powertrain.train.model_setup.parallelize", lacks)
+    config = run_config({"model": "llama", "parallel": {"tensor": 2, "transport": "symmetric"}}, 1)
+    ranks: Any = SimpleNamespace(mesh="a mesh", device=CPU)
+    with pytest.raises(ValueError, match=r"parallel.transport must be auto, .* got symmetric .Overlap: no symmetric"):
+        build_model(config, ranks)
 
 
 def test_a_rank_without_adapters_is_refused() -> None:
