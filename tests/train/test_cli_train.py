@@ -388,7 +388,10 @@ def test_a_rank_lost_before_the_first_step_is_named(tmp_path: Path, monkeypatch:
     """The others ended with gloo's "Connection closed by peer" under a traceback."""
 
     told: list[str] = []
-    peers: Any = SimpleNamespace(gone=lambda: ["rank 1"], reported_failure=lambda: None, broadcast_failure=told.append)
+    peers: Any = SimpleNamespace(
+        gone=lambda: ["rank 1"], reported_failure=lambda: None, broadcast_failure=told.append, close=lambda: None,
+        wait_until_heard=lambda: None,
+    )  # fmt: skip
 
     def lost(*_: Any) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:45242")
