@@ -378,8 +378,8 @@ def _lost_ranks(peers: Heartbeat) -> str | None:
         if reason := peers.reported_failure():
             return reason
         if gone:
-            are = "are" if len(gone) > 1 else "is"
-            why = f"{listed(gone)} {are} gone: look at its output (killed, or out of memory?)"
+            are, whose = ("are", "their") if len(gone) > 1 else ("is", "its")
+            why = f"{listed(gone)} {are} gone: look at {whose} output (killed, or out of memory?)"
             peers.broadcast_failure(why)
             return why
     return None

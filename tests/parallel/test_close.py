@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from powertrain.parallel.transport import symmetric
+from powertrain.parallel.transport.heartbeat import Heartbeat, Peer
 from powertrain.parallel.transport.symmetric import SymmetricTransport
 
 
@@ -39,3 +40,35 @@ def test_the_watch_outlives_every_wait(fails: str, monkeypatch: pytest.MonkeyPat
     waits = {"never": ["synchronize", "barrier"], "before": [], "while it synchronizes": ["synchronize"]}
     assert did == [*waits.get(fails, ["synchronize", "barrier"]), "watch", "peers"]
     assert not transport._shared and not transport._captured
+
+
+def test_the_keeper_of_the_store_waits_after_the_failure_of_another() -> None:
+    """It left at once: a rank that was later found no store, and named all ranks that had ended."""
+    looks: list[str] = []
+    kept = {"failure": b"", "gave up 1": b"boom"}
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            looks.extend(keys)
+            # rank 2 is late
+            if looks.count("heard 2") == 2:
+                kept["heard 2"] = b""
+            return all(key in kept for key in keys)
+
+        def get(self, key: str) -> bytes:
+            return kept[key]
+
+        def set(self, key: str, value: str) -> None:
+            kept[key] = value.encode()
+
+    everyone = [Peer(rank, rank, "h0", "m0", 100 + rank, 0.0) for rank in range(3)]
+    peers = Heartbeat.__new__(Heartbeat)
+    peers.__dict__.update(
+        rank=0, here=everyone[0], all=everyone, _keeper=everyone[0], _store=Store(), _has_store=True, _failed=False,
+        _reason=None, gone=lambda: [everyone[1]],
+    )  # fmt: skip
+    peers.wait_until_heard()
+    assert not looks
+    assert peers.reported_failure() == "rank 1 (host h0, process 101) gave up: boom"
+    peers.wait_until_heard()
+    assert looks.count("heard 2") == 2 and "heard 2" in kept

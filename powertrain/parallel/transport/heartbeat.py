@@ -197,7 +197,9 @@ class Heartbeat:
 
     def wait_until_heard(self) -> None:
         """After a failure, where this process keeps the store: until the others have read it, failed too, or gone."""
-        if not self._failed or not self._has_store or self._keeper != self.here:
+        # of another rank's failure too: those that are later would find no store, and name all who have ended
+        has_failure = self._failed or self._reason is not None
+        if not has_failure or not self._has_store or self._keeper != self.here:
             return
         deadline, left = time.monotonic() + _FAREWELL, [peer for peer in self.all if peer.rank != self.rank]
         with self._stored():
