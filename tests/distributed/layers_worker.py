@@ -488,7 +488,9 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
     same_model(one, spread, rtol=1e-6)
     for optimizer in optimizers:
         same(optimizer.grad_norm.double(), norm, rtol=1e-6, atol=0)  # type: ignore[union-attr]
-    cases: tuple[tuple[dict[str, Any] | None, str], ...] = (
+    cases: tuple[tuple[Any, str], ...] = (
+        ({"q_proj": "column"}, "plan's q_proj must be one of 'columns', 'rows', "),
+        (["q_proj"], "plan must be a dictionary of the ends of modules' names and their roles, got ['q_proj']"),
         (None, "plan must be given for a model whose config.model_type is none of llama"),
         ({"q_proj": "columns", "z_proj": "rows"}, "plan must name modules that the model has, got z_proj"),
         ({"": "rows"}, "must be an nn.Linear to be sharded, got Plain"),
@@ -497,7 +499,10 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
     prune.l1_unstructured(computed.q_proj, "weight", 0.5)
     derived = Plain()
     derived.q_proj = Scaled(D, D)
+    odd = Plain()
+    odd.o_proj = nn.Linear(mesh.size() + 1, D)
     others = (
+        (odd, {"q_proj": "columns", "o_proj": "rows"}, f"plan's o_proj must have in_features that {mesh.size()} ranks"),
         (computed, {"q_proj": "columns"}, "plan's q_proj must have a weight that is a parameter, got a computed one"),
         (derived, {"q_proj": "columns"}, "plan's q_proj must be an nn.Linear to be sharded, got Scaled"),
     )
@@ -508,6 +513,7 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
             assert said in str(error), str(error)
         else:
             raise AssertionError(f"must be refused: {said}")
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
 class Scaled(nn.Linear):

@@ -13,7 +13,7 @@ of the whole shape [B, S, D] without storage, in place of which its column-paral
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -80,7 +80,12 @@ def parallelize_linears(
     plan = _plan_of(model, overlap.size) if plan is None else plan
     stream = _Stream(overlap) if sequence_parallel else None
     groups: dict[str, list[_Columns]] = {}
-    for name, module, role in _matched(model, plan):
+    matched = _matched(model, plan)
+    # all of them first: a model that is refused stays as it was
+    for name, module, role in matched:
+        if role in ("columns", "rows"):
+            _check_linear(name, module, role, overlap.size)
+    for name, module, role in matched:
         match role:
             case "columns" | "rows":
                 sharded = _shard_linear(model, name, module, role, ranks=mesh, sequence_parallel=sequence_parallel)
@@ -119,6 +124,10 @@ def _plan_of(model: nn.Module, size: int) -> dict[str, Role]:
 
 def _matched(model: nn.Module, plan: Mapping[str, Role]) -> list[tuple[str, nn.Module, Role]]:
     """(name, module, role) of every module that an entry of the plan names, in the model's order."""
+    must = "be a dictionary of the ends of modules' names and their roles"
+    checks.require(isinstance(plan, Mapping), _OP, "plan", must, checks.described(plan))
+    for end, role in plan.items():
+        checks.one_of(_OP, f"plan's {end}", role, get_args(Role))
     matched, unused = [], dict(plan)
     for name, module in model.named_modules():
         for end, role in plan.items():
@@ -129,12 +138,19 @@ def _matched(model: nn.Module, plan: Mapping[str, Role]) -> list[tuple[str, nn.M
     return matched
 
 
-def _shard_linear(model: nn.Module, name: str, module: nn.Module, role: Role, **options: Any) -> Any:
+def _check_linear(name: str, module: nn.Module, role: Role, size: int) -> None:
+    """Raise ValueError naming the plan's entry for a layer that cannot be sharded over `size` ranks."""
     # the sharded layer replaces this one: it would lose what a subclass adds, or the mask of a pruned weight
     if type(module) is not nn.Linear:
         checks.fail(_OP, f"plan's {name}", "be an nn.Linear to be sharded", type(module).__name__)
     is_parameter = isinstance(module.weight, nn.Parameter)
     checks.require(is_parameter, _OP, f"plan's {name}", "have a weight that is a parameter", "a computed one")
+    features = "out_features" if role == "columns" else "in_features"
+    count = getattr(module, features)
+    checks.require(count % size == 0, _OP, f"plan's {name}", f"have {features} that {size} ranks divide", count)
+
+
+def _shard_linear(model: nn.Module, name: str, module: Any, role: Role, **options: Any) -> Any:
     kind = _Columns if role == "columns" else RowParallelLinear
     sharded = kind.from_linear(module, options.pop("ranks"), **options)
     take_hooks(sharded, module)
