@@ -143,6 +143,18 @@ def _begin(
     data = done_by_all(lambda: open_run_data(config, tokenizer, ranks.dp_size, taken), group)
     # after the data: an error in its files needs no model
     trainer = Trainer(config, ranks, data)
+    try:
+        _stand(run, trainer, make_sinks)
+    except Exception:
+        # not left to the garbage collector, which would end the lock of the run after it (Checkpoints.release)
+        trainer.checkpoints.release()
+        raise
+    return trainer
+
+
+def _stand(run: Run, trainer: Trainer, make_sinks: MakeSinks) -> None:
+    """Take the trainer to where its newest checkpoint left it, or to its weights to begin with; open its sinks."""
+    config, group = trainer.config, trainer.ranks.checkpoint_group
     path = Path(config.checkpoint.load) if config.checkpoint.load else None
     resumed = trainer.resume()
     begun = resumed or path is None or decided_by_first(lambda: bool(kinds_at(path)), group)
@@ -167,7 +179,6 @@ def _begin(
     decided_by_first(open_sinks_here, group)
     if not begun:
         tracing.warn(f"checkpoint.load: no checkpoint at {path}; the run starts at step 0")
-    return trainer
 
 
 def _begins_at(config: RunConfig) -> Path | None:

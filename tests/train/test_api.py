@@ -14,6 +14,7 @@ import yaml
 
 from powertrain.runtime import tracing
 from powertrain.train import slow_precision, train
+from powertrain.train.checkpoint.store import Checkpoints
 from powertrain.train.config.reader import read_config, run_of
 from powertrain.train.config.schema import DataConfig, DataSource, ProfileConfig, RunConfig
 from powertrain.train.config.yaml_source import ConfigError
@@ -58,7 +59,13 @@ def test_a_run_that_does_not_begin_leaves_its_process_groups(tmp_path: Path, mon
     """The next run of the process ended with "trying to initialize the default process group twice"."""
     train(write_config(tmp_path), ["train.steps=1", "logging.report=false"], quiet=True)
     left: list[Ranks] = []
+    released: list[Checkpoints] = []
     monkeypatch.setattr("powertrain.train.run.disconnect", left.append)
+    monkeypatch.setattr(Checkpoints, "release", lambda self: released.append(self))
+    with pytest.raises(ValueError, match=r"model\.num_layers must be 2"):
+        train(tmp_path / "tiny.yml", ["model.num_layers=3"], quiet=True)
+    assert left == [Ranks(torch.device("cpu"))] and len(released) == 1
+    left.clear()
     with pytest.raises(ValueError, match="--fresh"):
         train(tmp_path / "tiny.yml", fresh=True, quiet=True)
     assert left == [Ranks(torch.device("cpu"))]
