@@ -15,6 +15,7 @@ from powertrain.ops.attention.problem import AttentionCall, Layout, Sizes, Varle
 from powertrain.ops.shapes import broadcasts
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import wants_grad
+from powertrain.runtime.settings import settings
 
 # 512 is the widest head dim whose tiles have plans; MLA decodes 576 by a kernel of its own
 MAX_HEAD_DIM = 512
@@ -353,8 +354,8 @@ def as_int32(op: str, name: str, x: Tensor | None) -> Tensor | None: ...
 def as_int32(op: str, name: str, x: Tensor | None) -> Tensor | None:
     """An argument of whole numbers as the kernels read it: int32, without strides."""
     checks.integers(op, name, x)
-    if x is not None and x.dtype is torch.int64:
-        # they would be taken modulo 2^32
+    # they would be taken modulo 2^32. In the interpreter as on a GPU, whose values the host does not read
+    if x is not None and x.dtype is torch.int64 and not settings().interpret:
         checks.indices(op, name, x, 2**31, -(2**31))
     # PyTorch's cumsum gives int64, flash-attn's functions int32: both are taken
     return None if x is None else x.to(torch.int32).contiguous()
