@@ -22,6 +22,7 @@ ANY = {
     ("AdamW.add_param_group", "param_group"): "as torch.optim's",
     ("AdamW.load_state_dict", "state_dict"): "as torch.optim's",
     ("explain_attention", "arguments"): "stands for any argument of a call",
+    ("explain_decode_attention", "arguments"): "stands for any argument of a call",
     ("configure", "fields"): "the fields of the config, which checks them",
     ("presets", "return"): "fields of configs",
     ("train", "config"): "a mapping as YAML reads it",

@@ -4,6 +4,7 @@ from powertrain.ops.attention.api import attention, varlen_attention
 from powertrain.ops.attention.backend_preferences import attention_backend
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.attention.explain import explain_attention
+from powertrain.ops.attention.explain_decode import explain_decode_attention
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.partial_backward import attention_backward
@@ -21,6 +22,7 @@ __all__ = [
     "attention_backward",
     "decode_attention",
     "explain_attention",
+    "explain_decode_attention",
     "merge_attentions",
     "varlen_attention",
 ]

@@ -1,6 +1,7 @@
 """The op behind `decode_attention`: which kernel serves a call over a KV cache, and its launch; decode.py has the
 algorithm."""
 
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -225,17 +226,41 @@ def _launch_universal(
     )  # fmt: skip
 
 
+def _why_not_pages(call: _Call, target: Target) -> str | None:
+    if call.num_splits:
+        return "num_splits is given"
+    return why_not_many(call.of_pages(), target, call.cache_batch_idx)
+
+
+def _why_not_mla(call: _Call, target: Target) -> str | None:
+    if call.query_starts is not None:
+        return "it takes no packed queries"
+    return why_not_hopper(call.of_mla(), target)
+
+
+class Choice(NamedTuple):
+    """Why each Hopper kernel does not compute a call, or None."""
+
+    hopper: str | None
+    hopper_mla: str | None
+
+
+# of a call that is explained: the choice is left there
+asked: ContextVar[list[Choice] | None] = ContextVar("asked", default=None)
+
+
 def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(out [B, S, H, E], lse [B, H, S]) of a `_Call`; of packed queries B is 1."""
     call = _Call(*arguments)
     target = Target.of(call.query.device)
-    many = call.of_pages()
-    if call.num_splits == 0 and why_not_many(many, target, call.cache_batch_idx) is None:
-        out, lse = launch_pages(many, call.queries, target)
+    if (explained := asked.get()) is not None:
+        explained.append(Choice(_why_not_pages(call, target), _why_not_mla(call, target)))
+    if _why_not_pages(call, target) is None:
+        out, lse = launch_pages(call.of_pages(), call.queries, target)
         return (out, lse) if call.query_starts is None else (out[None], lse[None])
     out, lse = _decode_outputs(*call)
     mla = call.of_mla()
-    if call.query_starts is None and why_not_hopper(mla, target) is None:
+    if _why_not_mla(call, target) is None:
         work = _work_of(call, out, lse, MLA_PLAN, target)
         launch_mla(
             mla, call.cache_seqlens, call.sinks, out, lse, work.partial, work.partial_lse, work.parts, work.grid,

@@ -1,0 +1,96 @@
+"""Which kernel computes a call of `decode_attention`, and why the others do not."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.attention.decode_op import Choice, asked
+from powertrain.ops.rope_table import RopeTable
+from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
+from powertrain.runtime.recording import record
+from powertrain.runtime.target import Target
+
+_OP = "explain_decode_attention"
+Kernel = Literal["hopper", "hopper-mla", "universal", "reference"]
+_WORDS: dict[Kernel, str] = {
+    "hopper": "the attention forward for sm_90 over caches",
+    "hopper-mla": "the decoding kernel for sm_90 over MLA caches",
+    "universal": "the decoding kernel of every GPU",
+    "reference": "plain PyTorch, which reads lengths on the host",
+}
+
+
+@dataclass(frozen=True)
+class DecodeExplanation:
+    """Of one GPU, or the CPU; `str()` is the answer in words."""
+
+    name: str
+    kernel: Kernel
+    reasons: dict[str, str]  # of each kernel that would be taken first: why it is not
+    launches: tuple[str, ...]  # names of the kernels that are launched, append included; none if that is not known
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.kernel}, {_WORDS[self.kernel]}"]
+        lines += [f"  why not {kernel}: {reason}" for kernel, reason in self.reasons.items()]
+        return "\n".join([*lines, f"  launches {', '.join(self.launches)}"] if self.launches else lines)
+
+
+@hinted
+def explain_decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    cache_seqlens: Tensor,
+    *,
+    arch: str | None = None,
+    **arguments: Any,
+) -> DecodeExplanation:
+    """Which kernel computes a call of `decode_attention`, and why the others do not. Computes and writes nothing.
+
+    query, key_cache, value_cache, cache_seqlens   of the call, on any device, also "meta" (which needs an arch)
+    arch       the GPU to answer for, "H200" or "sm_80"; "cpu"; None: the tensors' device
+    arguments  those of `decode_attention`
+    Raises ValueError as the call itself would, but for values of lengths and page ids, which are not read.
+    """
+    checks.tensor(_OP, "query", query)
+    checks.require(arch is not None or not query.is_meta, _OP, "arch", "be given with tensors on device meta", arch)
+    if arch == "cpu" or (arch is None and query.device.type == "cpu"):
+        return DecodeExplanation("cpu", "reference", {"universal": "kernels run on a GPU"}, ())
+    target = Target.of(query.device) if arch is None else Target.parse(arch)
+    if arguments.get("backend") == "reference":
+        return DecodeExplanation(target.name, "reference", {"universal": "backend is 'reference'"}, ())
+    given = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "cache_seqlens": cache_seqlens}
+    call = {name: _stand_in(x) for name, x in (given | arguments).items()}
+    choices: list[Choice] = []
+    token = asked.set(choices)
+    try:
+        # the call itself, checks included, on tensors without memory
+        with torch.no_grad(), record(target) as recorded:
+            decode_attention(**call)
+    finally:
+        asked.reset(token)
+    launches = tuple(spec.kernel.name.strip("_") for spec in recorded.specs)
+    (choice,) = choices
+    # the limit of both kernels that a stand-in does not have
+    if any(x is not None and not x.is_meta and x.data_ptr() % 16 for x in (query, key_cache, value_cache)):
+        unaligned = "an address is not a multiple of 16"
+        choice, launches = Choice(choice.hopper or unaligned, choice.hopper_mla or unaligned), ()
+    if choice.hopper is None:
+        return DecodeExplanation(target.name, "hopper", {}, launches)
+    if choice.hopper_mla is None:
+        return DecodeExplanation(target.name, "hopper-mla", {"hopper": choice.hopper}, launches)
+    reasons = {"hopper": choice.hopper, "hopper-mla": choice.hopper_mla}
+    return DecodeExplanation(target.name, "universal", reasons, launches)
+
+
+def _stand_in(x: Any) -> Any:
+    """A tensor's sizes and strides without memory."""
+    if isinstance(x, RopeTable):
+        return RopeTable(*map(_stand_in, x))
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
