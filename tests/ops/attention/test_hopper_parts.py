@@ -276,6 +276,7 @@ def test_why_not() -> None:
     for changed, reason in (
         (call._replace(value_cache=None), "it takes keys and values"),
         (call._replace(leftpad=call.seqlens), "it has no cache_leftpad"),
+        (call._replace(page_table=torch.empty(4, 0, dtype=torch.int32, device=META)), "it takes no empty tensors"),
         (large, "of pages of 4 keys it takes caches of up to 2^34 elements, got 17179869184"),
         (_call(8, 0, 264), "head dims must be multiples of 8 to 256, are 128 and 264"),
     ):

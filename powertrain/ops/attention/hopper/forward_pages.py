@@ -88,7 +88,8 @@ def why_not_cache(call: PagedCall, cache_batch_idx: Tensor | None, target: Targe
         return f"head dims must be multiples of 8 to 256, are {dims[0]} and {dims[1]}"
     if call.page_table is not None and copies_rows(keys) and max(_extent(x) for x in (keys, values)) >= 2**34:
         return f"of pages of {keys.shape[1]} keys it takes caches of up to 2^34 elements, got {_extent(keys)}"
-    if not query.numel() or not keys.numel() or not call.seqlens.numel():
+    # a table without columns too: the loader reads an id of a sequence without keys
+    if any(x is not None and not x.numel() for x in (query, keys, call.seqlens, call.page_table)):
         return "it takes no empty tensors"
     if call.leftpad is not None:
         return "it has no cache_leftpad"
