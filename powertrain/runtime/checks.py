@@ -114,7 +114,7 @@ def indices(op: str, argument: str, tensor: Tensor | None, end: float, first: in
     # compiling first: asking for a symbolic number of elements makes a guard
     if torch.compiler.is_compiling() or tensor is None or tensor.device.type != "cpu" or type(tensor) is not Tensor:
         return
-    # neither in torch.func's transforms nor in make_fx, which records what is read as if it were computed
+    # a transform of torch.func has no values to read, and make_fx would record the read as part of the graph
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_PROXY) is not None:
         return
     if not tensor.numel():

@@ -38,7 +38,8 @@ def one_line(error: BaseException, most: int = 300) -> str:
 
 
 def why(error: OSError) -> str:
-    """The words of an error without the path; "File exists" of a folder to be made says nothing of what is there."""
+    """The error's message without its path. Where a folder cannot be made, "File exists" hides what stands there, so
+    a broken link and a file are named instead."""
     path = Path(os.fsdecode(error.filename or ""))
     if error.filename and path.is_symlink() and not path.exists():
         return f"a link to {path.readlink()}, which is not there"

@@ -281,7 +281,7 @@ def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
 
 @contextmanager
 def _naming_the_meeting(launch_env: LaunchEnv) -> Iterator[None]:
-    """RendezvousError in place of what a store or a collective raises where a rank ends while they connect."""
+    """Raise RendezvousError instead of the error of a store or a collective when a rank ends while ranks connect."""
     try:
         yield
     except RendezvousError:

@@ -313,13 +313,13 @@ _ORDER = ("train.seed", "train.seq_length", "data.order", "data.packing", "data.
 
 
 def _other_order(changed: list[str], progress: Progress, checkpoint: Path) -> str:
-    """Words for a run whose samples are others than those of the run before, at the same numbers; "": they are not."""
+    """A warning for a run in which sample n is another than in the earlier run; "" if it is the same."""
     settings = [line for line in changed if line.partition(" ")[0] in _ORDER]
     if not settings or not progress.samples:
         return ""
     return (
-        f"{', '.join(settings)} since {checkpoint}: the samples that follow are those of another order, from sample "
-        f"{progress.samples} on, and may repeat what was seen"
+        f"{', '.join(settings)} since {checkpoint}: samples come in another order from sample {progress.samples} on, "
+        "so some may be repeated"
     )
 
 

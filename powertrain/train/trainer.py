@@ -92,7 +92,7 @@ class Trainer:
         whole = self.model if self.pipeline is None else build(config.model)
         self.flops_per_token = flops_per_token(whole, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
-        # what the run before has evaluated after the resumed step; None: not known, so nothing is evaluated again
+        # of the evaluations due at the resumed step, those that the earlier run finished; None: unknown, so none is run
         self.evaluated: frozenset[str] | None = None
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
@@ -417,7 +417,7 @@ class Trainer:
         if before and self.data.identity and before != self.data.identity:
             said = (
                 "data.train is not what the checkpoint was trained on: the samples that follow are those of the new "
-                f"data from sample {self.progress.samples} on, and may repeat what was seen; "
+                f"data from sample {self.progress.samples} on, and some may be repeated; "
                 "checkpoint.finetune: true begins the new data at its first sample"
             )
             self._note_now(said)

@@ -174,7 +174,7 @@ def test_another_order_of_the_samples_is_said(tmp_path: Path) -> None:
     assert _train(tmp_path, "train.steps=1")[0] == 0
     code, output = _train(tmp_path, "train.steps=2", "train.seed=7", "train.seq_length=16", "optimizer.lr=0.1")
     settings = f"train.seq_length 32 -> 16, train.seed 1234 -> 7 since {tmp_path}/run/checkpoints/step_00000001"
-    assert code == 0 and f"{settings}: the samples that follow are those of another order, from sample 4 on" in output
+    assert code == 0 and f"{settings}: samples come in another order from sample 4 on" in output
 
 
 def test_magnitudes_are_not_dropped(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which kernel computes a call over a KV cache: the answer is what the call launches."""
+"""`explain_decode_attention` names the kernel that the call launches."""
 
 import random
 from typing import Any

@@ -44,9 +44,9 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     ResultStrides,
 )
 from powertrain.ops.attention.hopper.maps import (
-    LEAST_ROWS_OF_BOX,
     MaybeMaps,
     cache_maps,
+    copies_rows,
     keys_of,
     packed_maps,
     pages_maps,
@@ -295,12 +295,6 @@ def _results_of(
         # one tensor, for a second address would take two registers of the consumers
         partial = lse.new_empty((listed.slots, plan.groups_of(heads), size_of_part(rows, operands.d_v)))
     return _Results(out, lse, (o.b, o.s, o.r), maps, partial)
-
-
-def copies_rows(pages: Tensor) -> bool:
-    """Whether the loader copies keys and values [pages, rows of a page, kv heads, dim] row by row: boxes of TMA would
-    hold less than 8 rows."""
-    return pages.shape[1] % LEAST_ROWS_OF_BOX > 0
 
 
 class _Rows(NamedTuple):

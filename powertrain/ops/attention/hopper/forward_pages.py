@@ -20,7 +20,8 @@ from torch import Tensor
 
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import TileList
-from powertrain.ops.attention.hopper.forward import copies_rows, launch_forward
+from powertrain.ops.attention.hopper.forward import launch_forward
+from powertrain.ops.attention.hopper.maps import copies_rows
 from powertrain.ops.attention.hopper.plans import (
     Plan,
     heads_per_tile_for,

@@ -62,7 +62,10 @@ def packed_maps(x: Source, block: int, pieces: tuple[int, ...], heads_per_tile: 
     return _each(x.tensor, (storage, rows, heads, dim), (x.b, x.s, x.h, 1), tile, pieces, filled=box)
 
 
-LEAST_ROWS_OF_BOX = 8  # of a page: as many as the swizzle of shared memory has
+def copies_rows(pages: Tensor) -> bool:
+    """Whether the loader copies rows of a cache [pages, rows of a page, kv heads, dim] instead of loading boxes by TMA.
+    Shared memory is swizzled by 8 rows, and a box of fewer would not fit."""
+    return pages.shape[1] % 8 > 0
 
 
 def pages_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:

@@ -752,7 +752,7 @@ def _whole(cls: type, argument: str, numbers: Iterable[Any]) -> list[int]:
     try:
         found = [index(n) for n in numbers]
     except TypeError:
-        # what is no number falls into the error below
+        # refused below
         found = [-1]
     if not all(0 <= n < 2**31 for n in found):
         checks.fail(cls.__name__, argument, "be a sequence of integers of at least 0", checks.described(numbers))
