@@ -1,5 +1,6 @@
 """The Hopper decoding kernel for MLA caches beside a float64 reference and the universal kernel."""
 
+import random
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from powertrain.ops.attention import decode_op
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
+from powertrain.ops.attention.hopper import decode_mla
 from tests.gpu.arch import ON_SM90
+from tests.gpu.packed_pages import check, problem_of
 
 pytestmark = ON_SM90
 NEVER = 1 << 30
@@ -45,6 +48,11 @@ CASES = [
     Case(RAGGED, 16, 2, 64, num_splits=1),
     Case(RAGGED, 64, 2, 64, sinks=True),
     Case(RAGGED, 28, 2, 0, sinks=True, num_splits=1),
+    Case(RAGGED, 128, 1, 1),
+    Case(RAGGED, 28, 3, 2, torch.float16),
+    Case(RAGGED, 128, 2, 8),
+    Case(RAGGED, 16, 4, 4, sinks=True),
+    Case(RAGGED, 64, 1, 1, num_splits=3),
     Case(RAGGED, 64, 3, 32, is_causal=False),
     Case((9000,), 128, 1, 64),
     Case((3000, 20, 8000), 28, 2),
@@ -164,6 +172,46 @@ def test_a_graph_takes_other_lengths(page_size: int, monkeypatch: pytest.MonkeyP
         assert torch.equal(lse, expected_lse)
         of_float64, _ = _run(case, inputs, "reference")
         assert (out.double() - of_float64).abs().amax().item() < 2e-2
+
+
+SIZES = [(1, 700), (130, 700), (3, 3), (0, 90), (1, 0), (300, 300), (9, 1000), (40, 20)]
+
+
+@pytest.mark.parametrize("page", [1, 3, 8, 16, 24, 64, 128])
+@pytest.mark.parametrize("heads", [16, 28, 128])
+def test_packed_queries(heads: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _served_by_hopper(monkeypatch)
+    for sizes, around in ((SIZES, (2, 70)), ([(1, 3000 + n) for n in range(20)], (0, 1)), ([(5, 2000)], (0, 0))):
+        problem = problem_of(sizes, page, (heads, 1), (576,), around)
+        check(problem | {"head_dim_v": 512}, sinks=torch.randn(heads, device="cuda") if page == 64 else None)
+    assert calls == [1] * 3
+
+
+# as many parts as there are blocks, and as few as the keys of one CTA allow
+@pytest.mark.parametrize("rounds, least", [(64, 64), (1, 1 << 20)])
+@pytest.mark.parametrize("page", [1, 64])
+def test_parts(rounds: int, least: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_mla, "_ROUNDS", rounds)
+    monkeypatch.setattr(decode_mla, "_LEAST_KEYS", least)
+    monkeypatch.setattr(decode_mla, "_RESULT_KEYS", -(1 << 20))
+    calls = _served_by_hopper(monkeypatch)
+    for sizes in (SIZES, [(1, n) for n in (5, 4000, 1, 77)], [(64, 4096)], [(2, 64 * n) for n in range(60)]):
+        check(problem_of(sizes, page, (32, 1), (576,)) | {"head_dim_v": 512})
+    assert calls == [1] * 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_problems(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of odd and even numbers of blocks behind one another, from one block on."""
+    draws = random.Random(seed)
+    calls = _served_by_hopper(monkeypatch)
+    for _ in range(6):
+        most, longest = draws.choice([1, 4, 200]), draws.choice([130, 700, 4000])
+        sizes = [(draws.randint(0, most), draws.randint(0, longest)) for _ in range(draws.choice([3, 40, 200]))]
+        around, page = draws.choice([(0, 0), (5, 130)]), draws.choice([1, 16, 64, 64])
+        problem = problem_of([*sizes, (1, 65)], page, (draws.choice([16, 40, 128]), 1), (576,), around)
+        check(problem | {"head_dim_v": 512}, is_causal=draws.random() < 0.7)
+    assert calls == [1] * 6
 
 
 def test_many_launches_leave_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

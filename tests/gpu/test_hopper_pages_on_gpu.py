@@ -13,10 +13,10 @@ from powertrain.ops.attention.hopper import forward_pages
 from powertrain.ops.attention.hopper.forward_pages import Cut, PagedCall, launch_pages, why_not_cache
 from powertrain.runtime.target import Target
 from tests.gpu.arch import ON_SM90
+from tests.gpu.packed_pages import CUDA, check, problem_of
 from tests.ops.attention.test_decode_packed import check_a_graph
 
 pytestmark = ON_SM90
-CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -27,53 +27,13 @@ def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_op, "_work_of", None)
 
 
-def _problem(
-    sizes: list[tuple[int, int]], page: int, heads: tuple[int, int] = (8, 2), dims: tuple[int, int] = (128, 128),
-    around: tuple[int, int] = (0, 0), dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, Any]:  # fmt: skip
-    """`sizes`: queries and keys of each sequence; `around`: rows of no sequence. NaN in all rows that hold no keys,
-    and in pages of no sequence; unused page ids are wild."""
-    torch.manual_seed(0)
-    queries, lengths = zip(*sizes, strict=True)
-    pages = [-(-n // page) for n in lengths]
-    total = sum(pages) + 3
-    order = torch.randperm(total, device=CUDA).int()
-    table = torch.full((len(sizes), max(pages) + 1), 2**30, dtype=torch.int32, device=CUDA)
-    caches = [torch.full((total, page, heads[1], dim), torch.nan, device=CUDA, dtype=dtype) for dim in dims]
-    at = 0
-    for n, (length, count) in enumerate(zip(lengths, pages, strict=True)):
-        table[n, :count] = order[at : at + count]
-        for cache in caches:
-            rows = torch.full((count * page, *cache.shape[2:]), torch.nan, device=CUDA, dtype=dtype)
-            rows[:length] = torch.randn(length, *cache.shape[2:], device=CUDA)
-            cache[order[at : at + count].long()] = rows.unflatten(0, (count, page))
-        at += count
-    starts = around[0] + torch.tensor([0, *queries], device=CUDA).cumsum(0)
-    return {
-        "query": torch.randn(int(starts[-1]) + around[1], heads[0], dims[0], device=CUDA).to(dtype),
-        "key_cache": caches[0], "value_cache": caches[1],
-        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=CUDA), "page_table": table,
-        "cu_seqlens_q": starts.int(),
-    }  # fmt: skip
-
-
-def _check(problem: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
-    most = int(problem["cu_seqlens_q"].diff().max())
-    out, lse = decode_attention(**problem, max_seqlen_q=most, return_lse=True, **options)
-    wide = {n: x.double() if x.is_floating_point() else x for n, x in problem.items()}
-    expected, expected_lse = decode_attention_ref(**wide, **options)
-    torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-7)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
-    return out, lse
-
-
 SIZES = [(1, 700), (130, 700), (3, 3), (0, 90), (1, 0), (300, 300), (9, 1000), (40, 20)]
 
 
 @pytest.mark.parametrize("page", [1, 4, 8, 12, 16, 24, 32, 64, 128, 192, 256])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
 def test_pages(dims: tuple[int, int], page: int) -> None:
-    _check(_problem(SIZES, page, dims=dims, around=(2, 70)))
+    check(problem_of(SIZES, page, dims=dims, around=(2, 70)))
 
 
 @pytest.mark.parametrize("heads", [(8, 1), (12, 2), (40, 8), (28, 4), (16, 16)], ids=str)
@@ -83,7 +43,7 @@ def test_tokens_and_drafts(dims: tuple[int, int], heads: tuple[int, int]) -> Non
     drafts = [(1, 700), (8, 5000), (1, 3), (4, 130), (0, 50), (1, 0)]
     for sizes in (drafts, [(1, 3000 + n) for n in range(40)], [(3, 9000)]):
         for page in (1, 16):
-            _check(_problem(sizes, page, heads, dims, around=(1, 2)))
+            check(problem_of(sizes, page, heads, dims, around=(1, 2)))
 
 
 _CUT = -(1 << 20)  # keys that results of a part take: less than none, so that the smallest parts seem best
@@ -96,20 +56,20 @@ def test_heads_and_parts(rounds: int, least: int, heads: tuple[int, int], monkey
     monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(rounds, least, _CUT, 8))
     for sizes in (SIZES, [(1, n) for n in (5, 4000, 1, 77)], [(512, 4096)]):
         for sinks in (None, torch.randn(heads[0], device=CUDA)):
-            _check(_problem(sizes, 64, heads), sinks=sinks)
+            check(problem_of(sizes, 64, heads), sinks=sinks)
 
 
 def test_more_tiles_than_the_schedule_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 chunks of 300 queries are 240 tiles and 82 beside them; one sequence is long."""
     monkeypatch.setattr(forward_pages, "cut_for", lambda rows: Cut(3, 128, _CUT, 2))
-    _check(_problem([(300, 300 + n) for n in range(79)] + [(1, 30000)], 64, (2, 2), (64, 64)))
+    check(problem_of([(300, 300 + n) for n in range(79)] + [(1, 30000)], 64, (2, 2), (64, 64)))
 
 
 @pytest.mark.parametrize(
     "options", [{"is_causal": False}, {"softcap": 5.0}, {"is_causal": False, "window_size": (-1, 3)}, {"scale": 0.3}]
 )
 def test_masks(options: dict[str, Any]) -> None:
-    _check(_problem(SIZES, 16), **options)
+    check(problem_of(SIZES, 16), **options)
 
 
 def _without_pages_ahead(problem: dict[str, Any], left: int, queries: list[int]) -> dict[str, Any]:
@@ -130,17 +90,17 @@ def test_windows(dims: tuple[int, int], page: int, monkeypatch: pytest.MonkeyPat
     for least in (128, 1 << 20):
         monkeypatch.setattr(forward_pages, "cut_for", lambda rows, least=least: Cut(64, least, _CUT, 8))
         for sizes in (SIZES, [(1, n) for n in (5, 4000, 1, 77)], [(33, 5000)], [(512, 4096)]):
-            problem = _problem(sizes, page, dims=dims, around=(2, 70))
+            problem = problem_of(sizes, page, dims=dims, around=(2, 70))
             for left in (0, 5, 127, 400, 100_000):
                 seen = _without_pages_ahead(problem, left, [n for n, _ in sizes])
-                _check(seen, window_size=(left, 0))
-            _check(_without_pages_ahead(problem, 30, [n for n, _ in sizes]), window_size=(30, 3), is_causal=False)
+                check(seen, window_size=(left, 0))
+            check(_without_pages_ahead(problem, 30, [n for n, _ in sizes]), window_size=(30, 3), is_causal=False)
 
 
 def test_sinks_and_alibi() -> None:
     slopes, sinks = torch.rand(len(SIZES), 8, device=CUDA), torch.randn(8, device=CUDA)
-    _check(_problem(SIZES, 64), sinks=sinks)
-    _check(_problem(SIZES, 32, dtype=torch.float16), alibi_slopes=slopes)
+    check(problem_of(SIZES, 64), sinks=sinks)
+    check(problem_of(SIZES, 32, dtype=torch.float16), alibi_slopes=slopes)
 
 
 # 40 problems; the kernels of one take seconds to compile, so seeds are tests of their own
@@ -158,20 +118,20 @@ def test_random_problems(seed: int) -> None:
         heads = kv_heads * draws.choice([1, 3, 4, 5, 7, 8]), kv_heads
         dim = draws.choice([64, 72, 128, 192])
         around = draws.choice([(0, 0), (5, 130)])
-        problem = _problem(sizes, draws.choice([1, 5, 8, 16, 32, 48, 64, 128, 384]), heads, (dim, dim), around)
-        _check(problem)
+        problem = problem_of(sizes, draws.choice([1, 5, 8, 16, 32, 48, 64, 128, 384]), heads, (dim, dim), around)
+        check(problem)
         left = int(2 ** draws.uniform(0, 12))
-        _check(_without_pages_ahead(problem, left, [n for n, _ in sizes]), window_size=(left, 0))
+        check(_without_pages_ahead(problem, left, [n for n, _ in sizes]), window_size=(left, 0))
 
 
 def test_a_graph_follows_starts_and_lengths() -> None:
-    check_a_graph(_problem([(5, 300), (1, 700), (20, 40)], 16), max_seqlen_q=26)
-    check_a_graph(_problem([(5, 300), (1, 700), (20, 40)], 16), max_seqlen_q=26, window_size=(50, 0))
+    check_a_graph(problem_of([(5, 300), (1, 700), (20, 40)], 16), max_seqlen_q=26)
+    check_a_graph(problem_of([(5, 300), (1, 700), (20, 40)], 16), max_seqlen_q=26, window_size=(50, 0))
 
 
 def _dense(sizes: list[tuple[int, int]], capacity: int, **options: Any) -> dict[str, Any]:
     """`_problem` over dense caches with more entries than sequences; NaN behind every end."""
-    problem = _problem(sizes, 16, **options)
+    problem = problem_of(sizes, 16, **options)
     table = problem.pop("page_table")
     for name in ("key_cache", "value_cache"):
         pages = problem[name]
@@ -224,7 +184,7 @@ def test_equal_queries(heads: tuple[int, int], queries: int, page: int, monkeypa
         monkeypatch.setattr(forward_pages, "cut_for", lambda rows, least=least: Cut(3, least, 0, 8))
         for lengths in ((700, 3000, 5, 0, 64), (130, 2000) * 10):
             sizes = [(queries, length) for length in lengths]
-            problem = _problem(sizes, page, heads) if page else _dense(sizes, max(lengths) + 3, heads=heads)
+            problem = problem_of(sizes, page, heads) if page else _dense(sizes, max(lengths) + 3, heads=heads)
             problem.pop("cu_seqlens_q")
             problem["query"] = problem["query"].unflatten(0, (len(sizes), queries))
             _check_call(problem, queries)
@@ -241,7 +201,7 @@ def test_one_sequence(page: int, dims: tuple[int, int]) -> None:
         (3000, 3001, 200, (32, 32)), (50, 130, 100, (12, 2)),
     ):  # fmt: skip
         sizes = [(queries, length)]
-        problem = _problem(sizes, page, heads, dims) if page else _dense(sizes, capacity, heads=heads, dims=dims)
+        problem = problem_of(sizes, page, heads, dims) if page else _dense(sizes, capacity, heads=heads, dims=dims)
         if page:
             # ids behind the last key are undefined
             more = torch.full((1, capacity // page), 1 << 30, device=CUDA, dtype=torch.int32)
@@ -267,7 +227,7 @@ def test_new_keys_count() -> None:
 @pytest.mark.parametrize("page", [0, 16])
 def test_equal_queries_whose_keys_are_appended(page: int, sizes: list[tuple[int, int]]) -> None:
     queries = sizes[0][0]
-    problem = _problem(sizes, page) if page else _dense(sizes, 3003)
+    problem = problem_of(sizes, page) if page else _dense(sizes, 3003)
     problem.pop("cu_seqlens_q")
     problem["query"] = problem["query"].unflatten(0, (len(sizes), queries))
     key_new, value_new = (torch.randn(len(sizes), queries, 2, 128, device=CUDA).bfloat16() for _ in range(2))
@@ -280,4 +240,4 @@ def test_equal_queries_whose_keys_are_appended(page: int, sizes: list[tuple[int,
 
 
 def test_packed_queries_over_dense_caches_are_sent_here() -> None:
-    _check(_dense(SIZES, 1003))
+    check(_dense(SIZES, 1003))

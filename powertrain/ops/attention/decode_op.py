@@ -12,7 +12,6 @@ from powertrain.ops.attention.decode_kernels import _decode_kernel
 from powertrain.ops.attention.decode_plans import Plan, choose_splits, plan_for
 from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, schedule
 from powertrain.ops.attention.decode_tiles import TileList
-from powertrain.ops.attention.hopper.decode_mla import PLAN as MLA_PLAN
 from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
 from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
 from powertrain.ops.attention.triton.tiles import pieces
@@ -28,9 +27,9 @@ MLA_LEAST_ROWS = 16
 
 def why_not_hopper(call: MlaCall, target: Target) -> str | None:
     """Why the universal kernel serves a call of decode_attention and not the Hopper kernel for MLA, or None."""
-    rows = call.query.shape[1] * call.query.shape[2]
-    if rows < MLA_LEAST_ROWS:
-        return f"it is for {MLA_LEAST_ROWS} rows (queries times heads) or more, got {rows}"
+    rows, batch = call.query.shape[:-1].numel(), call.batch
+    if rows < MLA_LEAST_ROWS * batch:
+        return f"it is for {MLA_LEAST_ROWS} rows or more (queries times heads) a sequence, got {rows} of {batch}"
     return why_not_mla(call, target)
 
 
@@ -124,8 +123,9 @@ class _Call(NamedTuple):
 
     def of_mla(self) -> MlaCall:
         return MlaCall(
-            self.query, self.key_cache, self.value_cache, self.head_dim_v, self.page_table, self.cache_batch_idx,
-            self.cache_leftpad, self.alibi_slopes, self.left, self.softcap, self.scale,
+            self.query, self.key_cache, self.value_cache, self.head_dim_v, self.query_starts, self.queries, self.keys(),
+            self.seen, self.page_table, self.cache_batch_idx, self.alibi_slopes, self.sinks, self.softcap, self.scale,
+            self.num_splits,
         )  # fmt: skip
 
     def of_pages(self) -> PagedCall:
@@ -233,8 +233,6 @@ def _why_not_pages(call: _Call, target: Target) -> str | None:
 
 
 def _why_not_mla(call: _Call, target: Target) -> str | None:
-    if call.query_starts is not None:
-        return "it takes no packed queries"
     return why_not_hopper(call.of_mla(), target)
 
 
@@ -259,18 +257,13 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
         out, lse = launch_pages(call.of_pages(), call.queries, target)
         return (out, lse) if call.query_starts is None else (out[None], lse[None])
     out, lse = _decode_outputs(*call)
-    mla = call.of_mla()
     if _why_not_mla(call, target) is None:
-        work = _work_of(call, out, lse, MLA_PLAN, target)
-        launch_mla(
-            mla, call.cache_seqlens, call.sinks, out, lse, work.partial, work.partial_lse, work.parts, work.grid,
-            work.slots, call.num_new, call.sees_right, target,
-        )  # fmt: skip
-    else:
-        operands = _Operands.of(call, target)
-        plan = _plan_of(call, operands, target)
-        work = _work_of(call, out, lse, (plan.block_m, plan.block_n, plan.per_sm), target)
-        _launch_universal(call, operands, plan, work, out, lse, target)
+        launch_mla(call.of_mla(), out, lse, target)
+        return out, lse
+    operands = _Operands.of(call, target)
+    plan = _plan_of(call, operands, target)
+    work = _work_of(call, out, lse, (plan.block_m, plan.block_n, plan.per_sm), target)
+    _launch_universal(call, operands, plan, work, out, lse, target)
     if work.partial is not None and work.partial_lse is not None:
         if work.listed is not None:
             work.listed.combine(work.partial, work.partial_lse, call.sinks, out, lse, call.kv_heads, call.queries)

@@ -169,14 +169,17 @@ def _first_to_end(share, extra, cut, total, longest, some, at_once, of_results):
     The time of the last program is estimated in blocks of keys: each entry costs two blocks more than it has, the
     results of a part `of_results` blocks, the kernel that combines them one, and a sixth for each part of the longest
     tile. If there are more entries than run at once, the last program ends later than the mean by a share of the
-    longest and of the mean entry. `extra`, `cut`: of `_parts_by_share`."""
-    entries = some + extra
+    longest and of the mean entry, yet not later than as many waves of the longest take; and not earlier than the waves
+    of parts of `share` blocks, which come first. `extra`, `cut`: of `_parts_by_share`."""
+    entries, in_parts = some + extra, extra + cut
     is_cut = (extra > 0).to(tl.float32)
     parts = tl.cdiv(longest - share // 4, share)
-    longest = tl.minimum(share + share // 4, longest)
-    end = (total + 2 * entries + of_results * (extra + cut)) / at_once
-    end += tl.where(entries > at_once, 0.15 * longest + 0.6 * total / tl.maximum(entries, 1), 0.0)
-    end = tl.maximum(end, longest + 2 + of_results * is_cut) + is_cut * (1 + parts / 6)
+    longest = tl.minimum(share + share // 4, longest) + 2 + of_results * is_cut
+    end = (total + 2 * entries + of_results * in_parts) / at_once
+    late = end + 0.15 * longest + 0.6 * total / tl.maximum(entries, 1)
+    end = tl.where(entries > at_once, tl.minimum(late, tl.cdiv(entries, at_once) * longest), end)
+    of_parts = tl.cdiv(in_parts, at_once) * (share + 2 + of_results)
+    end = tl.maximum(end, tl.where(in_parts > at_once, of_parts, longest)) + is_cut * (1 + parts / 6)
     return tl.max(tl.where(end <= tl.min(end), share, 0))
 
 

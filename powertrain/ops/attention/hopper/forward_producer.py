@@ -127,7 +127,7 @@ def _load_part(desc, smem, bar, where, column, part: gl.constexpr, BOX: gl.const
 
 
 @gluon.jit
-def _page_ids(keys, row, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+def page_ids(keys, row, ROWS: gl.constexpr, CONFIG: gl.constexpr):
     """Where rows are copied: the pages of ROWS positions from `row` on, -1 for one that is not seen. One id a thread:
     loaded where a thread copies eight rows, each load would wait for the one before, for want of registers."""
     if CONFIG.loader_warps > 1:
@@ -142,15 +142,15 @@ def _page_ids(keys, row, ROWS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _copy_rows(cache, smem, bar, stage, kv, row, ids, DIM: gl.constexpr, CONFIG: gl.constexpr):
-    """A block of keys or values row by row, from the pages of `_page_ids`; zeros for rows that are not seen."""
+    """A block of keys or values row by row, from the pages of `page_ids`; zeros for rows that are not seen."""
     for i in gl.static_range(len(smem)):
-        _copy_piece(cache, smem[i].index(stage), kv, row, ids, i * smem[0].shape[2], DIM, CONFIG)
+        copy_piece(cache, smem[i].index(stage), kv, row, ids, i * smem[0].shape[2], DIM, CONFIG)
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
-def _copy_piece(cache, smem, kv, row, ids, FIRST: gl.constexpr, DIM: gl.constexpr, CONFIG: gl.constexpr):
-    """As many columns from FIRST on as `smem` [rows, columns] has: each thread 16 bytes of each 64 columns, of every
+def copy_piece(cache, smem, kv, row, ids, first, DIM: gl.constexpr, CONFIG: gl.constexpr):
+    """As many columns from `first` on as `smem` [rows, columns] has: each thread 16 bytes of each 64 columns, of every
     16th row."""
     COLS: gl.constexpr = smem.shape[1]
     THREADS: gl.constexpr = min(COLS, 64) // 8  # of a row
@@ -160,7 +160,7 @@ def _copy_piece(cache, smem, kv, row, ids, FIRST: gl.constexpr, DIM: gl.constexp
     within = (row + gl.arange(0, smem.shape[0], rows)) % CONFIG.page_size
     # int32 in units of 16 bytes: with 64 bits addresses take three times the instructions, which consumers wait for
     at = page * cache.page + within * cache.row + kv * cache.head
-    column = FIRST + gl.arange(0, COLS, gl.SliceLayout(0, layout))
+    column = first + gl.arange(0, COLS, gl.SliceLayout(0, layout))
     ptrs = gl.expand_dims(cache.ptr + column, 0) + gl.expand_dims(at.to(gl.int64) * 8, 1)
     mask = gl.expand_dims(page >= 0, 1) & gl.expand_dims(column < DIM, 0)
     async_copy.async_copy_global_to_shared(smem, ptrs, mask=mask)  # [rows, columns]
@@ -246,7 +246,7 @@ def _load_blocks(
     first_row = (
         keys.start + block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
     )
-    ids = _page_ids(keys, first_row, BLOCK_N, CONFIG)
+    ids = page_ids(keys, first_row, BLOCK_N, CONFIG)
     ids_before = ids
     tile_idx = no_tile_fetched()
     # the order in which consumers visit blocks; both sides compute it from the same four numbers
@@ -258,7 +258,7 @@ def _load_blocks(
         row = keys.start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
         # a block ahead; behind the last one the ids are of no block, and not used
         later = keys.start + block_at(n + 1, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
-        ids_later = _page_ids(keys, later, BLOCK_N, CONFIG)
+        ids_later = page_ids(keys, later, BLOCK_N, CONFIG)
         at = visited + n
         stage = at & (STAGES - 1)
         # k's stage: the consumers gave it back at a numbered barrier, for in Triton 3.6 an arrival at an mbarrier
