@@ -51,7 +51,7 @@ def _attention(*names: str) -> Part:
 
 SECTIONS: dict[str, tuple[Part, ...]] = {
     "host": (_module("host"),),
-    "decode": (_module("decode"),),
+    "decode": (_module("decode"), _module("decode_mla")),
     "attention": (_attention("CASES", "GROUPED"),),
     "head-dims": (_attention("HEAD_DIMS"),),
     "short": (_module("attention_short"),),

@@ -26,10 +26,9 @@ CASES = [
     (16, 8192, (0, 16)),
     (4, 8192, (0, 16)),
 ]
-MLA = 64, 8192  # batch, keys
 
 
-def _spread(batch: int) -> list[int]:
+def spread(batch: int) -> list[int]:
     """Lengths of 500 to 32768, evenly by their logarithm."""
     draws = random.Random(0)
     return [int(math.exp(draws.uniform(math.log(500), math.log(32768)))) for _ in range(batch)]
@@ -37,11 +36,11 @@ def _spread(batch: int) -> list[int]:
 
 # label, lengths, query and kv heads, head dim, page size (0: dense), queries
 LENGTHS = [
-    ("32 of 500 to 32k", _spread(32), 32, 8, 128, 0, 1),
-    ("32 of 500 to 32k, pages of 16", _spread(32), 32, 8, 128, 16, 1),
-    ("32 of 500 to 32k, pages of 64", _spread(32), 28, 4, 128, 64, 1),
-    ("32 of 500 to 32k, pages of 1", _spread(32), 64, 8, 128, 1, 1),
-    ("64 of 500 to 32k", _spread(64), 32, 8, 128, 0, 1),
+    ("32 of 500 to 32k", spread(32), 32, 8, 128, 0, 1),
+    ("32 of 500 to 32k, pages of 16", spread(32), 32, 8, 128, 16, 1),
+    ("32 of 500 to 32k, pages of 64", spread(32), 28, 4, 128, 64, 1),
+    ("32 of 500 to 32k, pages of 1", spread(32), 64, 8, 128, 1, 1),
+    ("64 of 500 to 32k", spread(64), 32, 8, 128, 0, 1),
     ("64 of 8192", [8192] * 64, 32, 8, 128, 0, 1),
     ("64 of 8192, pages of 64", [8192] * 64, 32, 8, 128, 64, 1),
     ("16 of 8192", [8192] * 16, 32, 8, 128, 0, 1),
@@ -53,14 +52,14 @@ LENGTHS = [
     ("1 of 32768 and 31 of 500", [32768] + [500] * 31, 32, 8, 128, 0, 1),
     ("31 of 500 and 1 of 32768, pages of 64", [500] * 31 + [32768], 32, 8, 128, 64, 1),
     ("1 of 131072 and 63 of 1000, pages of 16", [131072] + [1000] * 63, 32, 8, 128, 16, 1),
-    ("32 of 500 to 32k, head dim 64", _spread(32), 16, 16, 64, 0, 1),
-    ("32 of 500 to 32k, 8 queries, pages of 64", _spread(32), 32, 8, 128, 64, 8),
+    ("32 of 500 to 32k, head dim 64", spread(32), 16, 16, 64, 0, 1),
+    ("32 of 500 to 32k, 8 queries, pages of 64", spread(32), 32, 8, 128, 64, 8),
 ]
 
 
 def _mixed(chunks: dict[int, int]) -> list[tuple[int, int]]:
     """(queries, keys): single tokens of 32 sequences, but of some a chunk of a prompt."""
-    return [(chunks.get(n, 1), max(keys, chunks.get(n, 1))) for n, keys in enumerate(_spread(32))]
+    return [(chunks.get(n, 1), max(keys, chunks.get(n, 1))) for n, keys in enumerate(spread(32))]
 
 
 def _chunks(batch: int, most: int) -> list[tuple[int, int]]:
@@ -99,9 +98,9 @@ MIXED = [
     Mixed("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 28, 4, 16),
     Mixed("4 chunks of 512 beside 28 tokens", _mixed({3: 512, 9: 512, 20: 512, 30: 512}), 32, 8, 64),
     Mixed("a chunk of 2048 beside 31 tokens", _mixed({7: 2048}), 32, 8, 64),
-    Mixed("32 chunks of 1 to 16", [(n % 16 + 1, keys) for n, keys in enumerate(_spread(32))], 32, 8, 64),
-    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 32, 8, 64),
-    Mixed("32 single tokens", [(1, keys) for keys in _spread(32)], 32, 8, 64),
+    Mixed("32 chunks of 1 to 16", [(n % 16 + 1, keys) for n, keys in enumerate(spread(32))], 32, 8, 64),
+    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in spread(32)], 32, 8, 64),
+    Mixed("32 single tokens", [(1, keys) for keys in spread(32)], 32, 8, 64),
     Mixed("1 chunk of 1024 beside 32768 keys", [(1024, 32768)], 32, 8, 64),
     Mixed("40 chunks of 20 to 600, to 16000 keys", _chunks(40, 16000), 32, 8, 128),
     Mixed("100 chunks of 20 to 600, to 2600 keys", _chunks(100, 2000), 28, 4, 128),
@@ -110,11 +109,11 @@ MIXED = [
     Mixed("60 chunks of 512 beside 1500 keys", [(512, 1500)] * 60, 8, 1, 64),
     # windows; pages of less than 8 keys
     Mixed("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 32, 8, 64, 1023),
-    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 28, 4, 16, 4095),
-    Mixed("32 single tokens", [(1, keys) for keys in _spread(32)], 64, 8, 16, 127),
+    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in spread(32)], 28, 4, 16, 4095),
+    Mixed("32 single tokens", [(1, keys) for keys in spread(32)], 64, 8, 16, 127),
     Mixed("a chunk of 512 beside 31 tokens", _mixed({7: 512}), 28, 4, 1),
-    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in _spread(32)], 32, 8, 1),
-    Mixed("32 single tokens", [(1, keys) for keys in _spread(32)], 32, 8, 4),
+    Mixed("32 chunks of 256", [(256, max(256, keys)) for keys in spread(32)], 32, 8, 1),
+    Mixed("32 single tokens", [(1, keys) for keys in spread(32)], 32, 8, 4),
     # few sequences, whose calls take little longer than their kernels' code takes to be read
     Mixed("1 chunk of 16 beside 3856 keys", [(16, 3856)], 32, 8, 16),
     Mixed("3 chunks of 8 beside 230 to 8259 keys", [(8, 584), (8, 230), (8, 8259)], 40, 8, 16),
@@ -259,19 +258,13 @@ def _variants_of_equal_lengths(
     return {**variants, "torch flash": _sdpa(q, keys, values)}
 
 
-def _mla(b: int, n: int, device: str) -> dict[str, Callable[[], Any]]:
-    q, latent = normal(b, 1, 128, 576, device=device), normal(b, n, 1, 576, device=device)
-    lengths = torch.full((b,), n, dtype=torch.int32, device=device)
-    return {"dense": lambda: decode_attention(q, latent, None, lengths, head_dim_v=512)}
-
-
 @torch.no_grad()
 def launch() -> None:
     """Ours on meta tensors: for `ahead.build`."""
     every = [_variants_of_lengths(*case[1:], device="meta") for case in LENGTHS]
     every += [_variants_of_packed(case, "meta") for case in MIXED]
     every += [_variants_of_equal_lengths(*case, device="meta") for case in CASES]
-    for variants in [*every, _mla(*MLA, device="meta")]:
+    for variants in every:
         for name, call in variants.items():
             if not name.startswith(("flash", "torch")):
                 call()
@@ -285,8 +278,3 @@ def run() -> Iterator[str]:
         timings = measure(_variants_of_equal_lengths(b, n, page_sizes, "cuda"))
         yield table(f"decode B{b} keys {n} H{H}/{K} D{D} bf16", timings, num_bytes=2 * 2 * b * n * K * D)
         torch.cuda.empty_cache()
-
-    b, n = MLA
-    flops = 2 * b * 128 * n * (576 + 512)
-    timings = measure(_mla(b, n, "cuda"))
-    yield table(f"decode MLA B{b} keys {n} H128/1 576/512 bf16", timings, num_bytes=2 * b * n * 576, flops=flops)

@@ -85,10 +85,9 @@ def _blocks_of(
 
 
 @triton.jit
-def extra_parts(blocks, share, FILLS_ONCE: tl.constexpr):
-    """Parts of a sequence beyond its first, of about `share` blocks of keys; none of no blocks. A quarter more is not
-    cut, so that equal lengths stay whole, unless all parts run at once, where the longest counts."""
-    slack = 0 if FILLS_ONCE else share // 4
+def extra_parts(blocks, share, slack):
+    """Parts of a sequence beyond its first, of about `share` blocks of keys; none of no blocks. `slack` more are not
+    cut: a quarter, so that equal lengths stay whole; none if all parts run at once, where the longest counts."""
     return tl.maximum(tl.cdiv(blocks - slack, share), 1) - 1
 
 
@@ -104,10 +103,10 @@ def smallest_share(blocks, total, count, extra, least):
     """The same of `count` sequences where all parts run at once: nearly the smallest."""
     share = tl.maximum(tl.cdiv(total, extra + count), least)
     for _ in range(6):
-        needed = tl.sum(extra_parts(blocks, share, True))
+        needed = tl.sum(extra_parts(blocks, share, 0))
         closer = tl.maximum(share + 1, tl.cdiv(share * (needed + count), extra + count))
         share = tl.where(needed > extra, closer, share)
-    return tl.where(tl.sum(extra_parts(blocks, share, True)) > extra, safe_share(total, extra, least), share)
+    return tl.where(tl.sum(extra_parts(blocks, share, 0)) > extra, safe_share(total, extra, least), share)
 
 
 @triton.jit
@@ -151,7 +150,7 @@ def _write_parts(
 ):
     """The parts of some sequences. `before`, `cut_before`: extra parts, and sequences that are cut, of those before
     them; returned with theirs."""
-    more = extra_parts(blocks, share, FILLS_ONCE)
+    more = extra_parts(blocks, share, 0 if FILLS_ONCE else share // 4)
     is_cut = (more > 0).to(tl.int32)
     begin = before + tl.cumsum(more) - more
     rank = cut_before + tl.cumsum(is_cut) - is_cut
@@ -229,7 +228,7 @@ def _schedule_kernel(
         else:
             share = share_of(total, tl.max(blocks), batches, at_once, least)
             share = tl.maximum(share, safe_share(total, extra, least))
-        more = extra_parts(blocks, share, FILLS_ONCE)
+        more = extra_parts(blocks, share, 0 if FILLS_ONCE else share // 4)
         used = tl.sum(more)
         cut = tl.sum((more > 0).to(tl.int32))
         before, cut_before = _write_parts(
@@ -253,7 +252,7 @@ def _schedule_kernel(
                 batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
                 HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            more = extra_parts(blocks, share, False)
+            more = extra_parts(blocks, share, share // 4)
             used += tl.sum(more)
             cut += tl.sum((more > 0).to(tl.int32))
         for start in range(0, batches, BLOCK_B):

@@ -31,6 +31,7 @@ from powertrain.ops.attention.decode_schedule import (
     share_of,
     smallest_share,
 )
+from powertrain.ops.attention.decode_waves import share_by_waves
 from powertrain.ops.attention.triton.sequences import SMALL, sequence_span
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E
 from powertrain.ops.early_start import starts_early, wait_for_kernel_before
@@ -169,17 +170,14 @@ def _first_to_end(share, extra, cut, total, longest, some, at_once, of_results):
     The time of the last program is estimated in blocks of keys: each entry costs two blocks more than it has, the
     results of a part `of_results` blocks, the kernel that combines them one, and a sixth for each part of the longest
     tile. If there are more entries than run at once, the last program ends later than the mean by a share of the
-    longest and of the mean entry, yet not later than as many waves of the longest take; and not earlier than the waves
-    of parts of `share` blocks, which come first. `extra`, `cut`: of `_parts_by_share`."""
-    entries, in_parts = some + extra, extra + cut
+    longest and of the mean entry. `extra`, `cut`: of `_parts_by_share`."""
+    entries = some + extra
     is_cut = (extra > 0).to(tl.float32)
     parts = tl.cdiv(longest - share // 4, share)
-    longest = tl.minimum(share + share // 4, longest) + 2 + of_results * is_cut
-    end = (total + 2 * entries + of_results * in_parts) / at_once
-    late = end + 0.15 * longest + 0.6 * total / tl.maximum(entries, 1)
-    end = tl.where(entries > at_once, tl.minimum(late, tl.cdiv(entries, at_once) * longest), end)
-    of_parts = tl.cdiv(in_parts, at_once) * (share + 2 + of_results)
-    end = tl.maximum(end, tl.where(in_parts > at_once, of_parts, longest)) + is_cut * (1 + parts / 6)
+    longest = tl.minimum(share + share // 4, longest)
+    end = (total + 2 * entries + of_results * (extra + cut)) / at_once
+    end += tl.where(entries > at_once, 0.15 * longest + 0.6 * total / tl.maximum(entries, 1), 0.0)
+    end = tl.maximum(end, longest + 2 + of_results * is_cut) + is_cut * (1 + parts / 6)
     return tl.max(tl.where(end <= tl.min(end), share, 0))
 
 
@@ -229,7 +227,7 @@ def _store_parts(list_ptr, sequence, tile, first_query, count, length, more, bef
 @triton.jit
 def _counts(blocks, share):
     """(parts beyond a tile's first, tiles that are cut, whole tiles of each level) of some tiles."""
-    more = extra_parts(blocks, share, False)
+    more = extra_parts(blocks, share, share // 4)
     whole = _level_of(blocks, (more == 0) & (blocks >= 0), share)  # [tiles, _LEVELS]
     return tl.sum(more), tl.sum((more > 0).to(tl.int32)), tl.sum(whole, 0)
 
@@ -249,7 +247,7 @@ def _store_tiles(
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The entries of some tiles. `used`, `cut`: the counts of all; the last three: of those before them."""
-    more = extra_parts(blocks, share, False)
+    more = extra_parts(blocks, share, share // 4)
     is_cut = (more > 0).to(tl.int32)
     second = before + tl.cumsum(more) - more
     rank = cut_before + tl.cumsum(is_cut) - is_cut
@@ -296,7 +294,8 @@ def _few_tiles_kernel(
     starts_ptr, seqlens_ptr, leftpad_ptr, list_ptr,
     tiles, batches, queries, ratio, num_new, capacity, left, right, extra, at_once, least, of_results,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FILLS_ONCE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    FILLS_ONCE: tl.constexpr, ROUNDS: tl.constexpr, BY_WAVES: tl.constexpr, BLOCK_T: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """`_tiles_kernel` and `_list_kernel` in one program, which holds all tiles. FILLS_ONCE, of no ROUNDS: all parts run
     at once, so there are at most `at_once`."""
@@ -309,9 +308,12 @@ def _few_tiles_kernel(
     blocks = tl.where(slot < tiles, blocks, -1)
     total, longest = tl.sum(tl.maximum(blocks, 0)), tl.maximum(tl.max(blocks), 1)
     some = tl.sum((blocks > 0).to(tl.int32))
-    if FILLS_ONCE:
+    if BY_WAVES:
+        share, slack = share_by_waves(blocks, total, longest, some, extra, at_once, least, of_results, ROUNDS)
+    elif FILLS_ONCE:
         rows = tl.sum((blocks >= 0).to(tl.int32))
         share = smallest_share(blocks, total, rows, at_once - rows, least)
+        slack = share * 0
     else:
         if ROUNDS > 0:
             shares = _shares_of_rounds(total, longest, at_once, least, ROUNDS)
@@ -320,10 +322,11 @@ def _few_tiles_kernel(
         else:
             share = share_of(total, longest, some, at_once, least)
         share = tl.maximum(share, safe_share(total, extra, least))
+        slack = share // 4
     # levels of lengths are parts of it
     share = tl.minimum(share, longest)
 
-    more = extra_parts(blocks, share, FILLS_ONCE)
+    more = extra_parts(blocks, share, slack)
     ends = tl.cumsum(more)
     used = tl.sum(more)
     tl.store(list_ptr + LISTED, used + tl.sum((blocks >= 0).to(tl.int32)))
@@ -511,7 +514,7 @@ class TileList(NamedTuple):
     def of(
         starts: Tensor | None, keys: KeysSeen, queries: int, ratio: int, groups: int, seen: int,
         plan: tuple[int, int, int], target: Target, rounds: int = 0, least_keys: int | None = None,
-        result_keys: int = 0,
+        result_keys: int = 0, by_waves: bool = False,
     ) -> "TileList":  # fmt: skip
         """Of `queries` in all, with starts; without, of so many of each sequence.
 
@@ -521,6 +524,7 @@ class TileList(NamedTuple):
         rounds      where programs take entries from a counter: parts that the work of a program is cut into, at most
         least_keys  keys of the smallest part
         result_keys keys that take as long as storing and combining the results of a part, with rounds
+        by_waves    with rounds: the tensor cores are the limit, not memory (decode_waves.py)
         """
         batch, (block_m, block_n, per_sm), device = keys.seqlens.shape[0], plan, keys.seqlens.device
         count = cdiv(queries * ratio, block_m)
@@ -544,7 +548,7 @@ class TileList(NamedTuple):
             block_t = max(32, next_power_of_2(count))
             _few_tiles_kernel[(1,)](
                 starts, keys.seqlens, keys.leftpad, entries, count, *of_tiles, *of_parts, **masks,
-                FILLS_ONCE=fills_once, ROUNDS=rounds, BLOCK_T=block_t,
+                FILLS_ONCE=fills_once, ROUNDS=rounds, BY_WAVES=by_waves, BLOCK_T=block_t,
                 num_warps=1 if block_t <= 64 else min(32, block_t // 32),
             )  # fmt: skip
         else:

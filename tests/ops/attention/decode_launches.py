@@ -60,6 +60,19 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
         _decode(dtype, 64, 128, 1, 576, 512)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=16)
         _decode(dtype, 64, 128, 1, 576, 512, page_size=64)
+        _decode(dtype, 1, 128, 1, 576, 512, page_size=64)
+        _launch_over_latent_caches(dtype)
+
+
+def _launch_over_latent_caches(dtype: torch.dtype) -> None:
+    """Packed queries: chunks of prompts beside new tokens; over pages of one key."""
+    lengths, table, starts = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((32,), (32, 512), (33,)))
+    query = torch.empty(300, 128, 576, dtype=dtype, device=META)
+    for page in (64, 1):
+        cache = torch.empty(8192, page, 1, 576, dtype=dtype, device=META)
+        decode_attention(
+            query, cache, None, lengths, page_table=table, head_dim_v=512, cu_seqlens_q=starts, max_seqlen_q=200
+        )  # fmt: skip
 
 
 def _launch_over_caches(dtype: torch.dtype) -> None:

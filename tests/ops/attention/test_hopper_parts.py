@@ -65,7 +65,7 @@ class _Problem:
         # heads of a tile: the last tile of a kv head may have fewer
         self.pack = draws.choice([1, 2, 3, 4, 5, 7, 8]) if self.ratio > 1 else 1
         self.right, self.rounds, self.least = draws.choice([-1, 0, 2]), draws.choice([1, 3, 50]), draws.choice([16, 96])
-        self.result_keys = draws.choice([0, 40])
+        self.result_keys, self.by_waves = draws.choice([0, 40]), draws.random() < 0.3
         self.left = draws.choice([-1, -1, 0, 3, 20, 150])
         # most queries, as callers say, who may be wrong
         self.said = draws.choice([0, 1, max(counts)])
@@ -86,7 +86,7 @@ class _Problem:
         groups = self.kv_heads * cdiv(self.ratio, self.pack)
         return TileList.of(
             self.starts, keys, self.queries, self.pack, groups, seen, (block_m, block_n, 1),
-            replace(CARD, num_sms=self.sms), self.rounds, self.least, self.result_keys,
+            replace(CARD, num_sms=self.sms), self.rounds, self.least, self.result_keys, self.by_waves,
         )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,8 @@ def test_one_program_lists_what_two_kernels_list(
     seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = _Problem(seed, device)
-    problem.sms = 1  # so that not all parts run at once
+    # so that not all parts run at once; two kernels do not count waves
+    problem.sms, problem.by_waves = 1, False
     lists = []
     for most in (2048, 0):
         monkeypatch.setattr(decode_tiles, "_MOST_IN_ONE", most)
@@ -223,15 +224,19 @@ def _batch(seed: int) -> tuple[list[int], list[int]]:
 
 
 @runs_kernels
+@pytest.mark.parametrize("by_waves", [False, True], ids=["", "waves"])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_longest_come_first_and_the_list_ends_about_as_soon_as_the_best(seed: int, device: torch.device) -> None:
+def test_the_longest_come_first_and_the_list_ends_about_as_soon_as_the_best(
+    seed: int, by_waves: bool, device: torch.device
+) -> None:
     """Blocks are those that a tile sees: of a chunk's first queries a part of the keys. The best: of the shares of all
     sizes that all tiles are cut into, or none."""
     counts, lengths = _batch(seed)
-    groups, at_once, cost = 8, 132 // 8, 320
+    groups = 2 if by_waves else 8
+    at_once, cost = 132 // groups, 320
     starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
     keys = KeysSeen(torch.tensor(lengths, dtype=torch.int32, device=device), None, 0, 32768, -1, 0)
-    tiles = TileList.of(starts, keys, int(starts[-1]), 4, groups, 32768, (128, 128, 1), CARD, 3, 256, cost)
+    tiles = TileList.of(starts, keys, int(starts[-1]), 4, groups, 32768, (128, 128, 1), CARD, 3, 256, cost, by_waves)
     blocks, is_cut, seen = [], [], []
     for _, part, parts, tile in _parts_of(tiles):
         begin, end = _blocks_of_part(tile, part, parts, 32, 128, 0)

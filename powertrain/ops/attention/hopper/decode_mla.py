@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.combine import combine
+from powertrain.ops.attention.decode_plans import choose_splits
 from powertrain.ops.attention.decode_schedule import KeysSeen
 from powertrain.ops.attention.decode_tiles import TileList
 from powertrain.ops.attention.hopper.decode_mla_consumer import consume
@@ -68,9 +69,16 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.tensor_maps import TensorMap
 
 HEAD_DIM_QK, HEAD_DIM_V = 576, 512
-# how the work of a program is cut into parts: at most so many; keys of the smallest part; keys that take as long as
-# storing and combining the results of a part
-_ROUNDS, _LEAST_KEYS, _RESULT_KEYS = 3, 128, 256
+# how the work of a program is cut into parts: at most so many, and keys of the smallest
+_ROUNDS, _LEAST_KEYS = 3, 128
+
+
+def _result_keys(rows: int) -> int:
+    """Keys that take as long as storing and combining the results of a part, of `rows` rows of a sequence on average.
+
+    us, one H200, 32 sequences of 500 to 32k keys, by blocks of a part: 128 heads, 8 233, 20 202, 24 193, 40 182, 48
+    180, 56 196; 16 heads, 6 101, 12 93, 24 89, 32 91, 48 113."""
+    return 64 + 4 * min(rows, ROWS.value)
 
 
 @gluon_kernel(archs=(90,), unaligned=SMALL)
@@ -159,8 +167,6 @@ def why_not_mla(call: MlaCall, target: Target) -> str | None:
         return "it takes no empty tensors"
     if call.page_table is not None and copies_rows(cache) and cache.shape[0] * cache.stride(0) >= 2**34:
         return f"of pages of {cache.shape[1]} keys it takes caches of up to 2^34 elements"
-    if call.query_starts is not None and call.num_splits:
-        return "packed queries have no num_splits here"
     for name, given in (
         ("a left window", call.keys.left >= 0),
         ("softcap", call.softcap > 0),
@@ -192,30 +198,33 @@ def launch_mla(call: MlaCall, out: Tensor, lse: Tensor, target: Target) -> None:
     """Into out [B, S, H, 512] and lse [B, H, S]; of packed queries B is 1."""
     query = call.query
     b, sq, h, _ = query.shape
-    if call.num_splits:
-        tiles = b * cdiv(sq * h, ROWS.value) * call.num_splits
-        shape = (call.num_splits,) if call.num_splits > 1 else None
-        partial = None if shape is None else query.new_empty((*shape, *out.shape), dtype=torch.float32)
-        partial_lse = None if shape is None else query.new_empty((*shape, *lse.shape), dtype=torch.float32)
-        _launch(call, None, tiles, out, lse, partial, partial_lse, target)
-        if partial is not None and partial_lse is not None:
-            combine(partial, partial_lse, call.sinks, out, lse, out.stride()[:3], None)
-        return
-    listed = TileList.of(
-        call.query_starts, call.keys, sq, h, 1, call.seen, (ROWS.value, BLOCK_N.value, 1), target, _ROUNDS,
-        _LEAST_KEYS, _RESULT_KEYS,
-    )  # fmt: skip
-    partial = query.new_empty((listed.slots, 1, ROWS.value, HEAD_DIM_V), dtype=torch.float32)
-    partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
-    _launch(call, listed, listed.most, out, lse, partial, partial_lse, target)
-    listed.combine(partial, partial_lse, call.sinks, out, lse, 1, call.max_queries)
+    tiles, num_splits = b * cdiv(sq * h, ROWS.value), call.num_splits
+    if num_splits == 0 and b == 1 and call.query_starts is None:
+        # tiles of one sequence are nearly equal
+        num_splits = choose_splits(tiles, call.seen, 1, target)
+    if num_splits == 1:
+        _launch(call, None, 1, tiles, out, lse, None, None, target)
+    elif num_splits > 1:
+        partial = query.new_empty((num_splits, *out.shape), dtype=torch.float32)
+        partial_lse = query.new_empty((num_splits, *lse.shape), dtype=torch.float32)
+        _launch(call, None, num_splits, tiles * num_splits, out, lse, partial, partial_lse, target)
+        combine(partial, partial_lse, call.sinks, out, lse, out.stride()[:3], None)
+    else:
+        listed = TileList.of(
+            call.query_starts, call.keys, sq, h, 1, call.seen, (ROWS.value, BLOCK_N.value, 1), target, _ROUNDS,
+            _LEAST_KEYS, _result_keys(b * sq * h // call.batch), by_waves=True,
+        )  # fmt: skip
+        partial = query.new_empty((listed.slots, 1, ROWS.value, HEAD_DIM_V), dtype=torch.float32)
+        partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
+        _launch(call, listed, 0, listed.most, out, lse, partial, partial_lse, target)
+        listed.combine(partial, partial_lse, call.sinks, out, lse, 1, call.max_queries)
 
 
 def _launch(
-    call: MlaCall, listed: TileList | None, tiles: int, out: Tensor, lse: Tensor, partial: Tensor | None,
-    partial_lse: Tensor | None, target: Target,
+    call: MlaCall, listed: TileList | None, num_splits: int, tiles: int, out: Tensor, lse: Tensor,
+    partial: Tensor | None, partial_lse: Tensor | None, target: Target,
 ) -> None:  # fmt: skip
-    """`tiles`: at most."""
+    """`tiles`: at most. `num_splits`: of each sequence, without a list."""
     query, cache, table, keys = call.query, call.key_cache, call.page_table, call.keys
     b, sq, h, _ = query.shape
     q_map, _ = rows_maps(
@@ -235,7 +244,7 @@ def _launch(
         )
     _hopper_decode_mla_kernel[(min(tiles, target.num_sms),)](
         q_map, k_map, k_rows, keys.seqlens, table, listed and listed.entries, counter_of(query), call.sinks, out, lse,
-        partial, partial_lse, call.batch, sq, h, keys.num_new, keys.capacity, call.num_splits, keys.right,
+        partial, partial_lse, call.batch, sq, h, keys.num_new, keys.capacity, num_splits, keys.right,
         0 if table is None else table.stride(0), *strides, call.scale,
         RIGHT=keys.right >= 0, PAGE_SIZE=0 if table is None else cache.shape[1], PACKED=call.query_starts is not None,
         STARTS_EARLY=starts_early(target), num_warps=4,

@@ -137,10 +137,7 @@ def _step(
     s = _scores(part.used[CONSUMER] + (n >> 1), buffers, sync, CONFIG, CONSUMER)
     if n + 2 >= part.blocks:
         named_barrier_arrive(QUERIES_FREE, 256 + 32 * CONFIG.loader_warps)
-    seen_by_all = part.length
-    if CONFIG.has_right:
-        seen_by_all = gl.minimum(seen_by_all, part.length - part.queries + right + 1)
-    if start + BLOCK_N > seen_by_all:
+    if start + BLOCK_N > part.seen_by_all:
         s = apply_mask(s, start, positions, part.length, 0, right, False, CONFIG.has_right)
     if CONSUMER == 0:
         p, m, l, alpha = softmax(s, m, l, factor, True)  # noqa: E741
@@ -183,7 +180,7 @@ class _Part(NamedTuple):
     begin: Any
     last: Any
     length: Any
-    queries: Any
+    seen_by_all: Any  # keys that all rows of the tile see end here
 
 
 @gluon.jit
@@ -193,13 +190,16 @@ def _tile(taken, used, blocks, results, sizes, scale, buffers, sync, CONFIG: gl.
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     pair = taken & 1
-    part = _Part(
-        used, blocks, read_tile_field(sync.tile, pair, TILE_BEGIN), read_tile_field(sync.tile, pair, TILE_LAST),
-        read_tile_field(sync.tile, pair, TILE_LENGTH), read_tile_field(sync.tile, pair, TILE_QUERIES),
-    )  # fmt: skip
+    row, length = read_tile_field(sync.tile, pair, TILE_ROW), read_tile_field(sync.tile, pair, TILE_LENGTH)
+    offset = length - read_tile_field(sync.tile, pair, TILE_QUERIES)
+    seen_by_all = length
+    if CONFIG.has_right:
+        seen_by_all = gl.minimum(length, row // sizes.heads + offset + sizes.right + 1)
+    begin, last = read_tile_field(sync.tile, pair, TILE_BEGIN), read_tile_field(sync.tile, pair, TILE_LAST)
+    part = _Part(used, blocks, begin, last, length, seen_by_all)
     factor = scale * LOG2E
-    rows = read_tile_field(sync.tile, pair, TILE_ROW) + gl.arange(0, ROWS, row_layout)
-    positions = rows // sizes.heads + (part.length - part.queries)
+    rows = row + gl.arange(0, ROWS, row_layout)
+    positions = rows // sizes.heads + offset
     m = gl.full([ROWS], MINUS_INF, gl.float32, row_layout)
     # sums are per thread: the four threads of a row meet at the end
     l = gl.zeros_like(partial_row_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)))  # noqa: E741
