@@ -91,8 +91,11 @@ class TorchRule:
         By a step without gradient and rate, which moves nothing; every torch optimizer makes its state in one.
         """
         if not self.inner.state and not self._is_meta():
-            rates = [group["lr"] for group in self.param_groups]
+            kept = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.param_groups]
             self.set_rate(0.0)
+            for group in self.param_groups:
+                # SGD's decay is a part of the gradient, which its momentum would begin with
+                group["weight_decay"] = 0.0
             for master in self.masters.values():
                 master.grad = torch.zeros_like(master)
             self.inner.step()
@@ -100,8 +103,8 @@ class TorchRule:
             for state in self.inner.state.values():
                 if "step" in state:
                     state["step"].zero_()
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = rate
+            for group, values in zip(self.param_groups, kept, strict=True):
+                group.update(values)
         self.state = {p: self._shown(p, master) for p, master in self.masters.items()}
 
     def _shown(self, p: Tensor, master: Tensor) -> dict[str, Tensor]:

@@ -78,6 +78,16 @@ def test_sgd_is_torchs_over_masters(dtype: torch.dtype, momentum: float) -> None
         )
 
 
+def test_state_that_is_made_ahead_of_the_first_step_is_zero() -> None:
+    """As each run in 16 bits makes it: SGD's momentum began with the decayed weights."""
+    model = _Model(torch.bfloat16)
+    config = OptimizerConfig(kind="sgd", momentum=0.9, lr=0.1, weight_decay=0.5)
+    optimizer = Optimizer(model, config, TrainConfig(steps=1, seq_length=1))
+    tensors = optimizer.tensors()
+    assert not any(t.any() for name, t in tensors.items() if name.startswith("momentum_buffer."))
+    assert [group["weight_decay"] for group in optimizer.rule.param_groups] == [0.5, 0.0]
+
+
 def _run(folder: Path, *overrides: str, stop: int = 0) -> tuple[Any, list[float]]:
     folder.mkdir(exist_ok=True)
     losses: list[float] = []
