@@ -121,8 +121,12 @@ def sized(run: "Run", world_size: int | None, *, compares: bool = False) -> "tup
     from powertrain.train.config.files import is_local
     from powertrain.train.data.sources import vocabulary_size
     from powertrain.train.mesh_shape import check_parallel, fewest_ranks
-    from powertrain.train.run import with_vocabulary
+    from powertrain.train.run import check_packages, with_vocabulary
 
+    try:
+        check_packages(run.config)
+    except ValueError as error:
+        _end_with(error)
     ranks = world_size or fewest_ranks(run.config.parallel)
     try:
         check_parallel(run.config, ranks)

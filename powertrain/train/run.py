@@ -15,7 +15,6 @@ import torch
 from powertrain.runtime import tracing
 from powertrain.runtime.atomic_file import write_whole
 from powertrain.runtime.compile import prebuild
-from powertrain.runtime.extras import require
 from powertrain.runtime.reading import why
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
@@ -34,6 +33,7 @@ from powertrain.train.ranks import LaunchEnv, Ranks, be_deterministic, connect, 
 from powertrain.train.reporting.metrics import CONFIG, METRICS, RESOLVED, Sink, evaluated_at
 from powertrain.train.signals import ENDING
 from powertrain.train.slow_precision import warn_if_slow
+from powertrain.train.tasks import manager_of
 from powertrain.train.trainer import Trainer
 from powertrain.train.update_rules import require_package
 
@@ -96,6 +96,14 @@ def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int, taken: 
         raise OSError(error.errno, f"data.cache_folder cannot be written: {error.strerror}", folder) from None
 
 
+def check_packages(config: RunConfig) -> None:
+    """Raise MissingExtra for a package that the optimizer or evaluation.tasks need, ValueError for unknown tasks."""
+    require_package(config.optimizer)
+    if tasks := config.evaluation.tasks:
+        folder = config.evaluation.tasks_folder
+        manager_of(tasks, folder and Path(folder), argument="evaluation.tasks")
+
+
 def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool = False) -> Trainer:
     """A trainer that stands where its newest checkpoint left it, or at the beginning.
 
@@ -108,9 +116,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     config = with_vocabulary(run.config, tokenizer.vocab_size)
     # checks first: they need neither the other ranks nor a GPU
     check_parallel(config, launch_env.world_size)
-    require_package(config.optimizer)
-    if config.evaluation.tasks:
-        require("evaluate", "evaluation.tasks")
+    check_packages(config)
     if config.train.deterministic:
         be_deterministic(launch_env.device)
     # a step on the CPU frees and takes the same memory, which the system would map anew

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from powertrain.runtime.extras import require
+from powertrain.train.config.yaml_source import did_you_mean
 from powertrain.train.evaluation import Scorer, evaluating
 
 
@@ -23,15 +24,9 @@ def run_tasks(
     """
     if not tasks:
         raise ValueError("tasks must name at least one task of lm_eval, got none")
-    require("evaluate", "evaluation by tasks")
+    manager = manager_of(tasks, folder)
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=None if folder is None else str(folder))
-    unknown = [task for task in tasks if task not in manager.all_tasks]
-    if unknown:
-        where = "" if folder is None else f" or in {folder}"
-        raise ValueError(f"tasks must be known to lm_eval{where}, got {', '.join(unknown)}")
     with evaluating(scorer.model):
         found = simple_evaluate(
             lm_eval_model(scorer), tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager,
@@ -39,6 +34,19 @@ def run_tasks(
         )  # fmt: skip
     assert found is not None
     return {task: _numbers(values) for task, values in found["results"].items()}
+
+
+def manager_of(tasks: Sequence[str], folder: Path | None = None, *, argument: str = "tasks") -> Any:
+    """lm_eval's TaskManager, which knows these tasks. Raises as `run_tasks`, calling the tasks `argument`."""
+    require("evaluate", argument)
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        where = "" if folder is None else f" or in {folder}"
+        near = did_you_mean(unknown[0], manager.all_tasks)
+        raise ValueError(f"{argument} must be known to lm_eval{where}, got {', '.join(unknown)}{near}")
+    return manager
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

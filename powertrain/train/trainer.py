@@ -351,7 +351,11 @@ class Trainer:
             should_stop=lambda: self.should_stop and self.ranks.world_size == 1,
         )  # fmt: skip
         folder = None if config.tasks_folder is None else Path(config.tasks_folder)
-        results = run_tasks(scorer, config.tasks, folder=folder, limit=config.task_limit)
+        try:
+            results = run_tasks(scorer, config.tasks, folder=folder, limit=config.task_limit)
+        except OSError as error:
+            # a data set that is not there, whose line names neither the task nor the key
+            raise OSError(f"evaluation.tasks ({', '.join(config.tasks)}): {error}") from error
         for task, metrics in results.items():
             self._emit("task", TaskRecord(self.progress.step, task, metrics))
         self._clock = Moment(self.ranks.device)

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -165,6 +167,25 @@ def test_without_lm_eval_a_line_names_the_extra(tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 2 and "needs lm_eval: pip install 'powertrain[evaluate]'" in result.output
     with pytest.raises(extras.MissingExtra, match=r"evaluation.tasks needs lm_eval"):
         start(read(tmp_path, "evaluation.tasks=[piqa]"), ranks.read_launch_env(), lambda t: [])
+
+
+def test_unknown_tasks_are_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ended a run at its first evaluation, with a traceback; data that is not there names the key."""
+    known = Mock(return_value=Mock(all_tasks=["piqa"]))
+    evaluate = Mock(side_effect=FileNotFoundError("Unable to find 'rows.jsonl'"))
+    monkeypatch.setattr(extras, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "lm_eval", Mock(simple_evaluate=evaluate))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", Mock(TaskManager=known))
+    message = "evaluation.tasks must be known to lm_eval, got pica; did you mean piqa?"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        start(read(tmp_path, "evaluation.tasks=[pica]"), ranks.read_launch_env(), lambda t: [])
+    result = CliRunner().invoke(app, ["lint", str(tmp_path / "tiny.yml"), "evaluation.tasks=[pica]"])
+    assert result.exit_code == 2 and message in result.stderr
+    monkeypatch.setattr("powertrain.train.tasks.lm_eval_model", Mock())
+    trainer = open_trainer(tmp_path, "evaluation.tasks=[piqa]", sinks=lambda t: [])
+    with pytest.raises(OSError, match=re.escape("evaluation.tasks (piqa): Unable to find 'rows.jsonl'")):
+        trainer.evaluate_tasks()
+    trainer.close()
 
 
 def test_results_stay_on_the_screen_where_their_file_cannot_be_written(
