@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 # seconds without a write after which a temporary file has no writer left
 _STALE = 3600.0
@@ -17,6 +17,17 @@ _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 # folders that become a result when they are whole; a Ctrl-C that ends the process at once removes them (__main__.py)
 unfinished: set[Path] = set()
+
+
+def is_still_at(file: IO[Any], path: Path) -> bool:
+    """Whether an open file is the one of that name: not once it, or a folder above it, was removed, moved or replaced.
+
+    A file system that does not answer counts as one on which nothing has moved.
+    """
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR)
 
 
 class AtomicFile:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,14 +193,15 @@ def test_another_run_is_kept_out_until_the_first_has_ended(tmp_path: Path) -> No
     assert not left.exists()
 
 
-def test_a_run_whose_folder_was_removed_stays_out_of_the_next_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gone", [shutil.rmtree, lambda folder: folder.rename(f"{folder}-moved-{time.monotonic_ns()}")])
+def test_a_run_whose_folder_is_gone_stays_out_of_the_next_ones(
+    gone: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It wrote its checkpoints among those of the run that had begun there since, and removed that one's old ones."""
     first = Checkpoints(tmp_path / "run")
     for step in (1, 2):
         first.save(_tensors(), {"step": step}, asynchronous=False)
-        shutil.rmtree(tmp_path / "run")
+        gone(tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.writer").write_text("process 7 of there")
 

@@ -7,7 +7,9 @@ import os
 import resource
 import shutil
 import sys
+import time
 import types
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -92,19 +94,23 @@ def test_the_config_of_an_earlier_run_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "run/config.2").exists()
 
 
-def test_metrics_that_are_removed_during_the_run_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They went to a file without a name, and no line said so."""
+@pytest.mark.parametrize("gone", [shutil.rmtree, lambda folder: folder.rename(f"{folder}-moved-{time.monotonic_ns()}")])
+def test_metrics_that_are_moved_or_removed_during_the_run_go_on(
+    gone: Callable[[Path], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They went to a file without a name or to the moved folder, and no line said so."""
     file = tmp_path / "run" / "metrics.jsonl"
     sink = JsonLines(file)
     sink.step(_step(1))
-    shutil.rmtree(file.parent)
+    gone(file.parent)
     for number in (2, 3):
         sink.step(_step(number))
     assert [step.step for step in read_metrics(file).steps] == [2, 3]
-    assert capfd.readouterr().err.count(f"{file} was removed during the run; it has the records from here on") == 1
-    shutil.rmtree(file.parent)
+    said = f"{file} was moved or removed during the run; a new file there has the records from here on"
+    assert capfd.readouterr().err.count(said) == 1
+    gone(file.parent)
     other = JsonLines(file)
-    with pytest.raises(OSError, match=f"{file} was removed during the run, and another run has begun there"):
+    with pytest.raises(OSError, match=f"{file} was moved or removed during the run, and another run has begun there"):
         sink.step(_step(4))
     other.close()
     assert file.read_bytes() == b""

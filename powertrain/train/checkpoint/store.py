@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 from powertrain.runtime import tracing
-from powertrain.runtime.atomic_file import AtomicFile, write_whole
+from powertrain.runtime.atomic_file import AtomicFile, is_still_at, write_whole
 from powertrain.runtime.reading import read_json, why
 from powertrain.train.agreement import decided_by_first, done_by_all, from_all
 from powertrain.train.checksums import Damaged, compare, crc_of, crc_of_json, sync
@@ -168,8 +168,8 @@ class Checkpoints:
 
     def _make(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # removed with its folder, in which another run may have begun since
-        if self._claim is not None and os.fstat(self._claim.fileno()).st_nlink == 0:
+        # moved or removed with its folder, in whose place another run may have begun since
+        if self._claim is not None and not is_still_at(self._claim, Path(self._claim.name)):
             self.release()
         self._begin()
         if partial.exists():

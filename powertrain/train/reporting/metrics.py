@@ -12,7 +12,7 @@ from typing import Protocol
 from pydantic import TypeAdapter
 
 from powertrain.runtime import tracing
-from powertrain.runtime.atomic_file import AtomicFile
+from powertrain.runtime.atomic_file import AtomicFile, is_still_at
 from powertrain.runtime.reading import one_line
 from powertrain.train.reporting.kernel_profile import KernelTable
 
@@ -131,8 +131,8 @@ class JsonLines:
         self._file.close()
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
-        # a file without a name takes lines that nobody will read
-        if os.fstat(self._file.fileno()).st_nlink == 0:
+        # lines would go where nobody looks for them
+        if not is_still_at(self._file, Path(self._file.name)):
             self._begin_anew()
         line = json.dumps({"kind": kind, **fields}).encode() + b"\n"
         try:
@@ -146,16 +146,16 @@ class JsonLines:
         self._size += len(line)
 
     def _begin_anew(self) -> None:
-        """The file was removed during the run. Raises OSError where another run has begun in its place."""
+        """The file was moved or removed during the run. Raises OSError where another run has begun in its place."""
         file = Path(self._file.name)
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             new = open(file, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_EXCL, 0o666))
         except FileExistsError:
-            raise OSError(f"{file} was removed during the run, and another run has begun there") from None
+            raise OSError(f"{file} was moved or removed during the run, and another run has begun there") from None
         self._file.close()
         self._file, self._size = new, 0
-        tracing.warn(f"{file} was removed during the run; it has the records from here on")
+        tracing.warn(f"{file} was moved or removed during the run; a new file there has the records from here on")
 
 
 _STEP, _EVALUATION, _TASK = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord), TypeAdapter(TaskRecord)

@@ -206,7 +206,9 @@ def _checkpoints(about: About) -> str:
 
 def closing(about: About, *, report: bool) -> list[str]:
     """The last lines of a run: paths of its files, and next commands. Console markup."""
-    lines = [f"report    [bold]{escape(str(Path(about.folder) / 'report.html'))}[/]"] if report else []
+    file = Path(about.folder) / "report.html"
+    # one that could not be written was warned of
+    lines = [f"report    [bold]{escape(str(file))}[/]"] if report and file.exists() else []
     # the commonest surprise of a second start: the command ends at once, and must say why
     if about.resumed_at >= about.steps:
         lines.append(
