@@ -196,7 +196,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     if value is None and default is not None:
         return default
     if value is None or not value.strip().isdecimal():
-        raise ValueError(f"{name} must be a number, as the launcher sets it, got {value or 'nothing'!r}")
+        raise ValueError(f"{name} must be a number, as the launcher sets it, got {repr(value) if value else 'nothing'}")
     return int(value)
 
 

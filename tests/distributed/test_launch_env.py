@@ -76,7 +76,7 @@ def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
         # any free port, so that the ranks never met; torch's TypeError with the signatures of its constructor
         ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT must be a number from 1 to 65535, .* got '0'"),
         ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT must be a number from 1 to 65535, .* got '65536'"),
-        ({"RANK": "0"}, "WORLD_SIZE must be a number, as the launcher sets it, got 'nothing'"),
+        ({"RANK": "0"}, "WORLD_SIZE must be a number, as the launcher sets it, got nothing"),
         ({**TORCHRUN, "RANK": "8"}, r"RANK must be in \[0, WORLD_SIZE = 8\), got 8"),
         ({"PMIX_RANK": "0"}, "RANK, WORLD_SIZE.* must be set: PMIx"),
         ({"WORLD_SIZE": "4"}, "RANK must be set beside WORLD_SIZE, got WORLD_SIZE 4 alone"),

@@ -50,7 +50,7 @@ def test_the_model_may_be_on_the_command_line(tmp_path: Path) -> None:
     file = _file(tmp_path, "data: {train: a}\ntrain: {steps: 3, seq_length: 8}\n")
     run = read_config([file], ["model=llama-1b"])
     assert run.config.model.hidden_size == 2048 and "`train:`" in run.note
-    assert _message(file) == "a.yml: model must be a section or the name of a preset, got None"
+    assert _message(file) == "a.yml: model must be a section or the name of a preset, got nothing"
 
 
 def test_overrides_have_the_schemas_types() -> None:

@@ -251,7 +251,8 @@ def _model(value: Any, source: Source) -> ModelConfig:
     if isinstance(value, str):
         value = {"preset": value}
     if not isinstance(value, dict):
-        raise ValueError(f"model must be a section or the name of a preset, got {value!r}")
+        got = "nothing" if value is None else repr(value)
+        raise ValueError(f"model must be a section or the name of a preset, got {got}")
     for key in ("preset", "architecture"):
         if not isinstance(value.get(key, ""), str):
             raise ValueError(f"model.{key} must be a name, got {value[key]!r}")
