@@ -63,9 +63,12 @@ def preprocess(
     if completions is not None and any(ignored.values()):
         names = ", ".join(name for name, is_given in ignored.items() if is_given)
         raise typer.BadParameter(f"--completions takes none of {', '.join(ignored)}, got {names}")
-    if output.name in ("", ".."):
-        raise typer.BadParameter(f"must be a prefix of names, such as data/corpus, got {str(output)!r}",
-                                 param_hint="--output")  # fmt: skip
+    # OUTPUT.bin.bin is a name that readers, who take a data set by either of its files, look for as OUTPUT
+    if output.name in ("", "..") or output.suffix in (".bin", ".idx"):
+        raise typer.BadParameter(
+            f"must be a prefix of names, such as data/corpus, without .bin or .idx, got {str(output)!r}",
+            param_hint="--output",
+        )
     from powertrain.train.data.corpus import find_files
     from powertrain.train.data.encode import Encoding
     from powertrain.train.data.indexed import token_dtype
