@@ -1,13 +1,17 @@
 """`powertrain demo`: what it judges and what it may remove. `make demo` runs it whole."""
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from typer import BadParameter, Exit
 
-from powertrain.cli import demo
+from powertrain.cli import demo, tour
+from powertrain.train.signals import Ended
 
 
 def _metrics(folder: Path, *losses: float, torn: str = "") -> None:
@@ -57,3 +61,25 @@ def test_an_earlier_demo_is_replaced(is_link: bool, tmp_path: Path) -> None:
 def test_one_config_for_demo_and_reader() -> None:
     linked = Path(__file__).parent.parent / "configs" / "quickstart.yml"
     assert linked.resolve() == Path(demo.__file__).parent.parent / "train" / "quickstart.yml"
+
+
+def test_the_training_ends_with_its_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout 10 powertrain demo` left it running, and the next demo found its folder taken."""
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(demo, "_POWERTRAIN", ["sh", "-c", "exec sleep 100"])
+    monkeypatch.setattr(demo.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command: started.append(popen(command)) or started[0])
+    with pytest.raises(Ended):
+        demo.demo(tmp_path / "run")
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
+
+
+def test_a_tours_processes_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's loader, which waits for a lock for ever, did so behind a tour that Ctrl-C had ended."""
+    with pytest.raises(KeyboardInterrupt), tour._started("import time; time.sleep(100)", tmp_path) as process:
+        raise KeyboardInterrupt
+    assert process.returncode == -signal.SIGKILL
+    monkeypatch.setattr(tour, "_attention", lambda _: os.kill(os.getpid(), signal.SIGHUP))
+    with pytest.raises(Ended):
+        tour.tour("attention")

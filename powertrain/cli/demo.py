@@ -4,7 +4,6 @@ import importlib.resources
 import json
 import math
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -28,8 +27,15 @@ def demo(
     About a minute of training on two quiet CPU cores, nothing to download. Ends with 1 if the held-out loss does not
     fall by more than half of ln(vocabulary).
     """
-    console = Console()
+    from powertrain.train.signals import exits_on_signals
+
     _clear(folder)
+    # so that the training does not go on without its demo
+    with exits_on_signals():
+        _show(folder, Console())
+
+
+def _show(folder: Path, console: Console) -> None:
     console.rule("[bold]train[/]: a GPT of 2.7 M parameters, 369,000 bytes of Python's standard library", align="left")
     train = _Train(folder)
     killed_at = train.until_killed()
@@ -66,17 +72,19 @@ class _Train:
     def until_killed(self) -> int | None:
         """Run, and SIGKILL it a few steps after its first checkpoint; the step, or None if it ended by itself."""
         process = subprocess.Popen(self.command)
-        while process.poll() is None:
-            # a checkpoint's folder gets this name when it is complete, so the file is there whole
-            checkpoint = min(self.folder.glob("checkpoints/step_*/checkpoint.json"), default=None)
-            step = max((record["step"] for record in _records(self.folder) if record["kind"] == "step"), default=0)
-            # a few steps later, so that the resumed run repeats steps that were lost
-            if checkpoint is not None and step > json.loads(checkpoint.read_text())["step"] + 2:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                return int(step)
-            time.sleep(0.1)
-        return None
+        try:
+            while process.poll() is None:
+                # a checkpoint's folder gets this name when it is complete, so the file is there whole
+                checkpoint = min(self.folder.glob("checkpoints/step_*/checkpoint.json"), default=None)
+                step = max((record["step"] for record in _records(self.folder) if record["kind"] == "step"), default=0)
+                # a few steps later, so that the resumed run repeats steps that were lost
+                if checkpoint is not None and step > json.loads(checkpoint.read_text())["step"] + 2:
+                    return int(step)
+                time.sleep(0.1)
+            return None
+        finally:
+            process.kill()
+            process.wait()
 
     def to_the_end(self) -> int:
         return subprocess.call(self.command)

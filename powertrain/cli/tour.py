@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -72,13 +73,19 @@ def tour(
     }
     if screen is not None and screen not in screens:
         raise typer.BadParameter(f"must be one of {', '.join(screens)}, got {screen!r}")
+    from powertrain.train.signals import exits_on_signals
+
     console = Console()
-    for name, show in screens.items():
-        if screen in (None, name):
-            show(console)
+    # so that the processes and folders of a screen go with it
+    with exits_on_signals():
+        for name, show in screens.items():
+            if screen in (None, name):
+                show(console)
 
 
-def _start(script: str, folder: Path) -> subprocess.Popen[str]:
+@contextmanager
+def _started(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own session, which ends with the block, also by Ctrl-C: torch's loader would wait for ever."""
     environment = {
         **os.environ,
         "POWERTRAIN_STORE": str(folder / "store"),
@@ -87,7 +94,7 @@ def _start(script: str, folder: Path) -> subprocess.Popen[str]:
     }
     for name in ("POWERTRAIN_INTERPRET", "TRITON_INTERPRET"):
         environment.pop(name, None)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", script, str(folder)],
         env=environment,
         stdout=subprocess.PIPE,
@@ -95,6 +102,11 @@ def _start(script: str, folder: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            _kill(process)
 
 
 def _kill(process: subprocess.Popen[str]) -> str:
@@ -125,16 +137,17 @@ def _hang(console: Console) -> None:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        killed = _kill_once(_start(_TORCH_EXTENSION, folder), (folder / "lock").exists)
+        with _started(_TORCH_EXTENSION, folder) as first:
+            killed = _kill_once(first, (folder / "lock").exists)
         before = time.monotonic()
-        process = _start(_TORCH_EXTENSION, folder)
-        try:
-            # the imports take some seconds
-            process.wait(STUCK_SECONDS + 4)
-            words = f"ended with exit status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            words = "still waiting for the dead process's lock file, having said nothing"
-        printed = _kill(process).strip().replace("\n", " / ") or "nothing"
+        with _started(_TORCH_EXTENSION, folder) as process:
+            try:
+                # the imports take some seconds
+                process.wait(STUCK_SECONDS + 4)
+                words = f"ended with exit status {process.returncode}"
+            except subprocess.TimeoutExpired:
+                words = "still waiting for the dead process's lock file, having said nothing"
+            printed = _kill(process).strip().replace("\n", " / ") or "nothing"
         seconds = time.monotonic() - before
         left = ", ".join(sorted(path.name for path in folder.iterdir() if path.name == "lock")) or "nothing"
     console.print(
@@ -148,9 +161,11 @@ def _hang(console: Console) -> None:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        killed = _kill_once(_start(_OUR_KERNELS, folder), lambda: any((folder / "store" / "locks").glob("*")))
+        with _started(_OUR_KERNELS, folder) as first:
+            killed = _kill_once(first, lambda: any((folder / "store" / "locks").glob("*")))
         before = time.monotonic()
-        printed = _start(_OUR_KERNELS, folder).communicate(timeout=300)[0]
+        with _started(_OUR_KERNELS, folder) as process:
+            printed = process.communicate(timeout=300)[0]
         seconds = time.monotonic() - before
     console.print(
         Panel(
@@ -298,8 +313,10 @@ def _ranks_lose_one(log: Path) -> bool:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [_start_rank(rank, port, log if rank == 0 else log.with_name("rank 1")) for rank in range(2)]
+    ranks: list[subprocess.Popen[str]] = []
     try:
+        for file in (log, log.with_name("rank 1")):
+            ranks.append(_start_rank(len(ranks), port, file))
         deadline = time.monotonic() + RANKS_SECONDS
         while ranks[0].poll() is None and time.monotonic() < deadline and "has waited" not in log.read_text():
             time.sleep(0.05)
