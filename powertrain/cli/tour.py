@@ -315,8 +315,8 @@ def _ranks_lose_one(log: Path) -> bool:
         port = free.getsockname()[1]
     ranks: list[subprocess.Popen[str]] = []
     try:
-        for file in (log, log.with_name("rank 1")):
-            ranks.append(_start_rank(len(ranks), port, file))
+        for output in (log, log.with_name("rank 1")):
+            ranks.append(_start_rank(len(ranks), port, output))
         deadline = time.monotonic() + RANKS_SECONDS
         while ranks[0].poll() is None and time.monotonic() < deadline and "has waited" not in log.read_text():
             time.sleep(0.05)

@@ -101,7 +101,7 @@ def check_packages(config: RunConfig) -> None:
     require_package(config.optimizer)
     if tasks := config.evaluation.tasks:
         folder = config.evaluation.tasks_folder
-        manager_of(tasks, folder and Path(folder), argument="evaluation.tasks")
+        manager_of(tasks, Path(folder) if folder else None, argument="evaluation.tasks")
 
 
 def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool = False) -> Trainer:
