@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from powertrain.models import build
 from powertrain.models.registry import configure
+from powertrain.nn import GatedMLP
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_heads": 4, "max_position_embeddings": 32, "num_layers": 1}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
@@ -57,3 +59,16 @@ def test_one_graph_for_symbolic_sizes(name: str) -> None:
         torch.testing.assert_close(*gradients)
     # a length is a constant of sparse masks alone
     assert len(graphs) == (2 if name == "sparse" else 1)
+
+
+def test_a_default_that_two_checkpoints_read() -> None:
+    mlps = [GatedMLP(8, 16) for _ in range(2)]
+
+    def two(x: Tensor) -> Tensor:
+        for mlp in mlps:
+            x = checkpoint(mlp, x, use_reentrant=False)
+        return x
+
+    x = torch.randn(3, 8, requires_grad=True)
+    # numbers are symbols, the limit of clamped_swiglu among them
+    torch.testing.assert_close(torch.compile(two, fullgraph=True, dynamic=True, backend="eager")(x), two(x))
