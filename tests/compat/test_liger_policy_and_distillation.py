@@ -133,6 +133,8 @@ def test_what_grpo_is_given_for_masked_tokens_has_no_part(options: dict[str, Any
     for value in (0.0, -torch.inf, torch.nan):
         log_probs = torch.full((B, T), -2.0).masked_fill(hidden, value)
         given = {"old_per_token_logps": log_probs, "ref_per_token_logps": log_probs}
+        if options.get("loss_type") != "vespo":  # whose ratio of a sequence is that of all its tokens
+            given["vllm_is_ratio"] = log_probs.masked_fill(~hidden, 1.5)
         x = t["_input"].clone().requires_grad_()
         loss, metrics = liger.LigerFusedLinearGRPOLoss(**options)(**{**t, **given, "_input": x})
         results.append((loss, *metrics, *torch.autograd.grad(loss, x)))

@@ -152,7 +152,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         r = weights.exp()
         terms, clipped = self._policy(log_p, r, log_r, mask, advantage, ratio)
         if ratio is not None and self.loss_type != "vespo":
-            terms = terms * ratio
+            # of masked tokens it may be anything too; luspo's mean has their terms
+            terms = terms * (ratio if self.loss_type == "luspo" else ratio.masked_fill(mask == 0, 0.0))
         share = clipped.expand_as(mask).to(mask.dtype)
         if not self.beta:
             return terms.expand_as(mask), None, share
