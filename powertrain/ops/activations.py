@@ -216,12 +216,7 @@ def gated_activation(
     checks.shape(op, "up", up, x.shape, "shape of x")
     width = x.shape[-1] if up is None else 2 * x.shape[-1]
     checks.shape(op, "bias", bias, (width,), "gate and up")
-    # of other kinds they are not read: with symbolic numbers Dynamo fails on a default that two checkpoints read
-    if kind == "clamped_swiglu":
-        if not limit >= 0:
-            checks.fail(op, "limit", "be at least 0 (inf: none)", limit)
-        if not abs(alpha) < math.inf:
-            checks.fail(op, "alpha", "be finite", alpha)
+    check_clamp(op, kind, limit, alpha)
     if torch.compiler.is_compiling() or not use_kernel(op, x):
         act = apart_from_autocast(gated_torch(x, kind, up, order, limit, alpha), x.device)
         return rows_apart(lambda x, up: act(x, up, bias), x, up) if is_batch_invariant() else plain(act, x, up, bias)
@@ -291,6 +286,16 @@ def activation_torch(x: Tensor, kind: str, bias: Tensor | None) -> Callable[...,
     if bias is None:
         return lambda x, bias: act(x.to(acc)).to(dtype)
     return lambda x, bias: act(x.to(acc) + bias).to(dtype)
+
+
+def check_clamp(op: str, kind: str | None, limit: float, alpha: float) -> None:
+    """Raise ValueError unless clamped_swiglu can take these numbers."""
+    # of other kinds they are not read: with symbolic numbers Dynamo fails on a default that two checkpoints read
+    if kind == "clamped_swiglu":
+        if not limit >= 0:
+            checks.fail(op, "limit", "be at least 0 (inf: none)", limit)
+        if not abs(alpha) < math.inf:
+            checks.fail(op, "alpha", "be finite", alpha)
 
 
 def gated_torch(

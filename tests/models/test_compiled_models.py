@@ -61,8 +61,11 @@ def test_one_graph_for_symbolic_sizes(name: str) -> None:
     assert len(graphs) == (2 if name == "sparse" else 1)
 
 
-def test_a_default_that_two_checkpoints_read() -> None:
+@pytest.mark.parametrize("keeps_fp8", [False, True])
+def test_a_default_that_two_checkpoints_read(keeps_fp8: bool) -> None:
     mlps = [GatedMLP(8, 16) for _ in range(2)]
+    for mlp in mlps:
+        mlp.keeps_fp8 = keeps_fp8
 
     def two(x: Tensor) -> Tensor:
         for mlp in mlps:

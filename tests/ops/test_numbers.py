@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import powertrain as pt
+from powertrain.ops.fp8.gated import fp8_gated_activation
 
 X, TARGET = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
 Call = Callable[[float], Tensor]
@@ -32,8 +33,18 @@ def test_numbers_that_are_not_finite(argument: str, call: Call, value: float) ->
         call(value)
 
 
-def test_a_limit_of_activations() -> None:
-    assert pt.gated_activation(X, "clamped_swiglu", limit=math.inf).isfinite().all()
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **o: pt.gated_activation(X, "clamped_swiglu", **o),
+        lambda **o: pt.linear_activation(X, X, "clamped_swiglu", up_weight=X, **o),
+        lambda **o: fp8_gated_activation(X, X, "clamped_swiglu", **o),
+    ],
+)
+def test_a_limit_of_activations(call: Callable[..., Tensor]) -> None:
+    assert call(limit=math.inf).isfinite().all()
     for value in (math.nan, -1.0):
         with pytest.raises(ValueError, match="limit must be at least 0"):
-            pt.gated_activation(X, "clamped_swiglu", limit=value)
+            call(limit=value)
+    with pytest.raises(ValueError, match="alpha must be finite"):
+        call(alpha=math.inf)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.activation_kernels import activate_gated
-from powertrain.ops.activations import GATED, Gated, gated_activation_ref
+from powertrain.ops.activations import GATED, Gated, check_clamp, gated_activation_ref
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, dequantized, padded, quantize_ref
 from powertrain.ops.fp8.plain import plain_function
 from powertrain.ops.fp8.quantize import same_bits, special_values
@@ -297,6 +297,9 @@ def fp8_gated_activation(
     checks.shape(op, "up", up, gate.shape, "shape of gate")
     must = f"have gate's dtype {checks.name(gate.dtype)}"
     checks.require(up.dtype is gate.dtype, op, "up", must, checks.name(up.dtype))
+    check_clamp(op, kind, limit, alpha)
+    if kind != "clamped_swiglu":
+        limit, alpha = 7.0, 1.702  # as `check_clamp` says
     served = use_kernel(op, gate)
     args = (gate, up, kind, float(limit), float(alpha), served)
     if served or is_traced(gate):

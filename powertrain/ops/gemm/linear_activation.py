@@ -28,6 +28,7 @@ from powertrain.ops.activations import (
     activation_bwd_op,
     activation_ref,
     activation_torch,
+    check_clamp,
     gated_activation,
     gated_activation_ref,
     gated_torch,
@@ -238,8 +239,7 @@ def linear_activation(
     torch.compile get the product and the activation apart.
     """
     _check(x, weight, kind, bias, up_weight, up_bias, residual, amax)
-    if not limit >= 0:
-        checks.fail("linear_activation", "limit", "be at least 0 (inf: none)", limit)
+    check_clamp("linear_activation", kind, limit, alpha)
     if amax is None and _is_plain(x):
         layer = _linear_activation_torch(x, kind, up_weight is not None, limit, alpha)
         return plain(layer, x, weight, bias, up_weight, up_bias, residual)
