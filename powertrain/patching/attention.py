@@ -14,6 +14,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,11 +79,22 @@ def _file_of(name: str) -> Any:
     return sys.modules.get(name.replace(".configuration_", ".modeling_"))
 
 
-@functools.cache
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _asked_once(function: Callable[..., bool]) -> Callable[..., bool]:
+    """`function`, called once for the same arguments; traces take the answer."""
+    cached = functools.cache(function)
+
+    # the cache inside: Dynamo warns of one that it traces
+    def answer(*args: Any) -> bool:
+        return cached(*args)
+
+    constant: Callable[..., bool] = torch.compiler.assume_constant_result(answer)
+    return constant
+
+
+@_asked_once
 def _supports(name: str, *kinds: str) -> bool:
-    """Whether a model in the file of this module or config takes one of these kinds of attention, or there is no model.
-    Traces take the answer."""
+    """Whether a model in the file of this module or config takes one of these kinds of attention, or there is no
+    model."""
     file = _file_of(name)
     models = [c for c in vars(file).values() if getattr(c, "__module__", "") == file.__name__] if file else []
     said = [getattr(c, f"_supports_{kind}") for c in models for kind in kinds if hasattr(c, f"_supports_{kind}")]
@@ -466,11 +478,10 @@ def _names_window(config: Any) -> bool:
     )
 
 
-@functools.cache
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_asked_once
 def _file_names_window(name: str) -> bool:
     """Whether a model in the file of this config gives a window to the function that computes attention; PhiMoE's have
-    it in their masks alone. Traces take the answer."""
+    it in their masks alone."""
     file = _file_of(name)
     return file is not None and re.search(r"\bsliding_window=(?!None)", inspect.getsource(file)) is not None
 

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import powertrain as pt
+from powertrain.patching import attention
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -125,3 +127,17 @@ def test_calls_a_forward(name: str) -> None:
         own, ours = (_calls(lambda m=m: m(**inputs)) for m in (model, patched))
     attentions = replaced.count("attention")
     assert ours - own <= 6 * (len(replaced) - attentions) + 10 * attentions + 30, (own, ours, replaced)
+
+
+def test_dynamo_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It warned of a cache around a function that each compiled mask asks."""
+    # once in a process
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+
+    def asked(x: torch.Tensor) -> torch.Tensor:
+        return x + attention._supports("no file", "sdpa") + attention._file_names_window("no file")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled = torch.compile(asked, backend="eager", fullgraph=True)
+        assert compiled(torch.zeros(1)) == asked(torch.zeros(1)) == 1
