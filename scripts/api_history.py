@@ -32,6 +32,8 @@ FOLDERS = {
     "megatron.core": "megatron/core/",
 }  # fmt: skip
 OLDEST = {"transformers": "4.25", "diffusers": "0.10", "datasets": "2.0", "huggingface_hub": "0.8", "deepspeed": "0.7"}
+# how the tags of releases begin, in repositories that have tags of other things or times beside them
+TAGS = {"megatron.core": "core_", "xformers": "v0.0."}
 # every release counts where the versions have no minor number that moves
 EVERY_RELEASE = {"xformers"}
 SKIPPED = re.compile(
@@ -124,7 +126,7 @@ def _of_tags(package: str, place: Path) -> Iterator[tuple[Version, Files]]:
     """The first release of each minor version, oldest first, with its files."""
     chosen: dict[tuple[int, ...], tuple[Version, str]] = {}
     for tag in _git(place, "tag").decode().split():
-        version = _version(tag)
+        version = _version(tag) if tag.startswith(TAGS.get(package, "")) else None
         if version is None or version.is_prerelease or version < Version(OLDEST.get(package, "0")):
             continue
         key = version.release if package in EVERY_RELEASE else version.release[:2]
