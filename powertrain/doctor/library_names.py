@@ -2,6 +2,8 @@
 
 import re
 
+from powertrain.doctor.releases import renamed_package
+
 # beginnings of a file's name, and how to get it
 _PACKAGES: tuple[tuple[str, str], ...] = (
     (r"libGLU", "apt install libglu1-mesa"),
@@ -76,6 +78,30 @@ _PACKAGES: tuple[tuple[str, str], ...] = (
     ),
 )
 
+# modules that no package of the index has under their name
+_BUILT = "pip install --no-build-isolation "
+_MODULES = {
+    "apex": "from github.com/NVIDIA/apex (the apex of the index is another project): APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
+    + _BUILT + ".",
+    "deep_gemm": "from a clone of github.com/deepseek-ai/DeepGEMM: " + _BUILT + ".",
+    "deep_ep": "from a clone of github.com/deepseek-ai/DeepEP: " + _BUILT + ".",
+    "tinycudann": _BUILT + "git+https://github.com/NVlabs/tiny-cuda-nn/#subdirectory=bindings/torch",
+    "pytorch3d": _BUILT + "git+https://github.com/facebookresearch/pytorch3d",
+    "nvdiffrast": _BUILT + "git+https://github.com/NVlabs/nvdiffrast",
+    "transformer_engine": _BUILT + "'transformer_engine[pytorch]'",
+    "mamba_ssm": _BUILT + "causal-conv1d mamba-ssm",
+    "flash_attn": _BUILT + "flash-attn",
+    "grouped_gemm": _BUILT + "grouped_gemm",
+    "cupy": "pip install cupy-cuda12x (cupy-cuda13x for CUDA 13)",
+}  # fmt: skip
+# modules of Python itself that are compiled only where a library is, and the package of Debian that has it
+_PARTS_OF_PYTHON = {
+    "_ctypes": "libffi-dev", "_bz2": "libbz2-dev", "bz2": "libbz2-dev", "_lzma": "liblzma-dev", "_zstd": "libzstd-dev",
+    "_sqlite3": "libsqlite3-dev", "_curses": "libncurses-dev", "readline": "libreadline-dev", "_uuid": "uuid-dev",
+    "_tkinter": "tk-dev (the system's Python: apt install python3-tk)",
+    "tkinter": "tk-dev (the system's Python: apt install python3-tk)",
+}  # fmt: skip
+
 # beginnings of symbols, and the library that defines them
 _SYMBOLS: tuple[tuple[str, str], ...] = (
     (r"_ZN?K?3MPI|MPI_|ompi_|mca_", "MPI"),
@@ -106,6 +132,19 @@ _SYMBOLS: tuple[tuple[str, str], ...] = (
     (r"g_\w+|_ZN?K?4Glib", "GLib"),
     (r"_ZN?K?4fmt|_ZN?K?6spdlog", "fmt or spdlog"),
 )
+
+
+def way_to_module(module: str) -> str | None:
+    """How to get a module that pip would not find, or find another project for, under its name."""
+    if special := _MODULES.get(module.split(".")[0]):
+        return special
+    package = renamed_package(module)
+    return package and f"python -m pip install {package}"
+
+
+def library_of_module(module: str) -> str | None:
+    """The package with the library that a missing part of Python itself was to be compiled with."""
+    return _PARTS_OF_PYTHON.get(module)
 
 
 def package_of_library(file: str) -> str | None:

@@ -17,8 +17,19 @@ from powertrain.doctor.known_names import ROWS
 Side = Literal["older", "newer"]
 
 # names of modules whose package on the index is called otherwise
-_PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "google": "protobuf",
-             "pytorch_lightning": "lightning", "yaml": "pyyaml", "skimage": "scikit-image"}  # fmt: skip
+_PACKAGES = {
+    "PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "google": "protobuf",
+    "pytorch_lightning": "lightning", "yaml": "pyyaml", "skimage": "scikit-image", "skbuild": "scikit-build",
+    "cutlass": "nvidia-cutlass-dsl", "cuda": "cuda-python", "pynvml": "nvidia-ml-py", "modelopt": "nvidia-modelopt",
+    "flashinfer": "flashinfer-python", "fla": "flash-linear-attention", "quack": "quack-kernels",
+    "sgl_kernel": "sgl-kernel", "hydra": "hydra-core", "awq": "autoawq",
+    "faiss": "faiss-cpu", "cpuinfo": "py-cpuinfo", "git": "GitPython", "dotenv": "python-dotenv", "attr": "attrs",
+    "absl": "absl-py", "bs4": "beautifulsoup4", "OpenSSL": "pyOpenSSL", "Crypto": "pycryptodome",
+    "dateutil": "python-dateutil", "jwt": "PyJWT", "docx": "python-docx", "fitz": "PyMuPDF", "magic": "python-magic",
+    "lm_eval": "lm-eval", "liger_kernel": "liger-kernel",
+}  # fmt: skip
+# folders that several packages share: a part that is missing is a package that is missing
+NAMESPACES = {"google", "cuda", "nvidia"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,12 @@ def package_of(module: str) -> str:
     """The package on the index that a dotted module name belongs to."""
     root = module.split(".")[0]
     return _PACKAGES.get(root, root)
+
+
+def renamed_package(module: str) -> str | None:
+    """The package of a module that is called otherwise; None: it has the module's name, or none is known."""
+    root = module.split(".")[0]
+    return None if root == "google" and not module.startswith("google.protobuf") else _PACKAGES.get(root)
 
 
 def lacking_name(module: str, name: str) -> Change | None:

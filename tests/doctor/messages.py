@@ -761,4 +761,20 @@ MESSAGES = [
         "flash-attention-3-missing",
         "ModuleNotFoundError: No module named 'flash_attn_3_cuda'",
     ),
+    (
+        "own-file-hides-package",
+        "ModuleNotFoundError: No module named 'xformers.ops'; 'xformers' is not a package",
+    ),
+    (
+        "namespace-folder",
+        "ImportError: cannot import name 'flash_attn_func' from 'flash_attn' (unknown location)",
+    ),
+    (
+        "python-part-missing",
+        "    from _ctypes import Union, Structure, Array\nModuleNotFoundError: No module named '_ctypes'",
+    ),
+    (
+        "not-on-windows",
+        "    import fcntl\nModuleNotFoundError: No module named 'fcntl'",
+    ),
 ]

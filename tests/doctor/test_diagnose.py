@@ -238,6 +238,25 @@ def test_batch_sizes_on_the_next_line() -> None:
     assert one.says().endswith(": 32 != 4 * 1 * 4")
 
 
+@pytest.mark.parametrize(
+    "module, fix",
+    [
+        ("cv2", "pip install opencv-python,"),
+        ("cutlass", "pip install nvidia-cutlass-dsl,"),
+        ("google.protobuf", "pip install protobuf,"),
+        ("cuda.bindings", "pip install cuda-python,"),
+        ("google.cloud", "pip install it,"),
+        ("apex", "from github.com/NVIDIA/apex"),
+        ("transformer_engine", "'transformer_engine[pytorch]'"),
+        ("_bz2", "apt install libbz2-dev"),
+        ("psutil", "pip install it,"),
+    ],
+)
+def test_the_package_of_a_missing_module_is_named(module: str, fix: str) -> None:
+    (found,) = diagnose(f"ModuleNotFoundError: No module named '{module}'")
+    assert fix in found.fix() and fix.rstrip(",") in found.fix("zh")
+
+
 def test_a_spinner_is_read_to_its_end() -> None:
     (one,) = diagnose("Building wheel for transformer-engine (setup.py) ... -\rBuilding wheel for transformer-engine "
                       "(setup.py) ... \\\r")  # fmt: skip

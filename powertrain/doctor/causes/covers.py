@@ -230,3 +230,8 @@ COVERS["connection-refused"] = COVERS.get("connection-refused", set()) | {"gloo-
 COVERS["store-unreachable"] = {"master-unreachable", "gloo-address", "rendezvous-lost", "store-timeout"}
 COVERS["ptxas-does-not-run"] = COVERS.get("ptxas-does-not-run", set()) | {"nvidia-triton-elsewhere"}
 COVERS["network"] = COVERS.get("network", set()) | {"store-unreachable"}
+COVERS["module-missing"] |= {"own-file-hides-package", "python-part-missing", "not-on-windows"}
+COVERS["submodule-missing"] |= {"own-file-hides-package"}
+COVERS["own-module-path"] |= {"own-file-hides-package"}
+for _name in (*_INTERFACES, "import-name"):
+    COVERS[_name] = COVERS.get(_name, set()) | {"own-file-hides-package", "namespace-folder"}

@@ -1,10 +1,25 @@
 """A built extension, or a package, does not load."""
 
-from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.library_names import library_of_module, way_to_module
+from powertrain.doctor.releases import NAMESPACES
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
+
+
+def _way(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+    return {"way": way_to_module(groups["module"]) or "python -m pip install it"}
+
+
+def _part_of_python(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    library = library_of_module(groups["module"])
+    return None if library is None else {"library": library}
+
+
+def _of_one_package(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    return None if groups["package"] in NAMESPACES else {}
 
 
 CAUSES = (
@@ -445,20 +460,69 @@ CAUSES = (
         "install --upgrade {package}；名为 {package} 的自有文件或目录会遮蔽它",
         "https://docs.python.org/3/library/exceptions.html#ModuleNotFoundError",
         confidence="likely",
+        derive=_of_one_package,
+    ),
+    Cause(
+        "own-file-hides-package",
+        r"No module named '[\w.]{1,80}'; '(?P<module>\w{1,60})' is not a package",
+        "a file {module}.py, of your own or beside the program, is imported instead of the package {module}",
+        "python -c 'import {module}; print({module}.__file__)' in the same folder; rename that file and remove its "
+        "__pycache__",
+        "导入的是您自己的或程序旁的文件 {module}.py，而不是 {module} 包",
+        "在同一目录执行 python -c 'import {module}; print({module}.__file__)'；重命名该文件并删除其 __pycache__",
+        "https://docs.python.org/3/library/sys_path_init.html",
+        confidence="likely",
+    ),
+    Cause(
+        "namespace-folder",
+        r"cannot import name '(?P<name>\w+)' from '(?P<module>\w+)' \(unknown location\)",
+        "{module} is a folder without an __init__.py here, so it has no {name}: a folder of that name where the "
+        "program starts hides the package, or only a part of the package is installed",
+        "python -c 'import {module}; print({module}.__path__)' shows the folder: start from another one, or remove it; "
+        "pip install --force-reinstall --no-deps the whole package",
+        "此处的 {module} 是没有 __init__.py 的目录，因此没有 {name}：程序启动处的同名目录遮蔽了该包，"
+        "或只安装了它的一部分",
+        "python -c 'import {module}; print({module}.__path__)' 会显示该目录：换一个目录启动，或删除它；"
+        "pip install --force-reinstall --no-deps 完整的包",
+        "https://docs.python.org/3/reference/import.html#namespace-packages",
+        confidence="likely",
+    ),
+    Cause(
+        "python-part-missing",
+        r"No module named '?(?P<module>\w{1,40})'?",
+        "{module} is a part of Python itself, which this Python was compiled without: the library that it wraps was "
+        "not there, and pip cannot add it",
+        "apt install {library}, then compile this Python again (pyenv install --force); or a Python of uv or conda, "
+        "which have all parts",
+        "{module} 是 Python 自身的一部分，而编译当前 Python 时缺少它所需的库；pip 无法补上",
+        "apt install {library}，然后重新编译 Python（pyenv install --force）；或使用 uv、conda 的 Python",
+        "https://devguide.python.org/getting-started/setup-building/#install-dependencies",
+        derive=_part_of_python,
+        derives=("library",),
+    ),
+    Cause(
+        "not-on-windows",
+        r"No module named '(?P<module>fcntl|pwd|grp|resource|termios)'",
+        "{module} is a part of Python on Linux and macOS only: the program or package does not run on Windows itself",
+        "run it in WSL; or a release of the package for Windows",
+        "{module} 只存在于 Linux 和 macOS 的 Python 中：该程序或包不能直接在 Windows 上运行",
+        "在 WSL 中运行；或使用该包面向 Windows 的版本",
+        "https://docs.python.org/3/library/fcntl.html",
     ),
     Cause(
         "module-missing",
         r"(?:(?:ModuleNotFound|Import)Error: |^)No module named '?(?P<module>[\w.]{1,80})",
         "{module} is not installed in the Python that runs here, though it may be in another "
         "(pip builds in one of its own); or it is a file of the program itself that is not there",
-        "python -m pip install it with this very Python (which python; sys.executable); if it is missing while pip "
+        "{way}, with this very Python (which python; sys.executable); if it is missing while pip "
         "builds: --no-build-isolation",
         "当前运行的 Python 没有安装 {module}（可能装在另一个 Python 中；pip "
         "编译时使用独立的环境）；或它是程序自身缺少的文件",
-        "用同一个 Python 执行 python -m pip install（which python；sys.executable）；若在 pip 编译时缺失："
-        "--no-build-isolation",
+        "用同一个 Python（which python；sys.executable）执行：{way}；若在 pip 编译时缺失：--no-build-isolation",
         "https://packaging.python.org/en/latest/tutorials/installing-packages/",
         confidence="likely",
+        derive=_way,
+        derives=("way",),
     ),
     Cause(
         "no-driver",
