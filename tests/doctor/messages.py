@@ -777,4 +777,17 @@ MESSAGES = [
         "not-on-windows",
         "    import fcntl\nModuleNotFoundError: No module named 'fcntl'",
     ),
+    (
+        "vllm-memory-taken",
+        "ValueError: Free memory on device (12.3/79.11 GiB) on startup is less than desired GPU memory utilization "
+        "(0.9, 71.2 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
+    ),
+    (
+        "no-kernel-image",
+        "RuntimeError: No compiled cutlass_scaled_mm for CUDA device capability: 120",
+    ),
+    (
+        "nvcc-missing",
+        "RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist",
+    ),
 ]

@@ -81,11 +81,12 @@ CAUSES = (
     Cause(
         "nvcc-missing",
         r"(?<!\w)(?P<package>\w+) was requested, but nvcc was not found|"
-        r"name '(?P<unset>bare_metal_version|CUDA_HOME|cuda_version)' is not defined",
-        "{package}{unset}: it is compiled here, and there is no nvcc: this is a runtime image, or no CUDA toolkit is "
-        "installed",
+        r"name '(?P<unset>bare_metal_version|CUDA_HOME|cuda_version)' is not defined|"
+        r"Could not find (?P<tool>nvcc) and default cuda_home",
+        "{package}{unset}{tool}: CUDA code is compiled here, and there is no nvcc: this is a runtime image, or "
+        "no CUDA toolkit is installed",
         "install the CUDA toolkit of torch's version, or use an image with -devel in its name, or a prebuilt wheel",
-        "{package}{unset}：需要在本机编译，但没有 nvcc：这是 runtime 镜像，或没有安装 CUDA 工具包",
+        "{package}{unset}{tool}：需要在本机编译 CUDA 代码，但没有 nvcc：这是 runtime 镜像，或没有安装 CUDA 工具包",
         "安装与 torch 同版本的 CUDA 工具包，或使用名称含 -devel 的镜像，或使用预编译 wheel",
         _FA + "948",
     ),

@@ -72,7 +72,7 @@ CAUSES = (
     Cause(
         "no-kernel-image",
         r"no kernel image is available for execution on the device|(?<!HIP error: )invalid device function|"
-        r"hipErrorNoBinaryForGpu",
+        r"hipErrorNoBinaryForGpu|No compiled \w{1,60} for (?:CUDA device|a|compute) ?(?:compute )?capability",
         "the library has no code for this GPU's arch, nor PTX that the driver could compile",
         "powertrain doctor --only code names the library; install a build with your arch, or build it with "
         "TORCH_CUDA_ARCH_LIST set to it",

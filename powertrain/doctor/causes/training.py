@@ -235,10 +235,21 @@ CAUSES = (
         confidence="likely",
     ),
     Cause(
+        "vllm-memory-taken",
+        r"Free memory on device\W.{0,60}is less than desired GPU memory utilization",
+        "vLLM wants a share of the whole GPU (--gpu-memory-utilization, 0.9 by default), and other processes hold so "
+        "much of it that less is free",
+        "nvidia-smi names the processes: end them (an engine that was killed leaves workers behind); or a smaller "
+        "--gpu-memory-utilization",
+        "vLLM 要占用整个显存的一定比例（--gpu-memory-utilization，默认 0.9），而其他进程占用过多，剩余不足",
+        "用 nvidia-smi 查看并结束这些进程（被杀死的引擎会留下子进程）；或减小 --gpu-memory-utilization",
+        "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html",
+    ),
+    Cause(
         "vllm-cache",
         r"No available memory for the cache blocks|"
         r"larger than the maximum number of tokens that can be stored in KV cache|"
-        r"is less than desired GPU memory utilization|needed, which is larger than the available KV cache memory",
+        r"needed, which is larger than the available KV cache memory",
         "after the weights too little GPU memory is left for vLLM's KV cache",
         "a smaller --max-model-len; --gpu-memory-utilization 0.95; end other processes on the GPU; more GPUs "
         "(--tensor-parallel-size)",
