@@ -29,11 +29,11 @@ _PACKAGES: tuple[tuple[str, str], ...] = (
         "pip install nvidia-nvtx-cu12 (CUDA 13 has none: a newer build of the caller), or conda "
         "install -c nvidia cuda-nvtx",
     ),
-    (r"libcupti", "pip install nvidia-cuda-cupti-cu12"),
-    (r"libcusparseLt", "pip install nvidia-cusparselt-cu12"),
-    (r"libcufile", "pip install nvidia-cufile-cu12"),
-    (r"libnvshmem", "pip install nvidia-nvshmem-cu12"),
-    (r"libnccl", "pip install nvidia-nccl-cu12"),
+    (r"libcupti", "pip install nvidia-cuda-cupti-cu12 (nvidia-cuda-cupti for CUDA 13)"),
+    (r"libcusparseLt", "pip install nvidia-cusparselt-cu12 (-cu13 for CUDA 13)"),
+    (r"libcufile", "pip install nvidia-cufile-cu12 (nvidia-cufile for CUDA 13)"),
+    (r"libnvshmem", "pip install nvidia-nvshmem-cu12 (-cu13 for CUDA 13)"),
+    (r"libnccl", "pip install nvidia-nccl-cu12 (-cu13 for CUDA 13)"),
     (r"libnvinfer|libnvonnxparser", "pip install tensorrt, of the release that the caller was built for"),
     (
         r"libmpi|libopen-rte|libopen-pal",

@@ -790,4 +790,43 @@ MESSAGES = [
         "nvcc-missing",
         "RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist",
     ),
+    (
+        "cuda-mismatch",
+        "RuntimeError: ('The detected CUDA version (%s) mismatches the version that was used to compilePyTorch (%s). "
+        "Please make sure to use the same CUDA versions.', '13.0', '12.8')",
+    ),
+    (
+        "cccl-headers",
+        "/opt/venv/lib/python3.12/site-packages/torch/include/ATen/cuda/cub_definitions.cuh:4:10: fatal error: "
+        "cub/version.cuh: No such file or directory",
+    ),
+    (
+        "cudnn-headers",
+        "        Could NOT find CUDNN (missing: LIBRARY)",
+    ),
+    (
+        "cublas-older",
+        "ImportError: libcublas.so.13: symbol cublasLtGetEnvironmentMode version libcublasLt.so.13 not defined in file "
+        "libcublasLt.so.13 with link time reference",
+    ),
+    (
+        "cudnn-8",
+        "ImportError: libcudnn.so.8: cannot open shared object file: No such file or directory",
+    ),
+    (
+        "te-parts-differ",
+        "    assert te_core_installed, \"Could not find TE core package `transformer-engine-cu*`.\"\n"
+        "AssertionError: Could not find TE core package `transformer-engine-cu*`.",
+    ),
+    (
+        "torch-no-arch",
+        "UserWarning:\n    Please install PyTorch with a following CUDA\n    configurations:  12.6\n"
+        "Tesla V100-SXM2-32GB with CUDA capability sm_70 is not compatible with the current PyTorch installation.\n"
+        "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
+    ),
+    (
+        "package-required",
+        "ImportError: Loading a kernel from the hub requires the `kernels` package. Please install it with `pip "
+        "install kernels`.",
+    ),
 ]

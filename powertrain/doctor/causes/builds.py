@@ -32,13 +32,15 @@ CAUSES = (
     ),
     Cause(
         "cuda-mismatch",
-        r"detected CUDA version \((?P<have>[\d.]+)\) mismatches",
-        "nvcc is of CUDA {have}, torch was built for another major version: compiled extensions would not load",
+        r"detected CUDA version \((?P<have>[\d.]+)\) mismatches|"
+        r"detected CUDA version \(%s\) mismatches.{1,200}', '(?P<toolkit>[\d.]+)', '",
+        "nvcc is of CUDA {have}{toolkit}, torch was built for another major version: compiled extensions would "
+        "not load",
         "install the CUDA toolkit of torch's version (python -c 'import torch; print(torch.version.cuda)') and set "
-        "CUDA_HOME to it; or install torch for CUDA {have}",
-        "nvcc 是 CUDA {have}，而 torch 是为另一个主版本编译的，编译结果无法加载",
+        "CUDA_HOME to it; or install torch for CUDA {have}{toolkit}",
+        "nvcc 是 CUDA {have}{toolkit}，而 torch 是为另一个主版本编译的，编译结果无法加载",
         "安装与 torch 相同版本的 CUDA（python -c 'import torch; print(torch.version.cuda)'）并设置 CUDA_HOME；或安"
-        "装 CUDA {have} 的 torch",
+        "装 CUDA {have}{toolkit} 的 torch",
         "https://github.com/ModalMinds/MM-EUREKA/issues/24",
     ),
     Cause(
@@ -112,9 +114,10 @@ CAUSES = (
     ),
     Cause(
         "cudnn-headers",
-        r"fatal error: cudnn\.h: No such file or directory|Could not find cudnn_LIBRARY",
+        r"fatal error: cudnn(?:_version)?\.h: No such file or directory|Could not find cudnn_LIBRARY|"
+        r"Could NOT find CUDNN\b",
         "cuDNN's headers or library are not where the build looks",
-        "pip install nvidia-cudnn-cu12, then CUDNN_PATH=$(python -c 'import nvidia.cudnn as c; "
+        "pip install nvidia-cudnn-cu12 (-cu13 for CUDA 13), then CUDNN_PATH=$(python -c 'import nvidia.cudnn as c; "
         "print(c.__path__[0])') and "
         "CPATH=$CUDNN_PATH/include before the same command",
         "编译时找不到 cuDNN 的头文件或库",
@@ -331,11 +334,24 @@ CAUSES = (
         "https://huggingface.co/docs/tokenizers/installation",
     ),
     Cause(
+        "cccl-headers",
+        r"fatal error: (?P<header>(?:thrust|cub|cuda/std|nv)/\S+): No such file",
+        "{header} is one of CCCL's headers (Thrust, CUB, libcu++): CUDA 13 has them in include/cccl, where nvcc looks "
+        "and a C++ compiler does not, unless its folder is given; before 13 they are in include, of a whole toolkit",
+        "CPATH=$CUDA_HOME/include/cccl <the same command>, or a newer release of what is built; CUDA 12: install the "
+        "whole toolkit (conda install -c nvidia cuda-toolkit=12.x), CPATH=$CUDA_HOME/include",
+        "{header} 属于 CCCL（Thrust、CUB、libcu++）：CUDA 13 将其放在 include/cccl 中，nvcc 会查找该目录而 "
+        "C++ 编译器不会；13 之前在完整工具包的 include 中",
+        "CPATH=$CUDA_HOME/include/cccl <原命令>，或使用更新的源码版本；CUDA 12：安装完整工具包"
+        "（conda install -c nvidia cuda-toolkit=12.x），CPATH=$CUDA_HOME/include",
+        "https://nvidia.github.io/cccl/",
+        confidence="likely",
+    ),
+    Cause(
         "cuda-headers",
         r"fatal error: (?P<header>cu(?:blas_v2|blasLt|blas|sparse|solverDn|fft|rand|rand_kernel|da_runtime|"
         r"da_runtime_api|"
-        r"da|da_fp16|da_bf16|da_profiler_api|pti)\.h|nvToolsExt\.h|nvtx3/\S+|nv/target|thrust/\S+|"
-        r"cub/\S+): No such file",
+        r"da|da_fp16|da_bf16|da_profiler_api|pti)\.h|nvToolsExt\.h|nvtx3/\S+): No such file",
         "{header} of the CUDA toolkit is not there: only a part of the toolkit is installed (conda's cuda-nvcc), or "
         "another folder is searched",
         "install the whole toolkit of torch's CUDA (conda install -c nvidia cuda-toolkit=12.x) and export CUDA_HOME "

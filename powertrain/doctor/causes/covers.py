@@ -235,3 +235,9 @@ COVERS["submodule-missing"] |= {"own-file-hides-package"}
 COVERS["own-module-path"] |= {"own-file-hides-package"}
 for _name in (*_INTERFACES, "import-name"):
     COVERS[_name] = COVERS.get(_name, set()) | {"own-file-hides-package", "namespace-folder"}
+COVERS["no-kernel-image"] |= {"torch-no-arch"}
+COVERS["cmake-package"] |= {"cudnn-headers"}
+COVERS["header-missing"] |= {"cccl-headers"}
+COVERS["shared-library"] |= {"cudnn-8"}
+COVERS["library-package"] |= {"cudnn-8"}
+COVERS["bare-assertion"] |= {"te-parts-differ"}

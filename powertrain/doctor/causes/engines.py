@@ -27,7 +27,8 @@ CAUSES = (
         r"file.{0,40}ransformer|"
         r"Multiple files found: .{0,60}transformer_engine|undefined symbol: _ZN?K?\d*18?7?transformer_engine|"
         r"undefined symbol: _ZN\w{0,8}transformer_engine|undefined symbol: nvte_\w+|"
-        r"Found empty `?transformer.engine`? meta package|PyPI package for `?transformer.engine",
+        r"Found empty `?transformer.engine`? meta package|PyPI package for `?transformer.engine|"
+        r"Could not find (?:TE core package )?`transformer.engine",
         "the parts of TransformerEngine (transformer-engine, its core for the CUDA version, its PyTorch extension) are "
         "missing or of different releases",
         "pip uninstall -y transformer-engine transformer-engine-cu12 transformer-engine-cu13 transformer-engine-torch; "

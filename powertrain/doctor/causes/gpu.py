@@ -248,11 +248,11 @@ CAUSES = (
         "torch-no-arch",
         r"CUDA capability (?P<arch>sm_\d+) is not compatible with the current PyTorch installation",
         "the installed torch has no code for {arch}: it is older than the GPU, or so new that the GPU was dropped",
-        "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128 (Blackwell), or cu126 (before "
-        "Turing)",
+        "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128 (Blackwell; sm_110: cu130), "
+        "or cu126 (before Turing)",
         "安装的 torch 没有 {arch} 的代码：比 GPU 旧，或太新而不再支持该 GPU",
-        "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128（Blackwell），或 "
-        "cu126（Turing 之前）",
+        "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128（Blackwell；sm_110 为 "
+        "cu130），或 cu126（Turing 之前）",
         "https://pytorch.org/get-started/locally/",
     ),
     Cause(

@@ -25,7 +25,7 @@ def _of_one_package(groups: dict[str, str], passage: Passage) -> dict[str, str] 
 CAUSES = (
     Cause(
         "cublas-older",
-        r"undefined symbol: cublas\w+|symbol cublas\w+, version \S+ not defined",
+        r"undefined symbol: cublas\w+|symbol cublas\w+,? version \S+ not defined",
         "another cuBLAS than the one it was built with is loaded: an older one",
         "pip install --upgrade nvidia-cublas-cu12 (or nvidia-cublas for CUDA 13) to torch's version; unset "
         "LD_LIBRARY_PATH",
@@ -52,15 +52,28 @@ CAUSES = (
         r"(?<!dlerror: )lib(?:cublas|cublasLt|cudart|nvrtc|cufft|cusparse)\.so\.(?P<major>\d+)[.\d]*: cannot open "
         r"shared object",
         "a package for CUDA {major} is installed beside a torch for another CUDA",
-        "powertrain doctor --only versions names it; install its build for torch's CUDA (transformer_engine_cu12)",
+        "powertrain doctor --only versions names it; install its build for torch's CUDA (cu12 or cu13 in its name, "
+        "or in that of its wheel or index)",
         "装了面向 CUDA {major} 的包，而 torch 是另一个 CUDA 版本",
-        "powertrain doctor --only versions 会指出该包；安装与 torch 的 CUDA 一致的版本（transformer_engine_cu12）",
+        "powertrain doctor --only versions 会指出该包；安装与 torch 的 CUDA 一致的版本（包名、wheel 名或索引中的 "
+        "cu12、cu13）",
         _TE + "2040",
         confidence="likely",
     ),
     Cause(
+        "cudnn-8",
+        r"libcudnn\w*\.so\.8[.\d]*: cannot open shared object",
+        "a library was built for cuDNN 8, which torch before 2.4 brought; newer ones bring cuDNN 9 alone",
+        "a newer build of that library, for cuDNN 9; where torch is older than 2.4: import torch first, or pip install "
+        "'nvidia-cudnn-cu12<9' in an environment of its own",
+        "某个库面向 cuDNN 8；torch 2.4 之前自带它，之后只带 cuDNN 9",
+        "使用面向 cuDNN 9 的版本；torch 低于 2.4 时先 import torch，或在单独的环境中 pip install 'nvidia-cudnn-cu12<9'",
+        "https://github.com/pytorch/pytorch/releases/tag/v2.4.0",
+        confidence="likely",
+    ),
+    Cause(
         "cudnn-not-found",
-        r"libcudnn\w*\.so[.\d]*: cannot open shared object",
+        r"libcudnn\w*\.so(?!\.8)[.\d]*: cannot open shared object",
         "cuDNN lies in site-packages, where this library does not look",
         "import torch first, or LD_LIBRARY_PATH=$(python -c 'import nvidia.cudnn as c; print(c.__path__[0])')/lib",
         "cuDNN 在 site-packages 中，而该库不在那里查找",

@@ -297,10 +297,12 @@ CAUSES = (
     Cause(
         "package-required",
         r"packages? that were not found in your environment|but it was not found in your environment|"
-        r"requires the (?P<package>\w+) (?:library|package) but|Using `[^`]{1,80}`(?: or a `[^`]{1,60}`)? requires|"
+        r"requires the `?(?P<package>[\w-]+)`? (?:library|package)(?: but|\. Please)|"
+        r"Using `[^`]{1,80}`(?: or a `[^`]{1,60}`)? requires|"
         r"DistributionNotFound: The '(?P<distribution>[^']{1,60})|"
         r"PackageNotFoundError: (?:No package metadata was found for )?(?P<metadata>[\w.-]{1,60})|"
-        r"\bPlease (?:pip )?install `?(?P<named>(?!apex)[\w.-]{1,40})`? (?:to|with|via|using|by|from)\b|"
+        r"\bPlease (?:pip )?install `?(?P<named>(?!apex|it\b|PyTorch with a)[\w.-]{1,40})`? "
+        r"(?:to|with|via|using|by|from)\b|"
         r"(?:make sure (?:that )?you have (?:installed )?|requires )`?(?P<least>[\w.-]{1,40} ?>=? ?\d[\d.]*)`?",
         "a package that this step needs is not installed in the Python that runs here, or is too old: "
         "{package}{distribution}{metadata}{named}{least}",
