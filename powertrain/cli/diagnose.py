@@ -77,6 +77,15 @@ def diagnose(
 
 
 def _read(log: str) -> bytes:
+    content = _bytes_of(log)
+    program = next((name for start, name in _PACKED.items() if content.startswith(start)), None)
+    if program:
+        file = "" if log == "-" else f" {log}"
+        raise typer.BadParameter(f"must be text, got data of {program}: {program} -dc{file} | powertrain diagnose -")
+    return content
+
+
+def _bytes_of(log: str) -> bytes:
     if log == "-":
         # None: a process whose stdin was closed when it started
         if sys.stdin is None:
@@ -87,13 +96,9 @@ def _read(log: str) -> bytes:
     if not (path.is_file() or path.is_fifo()):
         raise typer.BadParameter(f"must be a file or -, got {log!r}")
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise typer.BadParameter(f"{log} cannot be read: {error.strerror}") from None
-    program = next((name for start, name in _PACKED.items() if content.startswith(start)), None)
-    if program:
-        raise typer.BadParameter(f"must be text, got a file of {program}: {program} -dc {log} | powertrain diagnose -")
-    return content
 
 
 # first bytes of compressed files, as logrotate leaves them -> the program that unpacks them

@@ -82,6 +82,7 @@ def own_module(root: str, above: list[str]) -> bool:
     return root in _OWN
 
 
+_LOGGED = re.compile(r"Warning: |^\W{0,3}(?:WARN(?:ING)?|INFO|DEBUG|ERROR)\b|\d\d:\d\d:\d\d")
 _CODE = re.compile(r"[=(.]|^(?:return|assert|raise) ")
 
 
@@ -89,8 +90,8 @@ def code_line(above: list[str]) -> str:
     """The line of the program that the last frame shows, at most 100 characters; "" where none is shown."""
     for line in reversed(above[-4:]):
         code = re.sub(r"^(?:\[\w+\d*\]:|\(\w+ pid=\d+\))?[\s>│❱|-]*\d*\s*", "", line).strip(" │")
-        # a warning's line is no code of this error
-        if _FRAME.search(line) or "Warning: " in line:
+        # a warning's line, or a log's, is no code of this error
+        if _FRAME.search(line) or _LOGGED.search(line):
             return ""
         if _CODE.search(code) and not re.fullmatch(r"[\s^~]*", code) and not code.startswith("raise "):
             return code if len(code) <= 100 else code[:97] + "..."

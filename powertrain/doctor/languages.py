@@ -16,7 +16,9 @@ _MESSAGES: tuple[tuple[str, str, str], ...] = tuple(
                 "没有那个文件或目录", "沒有此一檔案或目錄", "Datei oder Verzeichnis nicht gefunden",
                 "Aucun fichier ou dossier de ce type", "No existe el fichero o el directorio",
                 "No existe el archivo o el directorio", "そのようなファイルやディレクトリはありません",
-                "Нет такого файла или каталога",
+                "Нет такого файла или каталога", "Arquivo ou diretório inexistente", "File o directory non esistente",
+                "Nie ma takiego pliku ani katalogu", "그런 파일이나 디렉터리가 없습니다",
+                "Böyle bir dosya ya da dizin yok",
             ),
         ),
         (
@@ -32,7 +34,8 @@ _MESSAGES: tuple[tuple[str, str, str], ...] = tuple(
             "fatal error: ",
             r"@\s?(?::|：)\s?",
             ("致命错误", "致命錯誤", "schwerwiegender Fehler", "erreur fatale", "error fatal", "致命的エラー",
-             "фатальная ошибка"),
+             "фатальная ошибка", "erro fatal", "errore irreversibile", "błąd krytyczny", "치명적인 오류",
+             "치명적 오류"),
         ),
         ("error: ", r"@\s?(?::|：)\s?", ("错误", "錯誤", "Fehler", "erreur", "エラー", "ошибка")),
         (r"cannot find \1", r"@\s?(-l[\w+.-]+)", ("找不到", "ne peut trouver", "impossible de trouver",
@@ -42,6 +45,12 @@ _MESSAGES: tuple[tuple[str, str, str], ...] = tuple(
         (r"undefined reference to `\1'", r"@ (?:»|«|„|`)\s?([^\n]{1,200}?)\s?(?:«|»|“|')",
          ("Nicht definierter Verweis auf", "nicht definierter Verweis auf", "référence indéfinie vers")),
         ("Segmentation fault", "@", ("段错误", "Speicherzugriffsfehler", "Erreur de segmentation")),
+        (": command not found", r"\s?(?::|：)\s?@\.?",
+         ("未找到命令", "Kommando nicht gefunden", "Befehl nicht gefunden", "commande introuvable",
+          "orden no encontrada",
+          "no se encontró la orden", "comando não encontrado", "comando non trovato", "команда не найдена",
+          "не найдено",
+          "コマンドが見つかりません", "명령어를 찾을 수 없음", "nie znaleziono polecenia")),
         ("Killed", "@", ("已杀死", "Getötet", "Processus arrêté")),
     )
     for part in parts

@@ -56,7 +56,8 @@ def _demand(sentence: str) -> str | None:
     for pattern, advice in _DEMANDS:
         if match := re.match(pattern, sentence):
             # the advice repeats the requirement, not the value that was given
-            that = re.sub(r",? (?:but |and )?got\b.*", "", match["that"]).strip(" .,:")
+            that = re.sub(r",? (?:but |and )?got\b.*| (?:yet|now|currently|at the moment)\W*$", "", match["that"])
+            that = that.strip(" .,:")
             # who reads it cannot change a number of the library
             advice = advice.replace(", or change {that}", "") if that.isdigit() else advice
             return advice.format(this=match["this"].strip(" ,:"), that=that)

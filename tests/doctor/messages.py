@@ -815,7 +815,7 @@ MESSAGES = [
     ),
     (
         "te-parts-differ",
-        "    assert te_core_installed, \"Could not find TE core package `transformer-engine-cu*`.\"\n"
+        '    assert te_core_installed, "Could not find TE core package `transformer-engine-cu*`."\n'
         "AssertionError: Could not find TE core package `transformer-engine-cu*`.",
     ),
     (
@@ -828,5 +828,32 @@ MESSAGES = [
         "package-required",
         "ImportError: Loading a kernel from the hub requires the `kernels` package. Please install it with `pip "
         "install kernels`.",
+    ),
+    (
+        "build-killed",
+        '#14 ERROR: process "/bin/sh -c pip install flash-attn==2.8.3 --no-build-isolation" did not complete '
+        "successfully: exit code: 137",
+    ),
+    (
+        "build-killed",
+        "[41/73] /usr/local/cuda/bin/nvcc -c flash_bwd_hdim256_bf16_sm80.cu\nKilled",
+    ),
+    (
+        "compiler-killed",
+        "[ 8112.0] Out of memory: Killed process 4711 (cicc) total-vm:5120000kB, anon-rss:4800000kB",
+    ),
+    (
+        "build-ended-from-outside",
+        "nvcc error   : 'cudafe++' died due to signal 15 (Terminated)",
+    ),
+    (
+        "triton-libcuda",
+        "AssertionError: libcuda.so cannot found!\nPossible files are located at ['/usr/lib/wsl/lib/libcuda.so.1']."
+        "Please create a symlink of libcuda.so to any of the files.",
+    ),
+    (
+        "wheel-platform",
+        "error: Failed to determine installation plan\n  Caused by: A path dependency is incompatible with the current "
+        "platform: flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl",
     ),
 ]

@@ -32,7 +32,13 @@ def test_a_compressed_log_is_named(pack: Callable[[bytes], bytes], program: str,
     (tmp_path / "log").write_bytes(pack(b"RuntimeError: CUDA error: out of memory"))
     code, said = _run("diagnose", f"{tmp_path}/log")
     told = " ".join(said.replace("│", "").split())
-    assert code == 2 and f"got a file of {program}: {program} -dc {tmp_path}/log | powertrain diagnose -" in told
+    assert code == 2 and f"got data of {program}: {program} -dc {tmp_path}/log | powertrain diagnose -" in told
+
+
+def test_a_compressed_log_from_a_pipe_is_named() -> None:
+    packed = gzip.compress(b"RuntimeError: CUDA error: out of memory")
+    result = CliRunner().invoke(app, ["diagnose"], env={"COLUMNS": "200"}, input=packed)
+    assert result.exit_code == 2 and "got data of gzip: gzip -dc | powertrain diagnose -" in result.output
 
 
 @pytest.fixture

@@ -157,6 +157,10 @@ def test_control_sequences_of_a_terminal(text: str) -> None:
     ("/usr/bin/ld: -lcuda kann nicht gefunden werden: Datei oder Verzeichnis nicht gefunden", "libcuda-link"),
     ("OSError: [Errno 28] Auf dem Gerät ist kein Speicherplatz mehr verfügbar", "disk-full"),
     ("x: libcudart.so.11.0: 无法打开共享对象文件: 没有那个文件或目录", "library-of-another-cuda"),
+    ("/tmp/x.cpp:1:10: erro fatal: Python.h: Arquivo ou diretório inexistente", "python-headers"),
+    ("bash: nvcc: Kommando nicht gefunden.", "cuda-home"),
+    ("bash: nvcc : commande introuvable", "cuda-home"),
+    ("bash: nvcc：未找到命令", "cuda-home"),
     ("x.o: 在函数‘main’中：对‘nvtxRangePop’未定义的引用", "undefined-reference"),
 ])  # fmt: skip
 def test_messages_of_compilers_in_other_languages(text: str, name: str) -> None:
@@ -223,6 +227,12 @@ def test_a_warning_is_no_line_of_code() -> None:
     (one,) = diagnose("/opt/te/__init__.py:10: UserWarning: Detected a Jax (found = 2)\n"
                       "RuntimeError: shape '[2, 8, 128]' is invalid for input of size 1024")  # fmt: skip
     assert "Jax" not in one.says()
+
+
+def test_a_line_of_a_log_is_no_line_of_code() -> None:
+    (one,) = diagnose(" [WARNING]  using untested triton version (3.5.0), only 1.0.0 is known to be compatible\n"
+                      "RuntimeError: The size of tensor a (512) must match the size of tensor b (513)")  # fmt: skip
+    assert "triton" not in one.says() and "512" in one.says()
 
 
 @pytest.mark.parametrize(("found", "cuda", "index"), [("11040", "11.4", "cu118"), ("12020", "12.2", "cu126")])
@@ -401,3 +411,5 @@ def test_shapes_without_numbers_are_read_too(sizes: tuple[str, str]) -> None:
 def test_what_was_given_is_no_part_of_the_demand() -> None:
     (found,) = diagnose("ValueError: rms_norm: x must be a dense tensor, got a tensor of layout nested\n")
     assert found.groups["advice"] == "make rms_norm: x so: a dense tensor"
+    (found,) = diagnose("AssertionError: MXFP8 is not supported on 12.0+ architectures yet.\n")
+    assert found.groups["advice"].startswith("leave MXFP8 out, or change 12.0+ architectures;")

@@ -1,22 +1,50 @@
 """Builds and installations that die."""
 
-from powertrain.doctor.causes.cause import Cause
+import re
+
+from powertrain.doctor.causes.cause import Cause, Passage
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
+
+# a command that compiles, and lines that compilers leave above the one that was killed
+_BUILD = re.compile(
+    r"--no-build-isolation|setup\.py|\bninja\b|cmake --build|MAX_JOBS|\bnvcc\b|^\[\d+/\d+\] |ptxas info"
+)
+
+
+def _of_a_build(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    lines = [groups["command"]] if "command" in groups else passage.above[-6:]
+    return {} if any(map(_BUILD.search, lines)) else None
+
 
 CAUSES = (
     Cause(
         "compiler-killed",
         r"'?(?P<program>cicc|ptxas|cudafe\+\+|nvcc|cc1plus)'? died due to signal 9|"
         r"Killed signal terminated program (?P<host>\w+)|"
-        r"line \d+: +\d+ Killed +.{0,80}(?:nvcc|cicc|ptxas|cc1plus|g\+\+|ninja|make)",
+        r"line \d+: +\d+ Killed +.{0,80}(?:nvcc|cicc|ptxas|cc1plus|g\+\+|ninja|make)|"
+        r"Killed process \d+ \((?:nvcc|cicc|ptxas|cc1plus|cudafe\+\+|ninja|ld)\)",
         "the kernel killed a compiler because memory ran out: too many compile at once",
         "powertrain build -- <the same command>   # starts only as many as fit; or MAX_JOBS=1 NVCC_THREADS=1",
         "内存耗尽，内核杀死了编译器：同时编译的任务太多",
         "powertrain build -- <原命令>   # 按内存决定并行数；或设置 MAX_JOBS=1 NVCC_THREADS=1",
         "https://github.com/microsoft/onnxruntime/issues/18579",
+    ),
+    Cause(
+        "build-killed",
+        r"process \"(?P<command>.{1,900}\") did not complete successfully: exit code: 137\b|"
+        r"^(?:#\d+ [\d.]+ )?Killed\b",
+        "the build was killed with SIGKILL: nearly always because memory ran out: too many compile at once",
+        "powertrain build -- <the same command>   # starts only as many as fit; or MAX_JOBS=1 NVCC_THREADS=1 "
+        "(ENV lines of a Dockerfile); more memory for Docker or WSL",
+        "编译被 SIGKILL 杀死：几乎总是因为同时运行的编译器太多，内存耗尽",
+        "powertrain build -- <原命令>   # 按内存决定并行数；或设置 MAX_JOBS=1 NVCC_THREADS=1（Dockerfile 中用 ENV）；"
+        "为 Docker 或 WSL 分配更多内存",
+        "https://docs.docker.com/engine/containers/resource_constraints/",
+        confidence="likely",
+        derive=_of_a_build,
     ),
     Cause(
         "gpu-architecture-unknown",

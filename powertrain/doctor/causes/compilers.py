@@ -157,9 +157,20 @@ CAUSES = (
         confidence="likely",
     ),
     Cause(
+        "build-ended-from-outside",
+        r"'\S{1,40}' died due to signal (?:2|15)\b|Terminated signal terminated program",
+        "the build was ended from outside (SIGINT or SIGTERM): Ctrl-C, a time limit of the job or of CI, or a daemon "
+        "that guards memory (systemd-oomd)",
+        "the job's time limit; journalctl -u systemd-oomd; powertrain build -- <the same command> if memory ran out",
+        "编译被外部终止（SIGINT 或 SIGTERM）：Ctrl-C、作业或 CI 的时间限制，或看护内存的守护进程（systemd-oomd）",
+        "检查作业的时间限制；journalctl -u systemd-oomd；若内存耗尽：powertrain build -- <原命令>",
+        "https://man7.org/linux/man-pages/man7/signal.7.html",
+    ),
+    Cause(
         "nvcc-crashed",
         r"(?:cicc|ptxas|cudafe\+\+|nvcc|fatbinary)'? died (?:due to signal (?:6|8|11|4)|with status)|"
-        r"nvcc error\s*: '\S{1,40}' (?:core dumped|died)|Segmentation fault.{0,20}(?:cicc|ptxas|nvcc)",
+        r"nvcc error\s*: '\S{1,40}' (?:core dumped|died(?! due to signal (?:2|15)\b))|"
+        r"Segmentation fault.{0,20}(?:cicc|ptxas|nvcc)",
         "a part of nvcc crashed: a bug of this CUDA version, memory that ran out, or (Windows) a damaged "
         "installation",
         "MAX_JOBS=1; another minor version of the CUDA toolkit; fewer archs in TORCH_CUDA_ARCH_LIST",

@@ -540,7 +540,7 @@ CAUSES = (
     Cause(
         "no-driver",
         r"Found no NVIDIA driver on your system|libcuda\.so(?:\.1)?: cannot open shared object|"
-        r"libcuda\.so cannot found|(?:dlopen|open|find|load) libcuda\.so|"
+        r"(?:dlopen|open|find|load) libcuda\.so|"
         r"nvidia-container-cli: initialization error|"
         r"could not select device driver \"\"? with capabilities: \[\[gpu\]\]|"
         r"NVIDIA-SMI has failed because it couldn't",

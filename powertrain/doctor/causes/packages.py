@@ -67,11 +67,12 @@ CAUSES = (
     ),
     Cause(
         "wheel-platform",
-        r"(?P<wheel>[\w.+-]{1,200}\.whl) is not a supported wheel on this platform",
-        "{wheel} is for another Python version or system",
+        r"(?P<wheel>[\w.+-]{1,200}\.whl) is not a supported wheel on this platform|"
+        r"dependency is incompatible with the current platform: .{0,300}?(?P<file>[\w.+-]{1,200}\.whl)",
+        "{wheel}{file} is for another Python version or system",
         "the wheel whose name has this Python's tag (cp312: python -V) and linux_x86_64; pip debug --verbose lists "
         "them",
-        "{wheel} 面向另一个 Python 版本或系统",
+        "{wheel}{file} 面向另一个 Python 版本或系统",
         "选择名称中含当前 Python 标记（cp312：python -V）和 linux_x86_64 的 wheel；pip debug --verbose 列出可用标记",
         "https://pip.pypa.io/en/stable/cli/pip_debug/",
     ),

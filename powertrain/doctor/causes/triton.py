@@ -156,6 +156,19 @@ CAUSES = (
         "https://github.com/Dao-AILab/flash-attention/issues/523",
     ),
     Cause(
+        "triton-libcuda",
+        r"libcuda\.so cannot found",
+        "Triton finds no libcuda.so.1 in the folders of ldconfig's cache and of LD_LIBRARY_PATH: the cache is stale, "
+        "the library is elsewhere (WSL), or there is no driver (a container without GPUs)",
+        "find / -name 'libcuda.so.1*'; where it is: TRITON_LIBCUDA_PATH=<its folder> (WSL: /usr/lib/wsl/lib), or sudo "
+        "ldconfig; where it is not: install the driver, docker run --gpus all",
+        "Triton 在 ldconfig 缓存和 LD_LIBRARY_PATH 的目录中找不到 libcuda.so.1：缓存过期、库在别处（WSL），或没有驱动"
+        "（容器没有 GPU）",
+        "find / -name 'libcuda.so.1*'；找到则设置 TRITON_LIBCUDA_PATH=<其目录>（WSL：/usr/lib/wsl/lib）或 sudo "
+        "ldconfig；找不到则安装驱动，docker run --gpus all",
+        "https://github.com/triton-lang/triton/blob/main/third_party/nvidia/backend/driver.py",
+    ),
+    Cause(
         "triton-no-driver",
         r"\d+ active drivers \(|No supported gpu backend found",
         "Triton finds no GPU driver: no GPU is visible to this process, torch is a build for the CPU, or it is "
