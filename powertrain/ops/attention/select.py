@@ -6,6 +6,7 @@ a call say the rest (strides, self-tests of a device); where they refuse, the un
 reports.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
@@ -135,7 +136,25 @@ def verdicts(problem: AttentionProblem, preference: BackendPreference) -> list[V
         if verdict == "would do" and not chosen:
             verdict, chosen = "chosen", True
         results.append(Verdict(name, verdict, reasons))
-    return results
+    able = [v.name for v in results if v.verdict != "no"]
+    return [v._replace(reasons=tuple(r._replace(fix=_possible(r.fix, able)) for r in v.reasons)) for v in results]
+
+
+# "use triton or flash" at the begin of a fix, or after what else would help
+_USE = re.compile(r"(^|, or )use ((?:[\w-]+ or )*[\w-]+)(?=,|$)")
+
+
+def _possible(fix: str, able: list[str]) -> str:
+    """A fix that advises only backends that compute the problem: the first of them where it names none of these."""
+
+    def advice(match: re.Match[str]) -> str:
+        names = match[2].split(" or ")
+        if not BACKENDS.keys() >= set(names):
+            return match[0]
+        kept = [name for name in names if name in able] or able[:1]
+        return f"{match[1]}use {' or '.join(kept)}" if kept else ""
+
+    return _USE.sub(advice, fix).removeprefix(", or ") or fix
 
 
 class NoBackendError(PowertrainError):

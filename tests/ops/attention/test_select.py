@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -523,3 +524,21 @@ def test_a_gradient_inside_a_compiled_function(bias: bool) -> None:
     expected = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(gradients, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*given), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_advice_names_only_backends_that_compute_the_call() -> None:
+    """flash and flash-attn-4 were advised where they refused the same call, and triton on a CPU."""
+    rng = random.Random(7)
+    for _ in range(60):
+        explanation = explain_attention(
+            arch=rng.choice(("RTX 2080", "A100", "H200", "B200", "RTX 5090", "cpu")),
+            dtype=rng.choice((torch.bfloat16, torch.float32)),
+            head_dim_qk=rng.choice((40, 72, 128, 192, 320)), head_dim_v=rng.choice((None, 64)),
+            queries=rng.choice((1, 512)), needs_grad=rng.random() < 0.5,
+            **rng.choice(({}, {"sinks": True}, {"alibi_slopes": True}, {"softcap": 30.0})),
+        )  # fmt: skip
+        results = explanation.columns[0].verdicts
+        able = {one.name for one in results if one.verdict != "no"}
+        for reason in (reason for one in results for reason in one.reasons):
+            for advised in re.findall(r"\buse ([\w-]+(?: or [\w-]+)*)(?=,|$)", reason.fix):
+                assert set(advised.split(" or ")) <= able, str(reason)
