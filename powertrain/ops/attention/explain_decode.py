@@ -75,8 +75,11 @@ def explain_decode_attention(
         asked.reset(token)
     launches = tuple(spec.kernel.name.strip("_") for spec in recorded.specs)
     (choice,) = choices
+    if target.arch != 90:
+        # another limit may have been checked first: without it these kernels would not run either
+        choice = Choice(*[f"it is made for sm_90, this is sm_{target.arch}"] * 2)
     # the limit of both kernels that a stand-in does not have
-    if any(x is not None and not x.is_meta and x.data_ptr() % 16 for x in (query, key_cache, value_cache)):
+    elif any(x is not None and not x.is_meta and x.data_ptr() % 16 for x in (query, key_cache, value_cache)):
         unaligned = "an address is not a multiple of 16"
         choice, launches = Choice(choice.hopper or unaligned, choice.hopper_mla or unaligned), ()
     if choice.hopper is None:

@@ -38,6 +38,17 @@ def test_on_hopper() -> None:
     assert "why not hopper: num_splits is given" in str(found) and "launches decode_kernel" in str(found)
 
 
+def test_on_other_gpus_the_arch_is_the_reason() -> None:
+    """Without `num_splits`, or with 16 rows, the Hopper kernels would not run on an A100 either."""
+    for options in ({"num_splits": 4}, {}, {"cu_seqlens_q": torch.empty(5, dtype=torch.int32, device="meta")}):
+        call = _call(heads=(8, 1)) | options
+        if "cu_seqlens_q" in options:
+            call |= {"query": call["query"][:, 0], "max_seqlen_q": 1}
+        found = explain_decode_attention(**call, arch="A100")
+        assert found.kernel == "universal" and found.launches
+        assert set(found.reasons.values()) == {"it is made for sm_90, this is sm_80"}
+
+
 def test_mla() -> None:
     call = _call(heads=(128, 1), dim=576) | {"value_cache": None, "head_dim_v": 512}
     found = explain_decode_attention(**call, arch="H200")
