@@ -221,9 +221,9 @@ def decode_attention(
                        any number of each, such as chunks of prompts beside single new tokens. Its keys are in the cache
                        already: not with key_new, rotary and num_splits
         max_seqlen_q   most queries of a sequence, with cu_seqlens_q; None: T. Tiles are chosen by it, never results
-        rotary         table from `rope_table`; key_new and query are turned before use, the first of each by the
+        rotary         table from `rope_table`; key_new and query are rotated before use, the first of each by the
                        position cache_seqlens, the next by the following ones (without causal and window: all queries
-                       by the first's). Not with a table of axes (M-RoPE): turn those with `rope` before
+                       by the first's). Not with a table of axes (M-RoPE): rotate those with `rope` before
         is_causal      the last query stands at the last key (bottom right)
         window_size    (left, right) keys seen before and after a query's own position; -1: all
         softcap, alibi_slopes [H] or [B, H], sinks [H]: as in `attention`; scale: default D^-0.5

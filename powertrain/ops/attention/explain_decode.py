@@ -58,13 +58,16 @@ def explain_decode_attention(
     """
     checks.tensor(_OP, "query", query)
     checks.require(arch is not None or not query.is_meta, _OP, "arch", "be given with tensors on device meta", arch)
-    if arch == "cpu" or (arch is None and query.device.type == "cpu"):
-        return DecodeExplanation("cpu", "reference", {"universal": "kernels run on a GPU"}, ())
-    target = Target.of(query.device) if arch is None else Target.parse(arch)
-    if arguments.get("backend") == "reference":
-        return DecodeExplanation(target.name, "reference", {"universal": "backend is 'reference'"}, ())
+    on_cpu = arch == "cpu" or (arch is None and query.device.type == "cpu")
+    # a call on the CPU is checked as that of a GPU is, any: stand-ins have no values that its plain PyTorch could read
+    target = Target.parse("sm_90") if on_cpu else Target.of(query.device) if arch is None else Target.parse(arch)
+    by_reference = arguments.get("backend") == "reference"
+    checks.require(
+        not on_cpu or arguments.get("backend") != "triton", _OP, "arch", "be a GPU for backend 'triton'", "cpu"
+    )
     given = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "cache_seqlens": cache_seqlens}
-    call = {name: _stand_in(x) for name, x in (given | arguments).items()}
+    call = {name: _stand_in(x, on_cpu) for name, x in (given | arguments).items()}
+    call |= {"backend": None} if by_reference else {}
     choices: list[Choice] = []
     token = asked.set(choices)
     try:
@@ -73,6 +76,9 @@ def explain_decode_attention(
             decode_attention(**call)
     finally:
         asked.reset(token)
+    if on_cpu or by_reference:
+        name, reason = ("cpu", "kernels run on a GPU") if on_cpu else (target.name, "backend is 'reference'")
+        return DecodeExplanation(name, "reference", {"universal": reason}, ())
     launches = tuple(spec.kernel.name.strip("_") for spec in recorded.specs)
     (choice,) = choices
     if target.arch != 90:
@@ -90,10 +96,11 @@ def explain_decode_attention(
     return DecodeExplanation(target.name, "universal", reasons, launches)
 
 
-def _stand_in(x: Any) -> Any:
-    """A tensor's sizes and strides without memory."""
+def _stand_in(x: Any, on_cpu: bool) -> Any:
+    """A tensor's sizes and strides without memory; of float64, which the CPU takes, in float32."""
     if isinstance(x, RopeTable):
-        return RopeTable(*map(_stand_in, x))
+        return RopeTable(*(_stand_in(part, on_cpu) for part in x))
     if not isinstance(x, Tensor):
         return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    dtype = torch.float32 if on_cpu and x.dtype == torch.float64 else x.dtype
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")

@@ -72,6 +72,15 @@ def test_wrong_arguments_are_those_of_the_call() -> None:
         explain_decode_attention(**_call())
     with pytest.raises(ValueError, match="decode_attention: layout must be one of"):
         explain_decode_attention(**_call(), layout="thd", arch="H100")
+    for options in ({"arch": "cpu"}, {"arch": "H100", "backend": "reference"}):
+        with pytest.raises(ValueError, match="decode_attention: layout must be one of"):
+            explain_decode_attention(**_call(), layout="thd", **options)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+            explain_decode_attention(**_call(), window=3, **options)
+        assert explain_decode_attention(**_call(), **options).kernel == "reference"
+    assert explain_decode_attention(**_call(dtype=torch.float64), arch="cpu").kernel == "reference"
+    with pytest.raises(ValueError, match="arch must be a GPU for backend 'triton', got cpu"):
+        explain_decode_attention(**_call(), arch="cpu", backend="triton")
     with pytest.raises(ValueError, match="H2OO"):
         explain_decode_attention(**_call(), arch="H2OO")
 
