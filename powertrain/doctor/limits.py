@@ -1,4 +1,4 @@
-"""Limits of the container and the system: shared memory, ulimits, memory, cores, room on disk."""
+"""Limits of the container and the system: shared memory, ulimits, memory, cores, space on disk."""
 
 import os
 import resource
@@ -96,5 +96,5 @@ CHECKS = (
     Check("shared-memory", "is /dev/shm large enough?", shared_memory),
     Check("ulimits", "do ulimits stand in the way?", ulimits),
     Check("container", "how much memory and how many cores may be used?", container),
-    Check("disk", "is there room for builds?", disk),
+    Check("disk", "is there space for builds?", disk),
 )
