@@ -16,6 +16,10 @@ _COLUMNS = (
     "layers", "N x K", "recipe", "y", "dx", "dW", "quantize", "FP8 ms", "bf16 ms", "saved MiB", "bf16 MiB", "wire MiB",
 )  # fmt: skip
 
+_RATES = """\
+Expected times of one layer, forward and backward, from rates measured on one H200: layers at 16384x14336x4096,
+experts at 32768 rows for 32 experts of 4096x7168"""
+
 
 def show(files: list[str], arch: list[str]) -> None:
     """Print a table for each GPU; the command ends with 2 if there is nothing to explain."""
@@ -32,16 +36,12 @@ def show(files: list[str], arch: list[str]) -> None:
             Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
             raise typer.Exit(2) from None
         tokens = config.train.micro_batch_size * config.train.seq_length
-        console.print(
-            f"{target.name}: fp8.recipe {config.fp8.recipe}, {tokens} tokens in a micro-batch. Expected times"
-        )
-        console.print(
-            "of one layer, forward and backward, from rates measured on one H200: layers at 16384x14336x4096,"
-        )
-        console.print("experts at 32768 rows for 32 experts of 4096x7168")
+        console.print(f"{target.name}: fp8.recipe {config.fp8.recipe}, {tokens} tokens in a micro-batch")
+        if any(line.expected is not None for line in lines):
+            console.print(_RATES)
         console.print(_table(lines))
         console.print(_sums(lines, target))
-        console.print(_wire(lines, shard_ranks(config)))
+        console.print(_wire(lines, shard_ranks(config), assumed=config.parallel.shard <= 0))
         for sent in sent_rows(config):
             console.print(_sent(sent), soft_wrap=True)
 
@@ -78,14 +78,15 @@ def _sums(lines: "tuple[Line, ...]", target: Target) -> str:
     return f"{quantized} layers in FP8: {fp8:.2f} ms a micro-batch, {bf16:.2f} in bf16\n"
 
 
-def _wire(lines: "tuple[Line, ...]", ranks: int) -> str:
+def _wire(lines: "tuple[Line, ...]", ranks: int, assumed: bool) -> str:
     if ranks == 1:
         return "wire: one rank has every weight, nothing is gathered\n"
     plain = sum(line.count * line.wire[0] for line in lines)
     sent = sum(line.count * (line.wire[0] if line.wire[1] is None else line.wire[1]) for line in lines)
     fp8 = sum(line.count for line in lines if line.wire[1] is not None)
     whole = f"{plain / 2**20:.0f} MiB in 16 bits" + (f", {sent / 2**20:.0f} MiB with fp8.wire fp8" if fp8 else "")
-    return f"wire: {ranks} ranks gather {fp8} of these weights in FP8; all weights once: {whole}\n"
+    who = f"{ranks} ranks" + (" (assumed, as parallel.shard is not set)" if assumed else "")
+    return f"wire: {who} gather {fp8} of these weights in FP8; all weights once: {whole}\n"
 
 
 def _sent(sent: "SentRows") -> str:

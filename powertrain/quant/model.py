@@ -264,5 +264,5 @@ def why_not_width(N: int, K: int, target: Target) -> str | None:
         return f"sm_{target.arch} has no FP8 products"
     width = N * K / max(1, N + K)
     if width < LEAST_WIDTH:
-        return f"{N}x{K} is too narrow for FP8 to win: N K / (N + K) is {width:.0f}, not {LEAST_WIDTH}"
+        return f"{N}x{K} is too narrow for FP8 to win: N K / (N + K) is {width:.0f}, less than {LEAST_WIDTH}"
     return None
