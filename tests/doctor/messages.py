@@ -856,4 +856,29 @@ MESSAGES = [
         "error: Failed to determine installation plan\n  Caused by: A path dependency is incompatible with the current "
         "platform: flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl",
     ),
+    ("nvlink-defect", "torch.AcceleratorError: CUDA error: uncorrectable NVLink error detected during the execution"),
+    (
+        "container-toolkit",
+        "docker: Error response from daemon: failed to discover GPU vendor from CDI: no known GPU vendor found.",
+    ),
+    ("pod-evicted", "Warning  Evicted  12s  kubelet  The node was low on resource: ephemeral-storage."),
+    (
+        "ci-runner-stopped",
+        "##[error]The runner has received a shutdown signal. This can happen when the runner service is "
+        "stopped, or a manually started runner is canceled.",
+    ),
+    ("host-memory", "    Last State:     Terminated\n      Reason:       OOMKilled\n      Exit Code:    137"),
+    (
+        "python-version",
+        "ERROR: Ignored the following versions that require a different python version: 0.8.0 "
+        "Requires-Python >=3.9,<3.13\nERROR: Could not find a version that satisfies the requirement vllm==0.8.0\n"
+        "ERROR: No matching distribution found for vllm==0.8.0",
+    ),
+    (
+        "no-distribution",
+        "ERROR: Ignored the following versions that require a different python version: 1.21.2 "
+        "Requires-Python >=3.7,<3.11\nERROR: No matching distribution found for torch==2.99",
+    ),
+    ("no-distribution", "Unable to find installation candidates for flash-attn (2.8.3)"),
+    ("fsdp-device", "ValueError: Inconsistent compute device and `device_id` on rank 1: cuda:1 vs cuda:0"),
 ]

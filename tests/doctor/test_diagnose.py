@@ -267,6 +267,11 @@ def test_the_package_of_a_missing_module_is_named(module: str, fix: str) -> None
     assert fix in found.fix() and fix.rstrip(",") in found.fix("zh")
 
 
+def test_the_standard_of_cpp_that_torch_wants_is_named() -> None:
+    (found,) = diagnose("error: #error You need C++20 to compile PyTorch")
+    assert "-std=c++20" in found.fix() and "C++20" in found.says()
+
+
 def test_a_spinner_is_read_to_its_end() -> None:
     (one,) = diagnose("Building wheel for transformer-engine (setup.py) ... -\rBuilding wheel for transformer-engine "
                       "(setup.py) ... \\\r")  # fmt: skip

@@ -304,11 +304,14 @@ CAUSES = (
     ),
     Cause(
         "cxx17-flag",
-        r"#error \W?(?:You need C\+\+\d\d to compile PyTorch|C\+\+\d\d or later compatible compiler)",
-        "the project asks for an older C++ (-std=c++14) than the headers of the installed torch need",
-        "replace -std=c++14 in its setup.py by -std=c++17, or take a newer version of it; or an older torch",
-        "该项目使用的 C++ 标准（-std=c++14）低于已安装 torch 的要求",
-        "将其 setup.py 中的 -std=c++14 改为 -std=c++17，或使用其新版本；或使用较旧的 torch",
+        r"#error \W?(?:You need C\+\+(?P<need>\d\d) to compile PyTorch|"
+        r"C\+\+(?P<later>\d\d) or later compatible compiler)",
+        "the project asks for an older C++ (-std=c++14 or 17) than the headers of the installed torch need, "
+        "C++{need}{later}",
+        "replace -std=c++14 (or 17) in its setup.py by -std=c++{need}{later}, or take a newer version of it; or an "
+        "older torch",
+        "该项目使用的 C++ 标准（-std=c++14 或 17）低于已安装 torch 的要求（C++{need}{later}）",
+        "将其 setup.py 中的 -std=c++14（或 17）改为 -std=c++{need}{later}，或使用其新版本；或使用较旧的 torch",
         "https://github.com/NVlabs/FoundationPose/issues/35",
     ),
     Cause(

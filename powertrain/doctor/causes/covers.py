@@ -249,3 +249,5 @@ COVERS["windows-program"] |= {"visual-c", "cl-not-found"}
 COVERS["command-missing"] |= {"cuda-home"}
 COVERS["build-killed"] = {"compiler-killed"}
 COVERS["process-killed"] |= {"build-killed"}
+COVERS["no-driver"] |= {"container-toolkit"}
+COVERS["container-hook"] |= {"container-toolkit"}

@@ -290,6 +290,17 @@ CAUSES = (
         confidence="likely",
     ),
     Cause(
+        "nvlink-defect",
+        r"uncorrectable NVLink error|CUDA_ERROR_NVLINK_UNCORRECTABLE",
+        "an NVLink between GPUs lost data: a link, bridge or NVSwitch failed, or another GPU of it was reset",
+        "nvidia-smi nvlink -e; dmesg | grep -i xid (74); reset the GPUs or reboot; if it comes back, the hardware has "
+        "to be repaired; NCCL_P2P_DISABLE=1 goes without",
+        "GPU 之间的 NVLink 丢失数据：链路、桥或 NVSwitch 故障，或其他 GPU 被重置",
+        "nvidia-smi nvlink -e；dmesg | grep -i xid（74）；重置 GPU 或重启；若再次出现则需维修；"
+        "NCCL_P2P_DISABLE=1 可绕开",
+        "https://docs.nvidia.com/deploy/xid-errors/index.html",
+    ),
+    Cause(
         "gpu-memory-defect",
         r"uncorrectable ECC error|CUDA_ERROR_ECC_UNCORRECTABLE|double bit ECC error",
         "memory of the GPU returned wrong bits: the hardware failed",

@@ -17,6 +17,43 @@ CAUSES = (
         "https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/troubleshooting.html",
     ),
     Cause(
+        "container-toolkit",
+        r"could not select device driver \"?\"? with capabilities: \[\[gpu\]\]|"
+        r"failed to discover GPU vendor from CDI|unknown or invalid runtime name: nvidia|"
+        r"unresolvable CDI devices nvidia\.com",
+        "Docker knows no way to give GPUs to a container: nvidia-container-toolkit is not installed on the host, or "
+        "Docker was not configured for it; the driver may be fine",
+        "install nvidia-container-toolkit; sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl "
+        "restart docker; nvidia-smi on the host shows whether the driver is there; without a GPU: no --gpus",
+        "Docker 无法把 GPU 交给容器：主机没有安装 nvidia-container-toolkit，或没有为它配置 Docker；驱动可能正常",
+        "安装 nvidia-container-toolkit；sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart "
+        "docker；主机上 nvidia-smi 可看驱动是否存在；没有 GPU 时去掉 --gpus",
+        "https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/install-guide.html",
+        confidence="likely",
+    ),
+    Cause(
+        "pod-evicted",
+        r"The node was low on resource: (?P<resource>[\w-]+)",
+        "Kubernetes evicted the pod: the node ran low on {resource}",
+        "requests and limits of {resource} for the pod (ephemeral-storage: the image's own disk, caches and emptyDir; "
+        "put checkpoints and HF_HOME on a volume)",
+        "Kubernetes 驱逐了该 pod：节点的 {resource} 不足",
+        "为 pod 设置 {resource} 的 requests 和 limits（ephemeral-storage：镜像自身的磁盘、缓存和 emptyDir；"
+        "检查点和 HF_HOME 放在卷上）",
+        "https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/",
+    ),
+    Cause(
+        "ci-runner-stopped",
+        r"The runner has received a shutdown signal|"
+        r"lost communication with the server\. Verify the machine is running",
+        "the CI runner was stopped or died: most often memory or disk ran out, else a time limit or a cancelled job",
+        "powertrain build -- <the same command>, or MAX_JOBS=1; df -h and free -g before the step; a larger runner",
+        "CI runner 被停止或崩溃：多为内存或磁盘耗尽，否则是时间限制或作业被取消",
+        "powertrain build -- <原命令>，或 MAX_JOBS=1；在该步骤前执行 df -h 和 free -g；使用更大的 runner",
+        "https://docs.github.com/en/actions/reference/runners/github-hosted-runners",
+        confidence="likely",
+    ),
+    Cause(
         "container-driver",
         r"unsatisfied condition: cuda ?[>=]+ ?(?P<cuda>[\d.]+\d)|"
         r"This container was built for NVIDIA Driver Release (?P<release>[\d.]+\d) or later",

@@ -542,7 +542,6 @@ CAUSES = (
         r"Found no NVIDIA driver on your system|libcuda\.so(?:\.1)?: cannot open shared object|"
         r"(?:dlopen|open|find|load) libcuda\.so|"
         r"nvidia-container-cli: initialization error|"
-        r"could not select device driver \"\"? with capabilities: \[\[gpu\]\]|"
         r"NVIDIA-SMI has failed because it couldn't",
         "there is no NVIDIA driver here: none is installed, its module is not loaded, or the container was started "
         "without GPUs",

@@ -1,9 +1,20 @@
 """Packages, their installers and the files they leave: pip, conda, Windows, file systems, downloads."""
 
-from powertrain.doctor.causes.cause import Cause
+import re
+
+from powertrain.doctor.causes.cause import Cause, Passage
 
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
+
+
+def _asked_for(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    """pip lists releases that it passed over for this Python, asked for or not."""
+    if "ignored" not in groups:
+        return {}
+    asked = [version for line in passage.below[:4] for version in re.findall(r"==([\w.]+)", line)]
+    return {} if any(f"{version} Requires-Python" in groups["ignored"] for version in asked) else None
+
 
 CAUSES = (
     Cause(
@@ -55,12 +66,13 @@ CAUSES = (
     ),
     Cause(
         "no-distribution",
-        r"No matching distribution found for (?P<package>[^\s;]+)",
-        "the index has no {package} for this Python and platform: such a version does not exist there, or another "
-        "index has it",
+        r"No matching distribution found for (?P<package>[^\s;]+)|"
+        r"Unable to find installation candidates for (?P<candidate>[\w.-]+)",
+        "the index has no {package}{candidate} for this Python and platform: such a version does not exist there, or "
+        "another index has it",
         "a version that the message lists; torch with +cuXXX: --index-url https://download.pytorch.org/whl/cuXXX; or "
         "another Python version",
-        "索引中没有适合当前 Python 和平台的 {package}：该版本不存在，或在另一个索引中",
+        "索引中没有适合当前 Python 和平台的 {package}{candidate}：该版本不存在，或在另一个索引中",
         "使用消息中列出的版本；带 +cuXXX 的 torch：--index-url https://download.pytorch.org/whl/cuXXX；或更换 Python "
         "版本",
         "https://github.com/wusongbai139/controlnet_train_webUI/issues/1",
@@ -79,12 +91,14 @@ CAUSES = (
     Cause(
         "python-version",
         r"requires a different Python: (?P<have>[\d.]+) not in '(?P<want>[^']{1,60})'|"
-        r"requires Python '?[<>=~!][^']{1,40}'? but the running Python is",
+        r"requires Python '?[<>=~!][^']{1,40}'? but the running Python is|"
+        r"Ignored the following versions that require a different python version: (?P<ignored>.{1,900})",
         "the package does not support this Python version",
         "an environment with a Python that it supports (uv venv --python 3.11), or an older version of the package",
         "该包不支持当前的 Python 版本",
         "使用其支持的 Python 建立环境（uv venv --python 3.11），或安装该包的旧版本",
         "https://pip.pypa.io/en/stable/cli/pip_install/",
+        derive=_asked_for,
     ),
     Cause(
         "pip-conflict",

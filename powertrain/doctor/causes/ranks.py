@@ -341,7 +341,7 @@ CAUSES = (
     ),
     Cause(
         "host-memory",
-        r"Out of memory: Kill(?:ed)? process|\bKilled process \d+ \(|"
+        r"Out of memory: Kill(?:ed)? process|\bOOMKilled\b|\bKilled process \d+ \(|"
         r"oom[-_]kill event|Detected \d+ oom[-_]kill|DefaultCPUAllocator: (?:can't|"
         r"not enough)|"
         r"\[Errno 12\] Cannot allocate memory|unable to mmap \d+ bytes|killed by signal: Killed|\bMemoryError\b|"

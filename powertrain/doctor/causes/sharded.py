@@ -15,6 +15,17 @@ CAUSES = (
         "https://github.com/huggingface/peft/issues/1702",
     ),
     Cause(
+        "fsdp-device",
+        r"Inconsistent compute device and `device_id` on rank (?P<rank>\d+): (?P<is>\S+) vs (?P<asked>\S+)",
+        "on rank {rank} the model is on {is}, while FSDP was asked for {asked}",
+        "torch.cuda.set_device(int(os.environ[\"LOCAL_RANK\"])) before the model is made, and "
+        "device_id=torch.cuda.current_device()",
+        "rank {rank} 的模型在 {is} 上，而 FSDP 被要求使用 {asked}",
+        "创建模型之前 torch.cuda.set_device(int(os.environ[\"LOCAL_RANK\"]))，并传入 "
+        "device_id=torch.cuda.current_device()",
+        "https://docs.pytorch.org/docs/stable/fsdp.html",
+    ),
+    Cause(
         "fsdp-layer-class",
         r"Could not find the transformer layer class",
         "FSDP's auto-wrap policy names a layer class that the model does not have",
