@@ -38,9 +38,14 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding("problem", "a driver, but no GPU", (ran.output.strip()[:300],), "lspci | grep -i nvidia")
         return
     for gpu in machine.gpus:
+        if gpu.is_lost:
+            fix = "sudo dmesg | grep -i xid   # a GPU that fell off the bus; a reboot brings it back"
+            yield Finding("problem", f"GPU {gpu.index} does not answer: {gpu.name}", (ran.output.strip()[:300],), fix)
+            continue
         arch = f"sm_{gpu.arch}" if gpu.arch else "arch unknown"
-        says = f"GPU {gpu.index}: {gpu.name}, {arch}, {gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver}"
-        yield Finding("ok", says)
+        # of a GPU that has the host's memory nvidia-smi reports none
+        memory = f"{gpu.memory_mib / 1024:.0f} GiB" if gpu.memory_mib else "no memory of its own reported"
+        yield Finding("ok", f"GPU {gpu.index}: {gpu.name}, {arch}, {memory}, driver {gpu.driver}")
     yield from _visible(machine)
 
 
@@ -61,9 +66,9 @@ def _visible(machine: Machine) -> Iterator[Finding]:
 
 def driver(machine: Machine) -> Iterator[Finding]:
     """The driver against the CUDA that torch was built for."""
-    if not machine.gpus or not machine.torch_cuda:
+    if not machine.driver or not machine.torch_cuda:
         return
-    installed, major = machine.gpus[0].driver, int(machine.torch_cuda.split(".")[0])
+    installed, major = machine.driver, int(machine.torch_cuda.split(".")[0])
     needed = MINIMUM_DRIVER.get(major)
     evidence = (f"driver {installed}", f"torch was built for CUDA {machine.torch_cuda}")
     if needed is None:
@@ -79,10 +84,11 @@ def driver(machine: Machine) -> Iterator[Finding]:
 
 def mixed(machine: Machine) -> Iterator[Finding]:
     """GPUs of several archs, and of several memory sizes."""
-    if len(machine.gpus) < 2:
+    found = [gpu for gpu in machine.gpus if not gpu.is_lost]
+    if len(found) < 2:
         return
-    archs = Counter(gpu.arch for gpu in machine.gpus if gpu.arch)
-    evidence = tuple(f"GPU {gpu.index}: {gpu.name}, sm_{gpu.arch}, {gpu.memory_mib} MiB" for gpu in machine.gpus)
+    archs = Counter(gpu.arch for gpu in found if gpu.arch)
+    evidence = tuple(f"GPU {gpu.index}: {gpu.name}, sm_{gpu.arch}, {gpu.memory_mib} MiB" for gpu in found)
     if len(archs) > 1:
         listed = " ".join(f"{arch // 10}.{arch % 10}" for arch in sorted(archs))
         says = (
@@ -91,11 +97,11 @@ def mixed(machine: Machine) -> Iterator[Finding]:
         )
         fix = f'build extensions with TORCH_CUDA_ARCH_LIST="{listed}"; run one job per kind with CUDA_VISIBLE_DEVICES'
         yield Finding("warning", says, evidence, fix)
-    elif len({gpu.memory_mib for gpu in machine.gpus}) > 1:
+    elif len({gpu.memory_mib for gpu in found}) > 1:
         says = "GPUs of different memory: data parallelism is bounded by the smallest"
         yield Finding("warning", says, evidence, "run one job per size with CUDA_VISIBLE_DEVICES")
     else:
-        yield Finding("ok", f"{len(machine.gpus)} GPUs, all {machine.gpus[0].name}")
+        yield Finding("ok", f"{len(found)} GPUs, all {found[0].name}")
 
 
 def clocks(machine: Machine) -> Iterator[Finding]:

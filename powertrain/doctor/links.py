@@ -79,11 +79,11 @@ def multicast_lacks(machine: Machine) -> Iterator[str]:
 
     Source: CUDA driver API, cuMulticastCreate; research of TransformerEngine's Userbuffers.
     """
-    old = [gpu for gpu in machine.gpus if (gpu.arch or 0) < 90]
+    old = [gpu for gpu in machine.gpus if gpu.arch is not None and gpu.arch < 90]
     if old:
         yield f"GPU {old[0].index} is sm_{old[0].arch}, it needs sm_90"
-    if machine.gpus and int(machine.gpus[0].driver.split(".")[0]) < 535:
-        yield f"driver {machine.gpus[0].driver}, it needs 535"
+    if machine.driver and int(machine.driver.split(".")[0]) < 535:
+        yield f"driver {machine.driver}, it needs 535"
     topology = machine.run(["nvidia-smi", "topo", "-m"], 20.0)
     pairs = matrix(topology.output) if topology and not topology.status else {}
     if not pairs or not all(link.startswith("NV") for link in pairs.values()):

@@ -34,6 +34,11 @@ class Gpu:
     driver: str = ""
     memory_mib: int = 0
 
+    @property
+    def is_lost(self) -> bool:
+        """nvidia-smi gives "[GPU is lost]" or "[Unknown Error]" for its name."""
+        return self.name.startswith("[")
+
     def __str__(self) -> str:
         return self.name if self.name == f"sm_{self.arch}" else f"{self.name} (sm_{self.arch})"
 
@@ -98,9 +103,17 @@ class Machine:
     def gpus(self) -> tuple[Gpu, ...]:
         """The GPUs that nvidia-smi lists; empty without a driver."""
         ran = self.run(_QUERY, 20.0)
+        if ran is not None and ran.status and "compute_cap" in ran.output:
+            # nvidia-smi before driver 510 refuses the query: another field takes its place
+            ran = self.run([word.replace("compute_cap", "pstate") for word in _QUERY], 20.0)
         if ran is None or ran.status:
             return ()
         return tuple(gpu for line in ran.output.splitlines() if (gpu := _gpu(line)))
+
+    @property
+    def driver(self) -> str:
+        """The driver's version, of the first GPU that tells it; "" where none does."""
+        return next((gpu.driver for gpu in self.gpus if gpu.driver[:1].isdigit()), "")
 
     def file_system(self, path: Path) -> tuple[str, str]:
         """(type, mount point) of the file system that holds `path`."""

@@ -422,3 +422,27 @@ def test_this_machine() -> None:
 def test_old_drivers_name_no_arch(tmp_path: Path) -> None:
     here = machine(tmp_path, answers={QUERY: Ran(0, "0, Tesla V100, [N/A], 418.87, 16160\nnonsense\n")})
     assert [(gpu.name, gpu.arch) for gpu in here.gpus] == [("Tesla V100", None)]
+
+
+def test_a_lost_gpu_is_a_problem_and_not_a_smaller_one(tmp_path: Path) -> None:
+    lost = "[Unknown Error], [N/A], [N/A], [Unknown Error]"
+    made = machine(tmp_path, lost, A100, A100)
+    install_torch(made, "2.11.0", "12.8")
+    found = told(gpus.gpus(made))
+    assert "problem: GPU 0 does not answer: [Unknown Error]" in found and "ok: GPU 1: NVIDIA A100" in found
+    assert told(gpus.mixed(made)).startswith("ok: 2 GPUs, all NVIDIA A100")
+    assert told(gpus.driver(made)).startswith("ok: driver 550.54.14")
+    assert "GPU 1 is sm_80, it needs sm_90" in told(links.symmetric(made))
+
+
+def test_a_gpu_that_has_the_hosts_memory(tmp_path: Path) -> None:
+    found = told(gpus.gpus(machine(tmp_path, "NVIDIA GB10, 12.1, 580.95.05, [N/A]")))
+    assert "sm_121, no memory of its own reported, driver 580.95.05" in found
+
+
+def test_an_nvidia_smi_that_reports_no_compute_capability(tmp_path: Path) -> None:
+    refused = Ran(2, 'Field "compute_cap" is not a valid field to query.')
+    older = Ran(0, "0, Tesla V100-SXM2-32GB, P0, 470.82.01, 32510")
+    answers = {QUERY: refused, QUERY.replace("compute_cap", "pstate"): older, "nvidia-smi -L": Ran(0, "GPU 0: Tesla")}
+    found = told(gpus.gpus(machine(tmp_path, answers=answers)))
+    assert found.startswith("ok: GPU 0: Tesla V100-SXM2-32GB, arch unknown, 32 GiB, driver 470.82.01")
