@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,20 @@ from tests.doctor.machines import machine, told
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Machine:
-    """This machine's processes, with a home, a work folder and packages of its own."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This process and its children, with a home, a work folder and packages of its own.
+
+    Not all of this machine's processes: tests that run beside these start some in folders with locks.
+    """
+    every = Machine.processes
+
+    def own(machine: Machine) -> Iterator[Path]:
+        for path in every(machine):
+            status = machine.read(str(path / "status")) or ""
+            if path.name == str(os.getpid()) or f"PPid:\t{os.getpid()}\n" in status:
+                yield path
+
+    monkeypatch.setattr(Machine, "processes", own)
     return replace(Machine.here(), variables={}, cwd=tmp_path / "work", home=tmp_path / "home", packages=())
 
 
