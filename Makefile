@@ -56,7 +56,7 @@ bench: setup
 	$(if $(OP),,$(error make bench OP=rms_norm (or several: OP="rms_norm rope")))
 	$(RUN) -m benchmarks $(OP)
 
-# the regression table, or SECTIONS="host decode attention head-dims short masks few-rows ops" of it, beside the last committed one
+# the regression table, or SECTIONS="host decode mla attention head-dims short masks few-rows ops" of it, beside the last committed one
 bench-all: setup
 	$(RUN) -m benchmarks.all $(SECTIONS)
 

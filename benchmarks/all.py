@@ -1,6 +1,6 @@
 """`python -m benchmarks.all [SECTION...]`: the regression table as raw JSON, beside the last committed one.
 
-Sections: host, decode, attention, head-dims, short, masks, few-rows, ops; all of them if none is named. Opponents that
+Sections: host, decode, mla, attention, head-dims, short, masks, few-rows, ops; all of them if none is named. Opponents that
 are not installed, or not named by FLASH_3_LIBRARY, are left out and said.
 """
 
@@ -51,7 +51,8 @@ def _attention(*names: str) -> Part:
 
 SECTIONS: dict[str, tuple[Part, ...]] = {
     "host": (_module("host"),),
-    "decode": (_module("decode"), _module("decode_mla")),
+    "decode": (_module("decode"),),
+    "mla": (_module("decode_mla"),),
     "attention": (_attention("CASES", "GROUPED"),),
     "head-dims": (_attention("HEAD_DIMS"),),
     "short": (_module("attention_short"),),

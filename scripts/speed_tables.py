@@ -23,6 +23,7 @@ TITLES = {
     "short": "Attention of few tokens, with backward; few queries beside many keys, forward",
     "masks": "Attention with masks, biases and changed scores",
     "decode": "Decoding and chunked prefill",
+    "mla": "Decoding over MLA caches",
     "ops": "Norms, activations, dropout, losses, optimizer",
     "few-rows": "Few rows, in CUDA graphs",
     "host": "Host time of eager calls",

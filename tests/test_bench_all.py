@@ -22,10 +22,8 @@ from powertrain.testing.bench import Timing, recorded, table
 # some of each section's kernels
 KERNELS = {
     "host": {"_norm_fwd_kernel", "_norm_bwd_kernel", "_hopper_attention_bwd_kernel", "_hopper_attention_fwd_kernel"},
-    "decode": {
-        "_few_tiles_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel",
-        "_hopper_decode_mla_kernel",
-    },
+    "decode": {"_few_tiles_kernel", "_hopper_attention_fwd_kernel", "_combine_tiles_kernel"},
+    "mla": {"_few_tiles_kernel", "_hopper_decode_mla_kernel", "_combine_tiles_kernel"},
     "attention": {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_attention_fwd_kernel"},
     "short": {"_hopper_attention_fwd_kernel", "_hopper_attention_bwd_kernel", "_hopper_attention_sums_kernel"},
     "head-dims": {"_hopper_attention_fwd_d512_kernel", "_attention_dkdv_kernel"},
