@@ -1,7 +1,7 @@
 """`python -m benchmarks.all [SECTION...]`: the regression table as raw JSON, beside the last committed one.
 
-Sections: host, decode, mla, attention, head-dims, short, masks, few-rows, ops; all of them if none is named. Opponents that
-are not installed, or not named by FLASH_3_LIBRARY, are left out and said.
+Sections: host, decode, mla, attention, head-dims, short, masks, few-rows, ops; all of them if none is named. Opponents
+that are not installed, or not named by FLASH_3_LIBRARY, are left out and said.
 """
 
 import argparse

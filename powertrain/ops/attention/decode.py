@@ -11,8 +11,8 @@ their lengths (decode_schedule.py; of packed queries decode_tiles.py). The host 
 graph serves all of them.
 
 On Hopper other kernels serve most calls in float16 and bfloat16 (decode_op.py): that of hopper/decode_mla.py MLA caches
-with at least 16 rows (queries times heads) a sequence, and that of hopper/forward_pages.py, the attention forward over caches,
-packed queries and equal numbers of queries of each sequence, one query or more.
+with at least 16 rows (queries times heads) a sequence, and that of hopper/forward_pages.py, the attention forward over
+caches, packed queries and equal numbers of queries of each sequence, one query or more.
 
 Pages are found by page_table[batch, token // page_size]: one page id per block of keys where whole blocks lie in a
 page, else one per key. Head dims are split into power-of-two pieces (192 = 128 + 64), never padded to the next one.
