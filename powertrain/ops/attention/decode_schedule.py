@@ -102,11 +102,14 @@ def safe_share(total, extra, least):
 def smallest_share(blocks, total, count, extra, least):
     """The same of `count` sequences where all parts run at once: nearly the smallest."""
     share = tl.maximum(tl.cdiv(total, extra + count), least)
-    for _ in range(6):
+    needed = tl.sum(extra_parts(blocks, share, 0))
+    rounds = 0
+    # a loop whose end depends on the lengths is not unrolled: a kernel that runs alone waits for its code to be read
+    while (needed > extra) & (rounds < 6):
+        share = tl.maximum(share + 1, tl.cdiv(share * (needed + count), extra + count))
         needed = tl.sum(extra_parts(blocks, share, 0))
-        closer = tl.maximum(share + 1, tl.cdiv(share * (needed + count), extra + count))
-        share = tl.where(needed > extra, closer, share)
-    return tl.where(tl.sum(extra_parts(blocks, share, 0)) > extra, safe_share(total, extra, least), share)
+        rounds += 1
+    return tl.where(needed > extra, safe_share(total, extra, least), share)
 
 
 @triton.jit

@@ -31,14 +31,16 @@ def _shares(total, longest, at_once, least, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _parts_of(blocks, share):
-    """Of tiles that are cut into parts of each share: parts beyond a tile's first, tiles that are cut, blocks of those
-    that are not, blocks of the longest entry; as `extra_parts` but for the rounding of quotients."""
+    """Of tiles that are cut into parts of each share, in float32: parts beyond a tile's first, tiles that are cut,
+    blocks of those that are not, blocks of the longest entry; as `extra_parts` but for the rounding of quotients."""
     share, blocks = share[:, None].to(tl.float32), tl.maximum(blocks, 0)[None, :]
     parts = tl.maximum(tl.ceil((blocks - 0.25 * share) / share), 1.0)
     more = parts.to(tl.int32) - 1
-    whole = tl.where(more == 0, blocks, 0)
-    longest = tl.ceil(tl.max(blocks / parts, 1)).to(tl.int32)
-    return tl.sum(more, 1), tl.sum((more > 0).to(tl.int32), 1), tl.sum(whole, 1), longest
+    # one instruction adds int32 of a warp
+    extra, cut = tl.sum(more, 1), tl.sum((more > 0).to(tl.int32), 1)
+    whole = tl.sum(tl.where(more == 0, blocks, 0), 1)
+    longest = tl.max(tl.ceil(blocks / parts).to(tl.int32), 1)
+    return extra.to(tl.float32), cut.to(tl.float32), whole.to(tl.float32), longest.to(tl.float32)
 
 
 @triton.jit
@@ -50,28 +52,29 @@ def _first_to_end(blocks, share, total, longest, some, at_once, of_results):
     entry and of the mean whole tile; yet not later than as many waves of the longest, and not earlier than the waves of
     parts."""
     extra, cut, whole, longest_entry = _parts_of(blocks, share)
-    parts = extra + cut
-    entries, is_cut = some + extra, (extra > 0).to(tl.float32)
-    most = tl.cdiv(longest - share // 4, share)
+    parts, entries = extra + cut, some + extra
+    is_cut = tl.where(extra > 0.0, 1.0, 0.0)
     one = longest_entry + 2 + of_results * is_cut
     mean = (total + 2 * entries + of_results * parts) / at_once
-    uneven = tl.where(entries > parts, 0.4 * (whole / tl.maximum(entries - parts, 1) + 2), 0.2 * one)
-    end = tl.minimum(mean + 0.1 * one + uneven, tl.cdiv(entries, at_once) * one)
-    waves = tl.cdiv(parts, at_once) * (share + 2 + of_results)
+    uneven = tl.where(entries > parts, 0.4 * (whole / tl.maximum(entries - parts, 1.0) + 2), 0.2 * one)
+    end = tl.minimum(mean + 0.1 * one + uneven, tl.ceil(entries / at_once) * one)
+    waves = tl.ceil(parts / at_once) * (share + 2 + of_results)
     end = tl.maximum(tl.where(entries > at_once, end, mean), tl.where(parts > at_once, waves, one))
-    end += is_cut * (1 + most / 6)
+    end += is_cut * (1 + longest / share / 6)
     first = tl.min(end)
     return tl.max(tl.where(end <= first, share, 0)), first
 
 
 @triton.jit
-def _end_at_once(blocks, share, rows, at_once, of_results):
+def _end_at_once(blocks, share, longest, rows, at_once, of_results):
     """When the last of parts of at most `share` blocks ends; infinite if they do not all run at once. `rows`: tiles
     that have rows."""
     more = extra_parts(blocks, share, 0)
-    is_cut = (tl.sum(more) > 0).to(tl.float32)
-    end = tl.max(tl.cdiv(blocks, more + 1)) + 2 + is_cut * (of_results + 1 + (tl.max(more) + 1) / 6)
-    return tl.where(rows + tl.sum(more) <= at_once, end, float("inf"))
+    extra = tl.sum(more)
+    is_cut = (extra > 0).to(tl.float32)
+    of_longest = tl.max(tl.ceil(blocks / (more + 1.0)))
+    end = of_longest + 2 + is_cut * (of_results + 1 + longest / share / 6)
+    return tl.where(rows + extra <= at_once, end, float("inf"))
 
 
 @triton.jit
@@ -83,5 +86,5 @@ def share_by_waves(blocks, total, longest, some, extra, at_once, least, of_resul
     share = tl.maximum(share, safe_share(total, extra, least))
     rows = tl.sum((blocks >= 0).to(tl.int32))
     of_once = smallest_share(blocks, total, rows, tl.maximum(at_once - rows, 1), least)
-    is_once = _end_at_once(blocks, of_once, rows, at_once, of_results) < end
+    is_once = _end_at_once(blocks, of_once, longest, rows, at_once, of_results) < end
     return tl.where(is_once, of_once, share), tl.where(is_once, 0, share // 4)
