@@ -29,7 +29,7 @@ def why_not_hopper(call: MlaCall, target: Target) -> str | None:
     """Why the universal kernel serves a call of decode_attention and not the Hopper kernel for MLA, or None."""
     rows, batch = call.query.shape[:-1].numel(), call.batch
     if rows < MLA_LEAST_ROWS * batch:
-        return f"it is for {MLA_LEAST_ROWS} rows or more (queries times heads) a sequence, got {rows} of {batch}"
+        return f"it is for {MLA_LEAST_ROWS} queries times heads or more a sequence, got {rows} of {batch} sequences"
     return why_not_mla(call, target)
 
 
@@ -47,7 +47,7 @@ def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None
     rows = call.query.shape[:-1].numel() // kv_heads
     least = MANY_LEAST_ROWS if call.query_starts is None and batch > 1 << 15 else LEAST_ROWS
     if rows < least * batch:
-        return f"it is for {least} rows or more a sequence, got {rows} of {batch} sequences"
+        return f"it is for {least} queries times heads of a kv head or more a sequence, got {rows} of {batch} sequences"
     return why_not_cache(call, cache_batch_idx, target)
 
 

@@ -52,7 +52,9 @@ def test_on_other_gpus_the_arch_is_the_reason() -> None:
 def test_mla() -> None:
     call = _call(heads=(128, 1), dim=576) | {"value_cache": None, "head_dim_v": 512}
     found = explain_decode_attention(**call, arch="H200")
-    assert found.kernel == "hopper-mla" and found.reasons == {"hopper": "it takes keys and values"}
+    assert found.kernel == "hopper-mla" and found.reasons == {
+        "hopper": "it takes no values that are a part of the keys"
+    }
     assert explain_decode_attention(**call, arch="A100").kernel == "universal"
 
 

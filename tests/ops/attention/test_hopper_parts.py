@@ -279,7 +279,7 @@ def test_why_not() -> None:
     cache = torch.empty(1 << 22, 4, 8, 128, dtype=torch.bfloat16, device=META)
     large = call._replace(key_cache=cache, value_cache=cache)
     for changed, reason in (
-        (call._replace(value_cache=None), "it takes keys and values"),
+        (call._replace(value_cache=None), "it takes no values that are a part of the keys"),
         (call._replace(leftpad=call.seqlens), "it has no cache_leftpad"),
         (call._replace(page_table=torch.empty(4, 0, dtype=torch.int32, device=META)), "it takes no empty tensors"),
         (large, "of pages of 4 keys it takes caches of up to 2^34 elements, got 17179869184"),
@@ -303,7 +303,8 @@ def test_equal_queries_come_here() -> None:
         return why_not_many(call, target)
 
     assert why_not(1, 32, 8) is why_not(2, 28, 4) is why_not(30, 16, 16) is why_not(40000, 32, 8, queries=4) is None
-    assert why_not(40000, 32, 8) == "it is for 16 rows or more a sequence, got 160000 of 40000 sequences"
+    said = "it is for 16 queries times heads of a kv head or more a sequence, got 160000 of 40000 sequences"
+    assert why_not(40000, 32, 8) == said
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")

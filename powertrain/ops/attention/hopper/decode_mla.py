@@ -168,7 +168,7 @@ def why_not_mla(call: MlaCall, target: Target) -> str | None:
     if call.page_table is not None and copies_rows(cache) and cache.shape[0] * cache.stride(0) >= 2**34:
         return f"of pages of {cache.shape[1]} keys it takes caches of up to 2^34 elements"
     for name, given in (
-        ("a left window", call.keys.left >= 0),
+        ("left window", call.keys.left >= 0),
         ("softcap", call.softcap > 0),
         ("ALiBi", call.alibi_slopes is not None),
         ("cache_batch_idx", call.cache_batch_idx is not None),

@@ -79,7 +79,7 @@ def why_not_cache(call: PagedCall, cache_batch_idx: Tensor | None, target: Targe
     if reason := gluon_compat.why_not_hopper(target):
         return reason
     if values is None:
-        return "it takes keys and values"
+        return "it takes no values that are a part of the keys"
     if cache_batch_idx is not None:
         return "it has no cache_batch_idx"
     if query.dtype not in (torch.bfloat16, torch.float16):
