@@ -6,6 +6,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from powertrain.doctor.finding import Check, Finding
 from powertrain.runtime.machine import Machine
@@ -41,6 +42,26 @@ def versions(machine: Machine) -> Iterator[Finding]:
 
 def _unmet(machine: Machine) -> Iterator[Finding]:
     """Requirements of installed packages that the installed versions do not meet."""
+    pins = _pins(machine)
+    unmet = {
+        package: [name for name, requirement in of.items() if not _holds(requirement.specifier, have)]
+        for package, of in pins.items()
+        if (have := machine.version(package))
+    }
+    for package, names in unmet.items():
+        stay = {name: requirement for name, requirement in pins[package].items() if not unmet.get(name)}
+        for name in names:
+            requirement = pins[package][name]
+            needs, have = f"{requirement.name}{requirement.specifier}", machine.version(package)
+            says = f"{name} {machine.version(name)} needs {needs}, here is {have}"
+            after = f"change {name} first, as said of it here: its new release brings its own {package}"
+            fix = _install_for_all(package, stay) if name in stay else after
+            yield Finding("problem", says, (f"Requires-Dist of {name}: {requirement}",), fix)
+
+
+def _pins(machine: Machine) -> dict[str, dict[str, Requirement]]:
+    """package: who requires it, and how."""
+    pins: dict[str, dict[str, Requirement]] = {}
     for name in PINNED_BY:
         distribution = machine.installed.get(name)
         for text in (distribution.requires or []) if distribution else []:
@@ -48,40 +69,83 @@ def _unmet(machine: Machine) -> Iterator[Finding]:
                 requirement = Requirement(text)
             except InvalidRequirement:
                 continue
-            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-                continue
-            have = machine.version(re.sub(r"[-_.]+", "-", requirement.name).lower())
-            if have and not requirement.specifier.contains(have, prereleases=True):
-                says = f"{name} {machine.version(name)} needs {requirement.name}{requirement.specifier}, here is {have}"
-                fix = f"pip install '{requirement.name}{requirement.specifier}'"
-                yield Finding("problem", says, (f"Requires-Dist of {name}: {text}",), fix)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                pins.setdefault(re.sub(r"[-_.]+", "-", requirement.name).lower(), {})[name] = requirement
+    return pins
+
+
+def _install_for_all(package: str, pinned_by: dict[str, Requirement]) -> str:
+    """One line for all that require `package`: a release for one of them may be refused by another one."""
+    together = SpecifierSet()
+    for requirement in pinned_by.values():
+        together &= requirement.specifier
+    if _possible(together):
+        return f"pip install '{package}{together}'"
+    told = ", ".join(f"{by}: {requirement.specifier}" for by, requirement in pinned_by.items())
+    return (
+        f"no {package} is right for all that need it ({told}); pip chooses releases that go together if it is given "
+        f"all of them: pip install --upgrade {' '.join(pinned_by)} {package}"
+    )
+
+
+def _possible(specifiers: SpecifierSet) -> bool:
+    """Whether some version is in all of them: if any is, then one at a bound of theirs or right behind it."""
+    candidates = ["0"]
+    for specifier in specifiers:
+        bound = Version(specifier.version.removesuffix(".*"))
+        *release, last = bound.release
+        candidates += [str(bound), f"{bound.base_version}.0.0.1", ".".join(map(str, (*release, last + 1)))]
+    return any(_holds(specifiers, candidate) for candidate in candidates)
+
+
+def _holds(specifiers: SpecifierSet, version: str) -> bool:
+    return specifiers.contains(version, prereleases=True)
 
 
 def _known_bad(machine: Machine) -> Iterator[Finding]:
     for name, range_, other, other_range, says, install, source in KNOWN_BAD:
         have, beside = machine.version(name), machine.version(other)
-        if have and beside and _within(have, range_) and _within(beside, other_range):
+        if have and beside and _holds(SpecifierSet(range_), have) and _holds(SpecifierSet(other_range), beside):
             evidence = (f"{name} {have} with {other} {beside}", f"source: {source}")
             yield Finding("problem", says, evidence, f"pip install '{install}'")
 
 
-def _within(version: str, range_: str) -> bool:
-    return SpecifierSet(range_).contains(version, prereleases=True)
+# parts of CUDA's toolkit: their packages have no suffix from CUDA 13 on, "-cu12" before
+_OF_THE_TOOLKIT = re.compile(
+    r"nvidia-(cuda-[a-z-]+|cublas|cufft|cufile|curand|cusolver|cusparse|npp|nvfatbin|nvjitlink|nvjpeg|nvptxcompiler|nvtx|nvvm)"
+)
 
 
 def _two_majors(machine: Machine) -> Iterator[Finding]:
-    """nvidia-*-cu12 beside nvidia-*-cu13, and packages that were built for the other one."""
+    """Packages of CUDA 12 beside a torch for CUDA 13, and the other way round."""
     if machine.torch_cuda is None:
         return
-    major = machine.torch_cuda.split(".")[0]
-    others = [
-        name for name in sorted(machine.installed)
-        if (match := re.fullmatch(r"(?:nvidia-[a-z-]+|transformer-engine)-cu(\d+)", name)) and match[1] != major
-    ]  # fmt: skip
+    major = int(machine.torch_cuda.split(".")[0])
+    built_for = {name: cuda for name in sorted(machine.installed) if (cuda := _cuda_of(machine, name, major))}
+    others = [name for name, cuda in built_for.items() if cuda != major]
     if others:
         says = f"packages for another CUDA than torch's {machine.torch_cuda}: {', '.join(others)}"
-        fix = f"pip uninstall {' '.join(others)}, then install their cu{major} builds"
+        install = " ".join(_for_cuda(machine, name, major) for name in others)
+        fix = f"pip uninstall {' '.join(others)}, then pip install --force-reinstall --no-deps {install}"
         yield Finding("problem", says, tuple(f"{name} {machine.version(name)}" for name in others), fix)
+
+
+def _cuda_of(machine: Machine, name: str, major: int) -> int | None:
+    """CUDA's major version that a package is for, beside a torch for CUDA `major`."""
+    if match := re.fullmatch(r"(?:nvidia-[a-z-]+|transformer-engine)-cu(\d+)", name):
+        return int(match[1])
+    stands_for_nothing = (machine.version(name) or "").startswith("0.0.")  # "a fake package to warn the user"
+    return max(major, 13) if _OF_THE_TOOLKIT.fullmatch(name) and not stands_for_nothing else None
+
+
+def _for_cuda(machine: Machine, name: str, major: int) -> str:
+    """What takes the place of a package; its version where torch, or the replaced TransformerEngine, fixes it.
+    Installed again also where it is here: uninstalling the other one removes files that both own."""
+    stem = re.sub(r"-cu\d+$", "", name)
+    wanted = stem if major >= 13 and _OF_THE_TOOLKIT.fullmatch(stem) else f"{stem}-cu{major}"
+    requirement = _pins(machine).get(wanted, {}).get("torch")
+    fixed = f"=={machine.version(name)}" if stem == "transformer-engine" else ""
+    return f"{wanted}{requirement.specifier if requirement else fixed}"
 
 
 _TWICE = {"cuDNN": "libcudnn.so.*", "the CUDA runtime": "libcudart.so.*", "NCCL": "libnccl.so.*", "cuBLAS": "libcublas.so.*"}  # fmt: skip  # noqa: E501

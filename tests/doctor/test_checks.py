@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from powertrain.doctor import code, echo, gpus, kernel_store, limits, links, overlap, versions
 from powertrain.doctor.checks import CHECKS
@@ -176,6 +177,40 @@ def test_a_pin_that_is_not_met(tmp_path: Path) -> None:
     assert "nvidia-cudnn-cu12 9.5.1.17" in said and "needs nvidia-cudnn" not in said
 
 
+def _fixes(machine: Machine) -> list[str | None]:
+    return [finding.fix for finding in versions.versions(machine) if finding.level != "ok"]
+
+
+def test_pins_of_one_package_have_one_remedy(tmp_path: Path) -> None:
+    here = machine(tmp_path / "both")
+    install_torch(here, "2.7.0", "12.8")
+    install(here, "xformers", "0.0.32", "torch>=2.8")
+    install(here, "torchvision", "0.23.0", "torch<2.9,!=2.8.0")
+    assert _fixes(here) == ["pip install 'torch!=2.8.0,<2.9,>=2.8'"]  # torch 2.9 would be refused by torchvision
+
+    here = machine(tmp_path / "none")
+    install_torch(here, "2.7.0", "12.8", "triton==3.3.0")
+    install(here, "triton", "3.2.0")
+    install(here, "xformers", "0.0.32", "torch==2.8.0")
+    install(here, "vllm", "0.11.0", "torch==2.9.0")
+    *of_torch, of_triton = sorted(map(str, _fixes(here)), key=lambda fix: fix.startswith("change"))
+    assert len(set(of_torch)) == 1 and len(of_torch) == 2
+    assert "(xformers: ==2.8.0, vllm: ==2.9.0)" in of_torch[0]
+    assert of_torch[0].endswith("pip install --upgrade xformers vllm torch")
+    assert of_triton.startswith("change torch first") and of_triton.endswith("brings its own triton")
+
+
+@pytest.mark.parametrize(
+    "specifiers, possible",
+    [
+        ("<3", True), ("==2.8.0,==2.9.0", False), (">=2.4,!=2.4.*,<3", True), (">2.4,<2.5", True),
+        (">=2.5,<2.5", False), ("~=2.4,<2.4.1", True), ("==2.*,>=3", False), ("==2.9.0+cu128,>=2.9.0", True), (">=2.9.0rc1,<2.9.0", False),
+    ],
+)  # fmt: skip
+def test_whether_a_version_is_in_all_specifiers(specifiers: str, possible: bool) -> None:
+    assert versions._possible(SpecifierSet(specifiers)) is possible
+
+
 @pytest.mark.parametrize("row", versions.KNOWN_BAD, ids=lambda row: f"{row[0]}-{row[2]}")
 def test_known_bad_combinations(tmp_path: Path, row: tuple[str, ...]) -> None:
     name, range_, other, other_range, says, *_ = row
@@ -202,6 +237,30 @@ def test_packages_of_another_cuda(tmp_path: Path) -> None:
     again = replace(here)  # the installed packages are read once a machine
     install(again, "transformer_engine_cu13", "2.6.0")
     assert "packages for another CUDA than torch's 12.8: transformer-engine-cu13" in told(versions.versions(again))
+
+
+@pytest.mark.parametrize(
+    "cuda, others, fix",
+    [
+        # the toolkit's packages have no suffix from CUDA 13 on (nvidia-cublas-cu13 is empty), cuDNN's keep it
+        ("13.0", {"nvidia-cublas-cu12": "12.8.4.1", "nvidia-cudnn-cu12": "9.10.2.21"},
+         "pip uninstall nvidia-cublas-cu12 nvidia-cudnn-cu12, then "
+         "pip install --force-reinstall --no-deps nvidia-cublas==13.0.0.19 nvidia-cudnn-cu13"),
+        ("12.8", {"nvidia-cuda-runtime": "13.0.48", "nvidia-nvtx": "0.0.1.dev5"},
+         "pip uninstall nvidia-cuda-runtime, then pip install --force-reinstall --no-deps nvidia-cuda-runtime-cu12"),
+        ("13.0", {"transformer-engine-cu12": "2.6.0"},
+         "pip uninstall transformer-engine-cu12, then "
+         "pip install --force-reinstall --no-deps transformer-engine-cu13==2.6.0"),
+        ("13.0", {"nvidia-cublas": "13.0.0.19", "nvidia-nccl-cu13": "2.27.7"}, None),
+        ("14.0", {"nvidia-cublas": "14.0.0.1"}, None),
+    ],
+)  # fmt: skip
+def test_the_packages_for_torchs_cuda(tmp_path: Path, cuda: str, others: dict[str, str], fix: str | None) -> None:
+    here = machine(tmp_path)
+    install_torch(here, "2.9.0", cuda, *["nvidia-cublas==13.0.0.19"][: cuda == "13.0"])
+    for name, version in others.items():
+        install(here, name, version)
+    assert _fixes(here) == ([fix] if fix else [])
 
 
 def test_two_cudnns(tmp_path: Path) -> None:
