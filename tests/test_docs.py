@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import pkgutil
 import re
 import runpy
@@ -19,6 +20,7 @@ import powertrain
 import powertrain.parallel
 from powertrain.cli import app
 from powertrain.doctor.checks import CHECKS
+from powertrain.ops.attention import backend_measurements
 from powertrain.train.config.reader import run_of
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.config.yaml_source import ConfigError
@@ -240,6 +242,17 @@ def test_the_tables_of_attention_are_what_the_code_says() -> None:
     page = (ROOT / "docs" / "attention.md").read_text()
     updated = runpy.run_path(str(ROOT / "scripts" / "attention_tables.py"))["updated"]
     assert updated(page) == page, "python scripts/attention_tables.py"
+
+
+def test_the_page_of_attention_counts_the_measured_problems() -> None:
+    measured = json.loads((ROOT / "powertrain/ops/attention/measured/sm_90.json").read_text())
+    drawn = [row["source"] for row in measured["rows"] if re.match("random|seed|few-tokens", row["source"])]
+    h100, own = sum(source.endswith("h100") for source in drawn), backend_measurements._OWN
+    page = " ".join((ROOT / "docs" / "attention.md").read_text().split())
+    rows = len(measured["rows"])
+    says = f"{rows} measured problems, {len(drawn) - h100} of them random ones on one H200 and {h100} on one H100."
+    assert says in page
+    assert f"each of which weighs as much as {own:.0f} shipped ones" in page
 
 
 def test_the_support_matrix_is_current() -> None:
