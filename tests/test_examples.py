@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -52,6 +53,11 @@ def test_every_example_is_run_and_listed() -> None:
     assert scripts == set(NEEDS)
     listed = set(re.findall(r"^\| \[([\w.]+)\]", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE))
     assert listed == scripts | {path.name for path in EXAMPLES.glob("*.ipynb")}
+
+
+def test_text_serves_any_number_of_steps() -> None:
+    rows = runpy.run_path(str(EXAMPLES / "text.py"))["rows"](4 * 600)  # 150 kB of a file of 100
+    assert rows.shape == (2400, 64) and rows[0].tolist() != rows[-1].tolist() and int(rows.max()) < 256
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NEEDS])
