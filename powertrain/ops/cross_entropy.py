@@ -282,7 +282,7 @@ def cross_entropy(
         grad_in_forward   make dlogits in forward and let go of the logits; some 10% less time for rows of 1025
                           logits to 128 KiB. Backward then scales it (unless by 1) and hands it out, so a second
                           backward raises
-    Returns the loss in nats, float32: [] for "mean" and "sum", [...] for "none".
+    Returns the loss in nats, float32 (float64 for float64): [] for "mean" and "sum", [...] for "none".
         "mean" divides by the number of kept tokens; none kept gives nan, as in PyTorch.
         A target out of range gives nan, and a nan gradient of its row, because asking would make the host wait for the
         GPU (plain PyTorch on the CPU raises).

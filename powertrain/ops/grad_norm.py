@@ -142,7 +142,8 @@ def clip_grad_norm_(
     """Scale the gradients of `parameters` in place so that their norm, taken together, is at most `max_norm`.
 
     As torch.nn.utils.clip_grad_norm_, in three launches for all gradients of a device and dtype. The norm is taken
-    and returned in float32 whatever the gradients' dtype; gradients whose norm is within max_norm are not touched.
+    and returned in float32, of float64 gradients (on the CPU) in float64; gradients whose norm is within max_norm are
+    not touched.
     Other norms than 1, 2 and inf are plain PyTorch; gradients on several devices and DTensors go to torch's own.
     Raises RuntimeError for a norm that is not finite if `error_if_nonfinite` (which waits for the GPU).
     """

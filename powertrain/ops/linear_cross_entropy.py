@@ -428,8 +428,8 @@ def linear_cross_entropy(
         main_grad  [V, D]    float32, contiguous, or None: backward adds the weight's gradient here, and weight.grad
                              stays None (Megatron's gradient accumulation)
         The other options are those of `cross_entropy`.
-    Returns the loss in nats, float32: [] for "mean" and "sum", [...] for "none". A target out of range gives nan from
-        the kernels and an error from plain PyTorch (CPU).
+    Returns the loss in nats, float32 (float64 for float64): [] for "mean" and "sum", [...] for "none". A target out of
+        range gives nan from the kernels and an error from plain PyTorch (CPU).
     Numerics: as plain PyTorch in x's dtype, whose logits and dlogits are rounded to that dtype too. dweight is rounded
         once a block of rows (16 at most), or not at all into main_grad. Deterministic. No host synchronisation.
     Memory: about 300 MiB of logits at a time, but those of 1024 rows at least, of 2048 if weight has a gradient; for

@@ -46,7 +46,8 @@ from powertrain.runtime.flops import Shape
 
 
 class LogProbs(NamedTuple):
-    """What `linear_log_probs` returns: float32, shaped like target; None for results that were not requested."""
+    """What `linear_log_probs` returns, in nats: float32 (float64 for float64), shaped like target; None for results
+    that were not requested."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -375,8 +376,8 @@ def linear_log_probs(
                              cuBLAS, which takes longer. So it is inside `powertrain.batch_invariant()`
         keep_logits          save the logits for backward, [T, V] in x's dtype, which then takes two products instead of
                              three
-    Returns `LogProbs`, in nats, float32. log_probs, entropy and divergence are differentiable, and 0 for tokens left
-        out; top_log_probs are not. A target out of range gives nan from the kernels and an error
+    Returns `LogProbs`, in nats, float32 (float64 for float64). log_probs, entropy and divergence are differentiable,
+        and 0 for tokens left out; top_log_probs are not. A target out of range gives nan from the kernels and an error
         from plain PyTorch (CPU).
     Numerics: logits and their gradients are rounded to x's dtype, as in plain PyTorch; everything else is float32.
         Deterministic. No host synchronisation. batch_invariant holds for results, not for gradients: dweight is a sum

@@ -202,7 +202,8 @@ def moe_route(
         scaling_factor           multiplies the weights
         num_groups, top_groups   choose from the best top_groups of num_groups groups of E / num_groups consecutive
                                  experts, a group's score being the sum of its two best
-    Returns weights [T, k] float32 and experts [T, k] int32, best first; of equals the lower index.
+    Returns weights [T, k] float32 (float64 for float64) and experts [T, k] int32, best first; of equals the lower
+        index.
     Numerics: float32 throughout. Deterministic. A NaN is chosen last. With softmax it makes all weights of its token
         NaN, with sigmoid its own, if it is chosen, and with normalize then all of them.
     Memory: saves logits and experts.
@@ -321,7 +322,8 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
         logits   [..., S, E]  the router's; with [batch, S, E] every sequence is balanced by itself (DeepSeek-V3)
         experts  [..., S, k]  int32 or int64, from `moe_route`
         score                 "softmax", or "sigmoid", whose scores are divided by their sum over experts
-    Returns a scalar, float32, the mean over leading dims; differentiable in logits; 0 of no tokens.
+    Returns a scalar, float32 (float64 for float64), the mean over leading dims; differentiable in logits; 0 of no
+        tokens.
     Numerics: float32. Memory: about 8 bytes an element of logits.
     Raises ValueError naming the argument, the expected value and the given one.
     Source: Fedus et al., arXiv:2101.03961, eq. 4, with k > 1 as in Megatron-LM; DeepSeek-V3, arXiv:2412.19437, eq. 17.

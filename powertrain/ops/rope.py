@@ -270,7 +270,8 @@ def rope(
         as after any in-place op. So does a use of v after `q, k, v = qkv.split(...)` (or chunk, unbind); views made by
         indexing are not affected.
     Numerics: float32, rounded once. A position the table does not have, or an axis that position_ids do not have, gives
-        NaN on a GPU (no host synchronisation to find it) and IndexError on the CPU. Deterministic.
+        NaN on a GPU (no host synchronisation to find it) and IndexError on the CPU; an int offset that the table does
+        not have is a ValueError on both. Deterministic.
     Memory: saves the table and the positions given, neither q nor k. With inplace none is allocated (without a kernel,
         under torch.compile, of DTensors, and with a stride along D other than 1: rotated, then copied).
     Raises ValueError naming the argument, the expected value and the given one; with inplace also for a leaf that

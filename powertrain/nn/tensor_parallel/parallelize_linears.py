@@ -34,12 +34,6 @@ from powertrain.runtime.fused_encoders import call_layers
 from powertrain.runtime.hooks import take_hooks
 from powertrain.runtime.positional import hinted
 
-# columns, rows        an nn.Linear whose features out (in) are sharded
-# heads                weights that each rank uses on its own heads (a norm of queries or keys)
-# with sequence_parallel, else nothing:
-# tokens               weights that each rank uses on its own tokens (a norm of the residual stream)
-# attention            takes hidden states [B, S, D] first, and reads their shape
-# enter, leave         the module before which tokens are sharded, and the one before which they are gathered again
 Role = Literal["columns", "rows", "heads", "tokens", "attention", "enter", "leave"]
 
 _LLAMA: dict[str, Role] = {
@@ -69,7 +63,13 @@ def parallelize_linears(
     """Shard a model's linear layers over the ranks, in place; weights must be equal on all ranks before.
 
     ranks   one axis of a DeviceMesh, or an Overlap
-    plan    the end of a module's dotted name -> its role (above); None: that of its config.model_type (PLANS)
+    plan    the end of a module's dotted name -> its role; None: the plan of the model's config.model_type (PLANS)
+        columns, rows   an nn.Linear whose features out (in) are sharded
+        heads           weights that each rank uses on its own heads (a norm of queries or keys)
+            with sequence_parallel, else nothing:
+        tokens          weights that each rank uses on its own tokens (a norm of the residual stream)
+        attention       takes hidden states [B, S, D] first, and reads their shape
+        enter, leave    the module before which tokens are sharded, and the one before which they are gathered again
     sequence_parallel   shard the tokens between these layers too; B * S of them, at least as many as ranks. A layer
             recomputed in backward (activation checkpointing) must be recomputed before a forward of another shape
     The layers' weights become DTensors, Shard(0) and Shard(1), norms' Replicate; other layers stay unchanged.

@@ -160,7 +160,8 @@ def attention(
         float32 products are full precision unless PyTorch is set to allow TF32.
     Memory beyond inputs and results, our kernel: LSE, 4 * B * H * Sq bytes, is saved beside inputs and out; backward
         takes 8 * B * H * ceil(Sq / 128) * 128 bytes, the Hopper one besides 4 for each of dq's elements, head dims
-        rounded up to 64, 128 or 256. Where the GPU has TMA attn_bias is copied, once in the forward and once in the
+        rounded up to 64, 80, 96, 128, 160, 192 or 256, and 4 * B * K * Sk * (D + E) where heads that share keys are
+        split over tiles. Where the GPU has TMA attn_bias is copied, once in the forward and once in the
         backward, without what it is broadcast to: a boolean one as 2 bytes an element, another one if its rows are no
         multiple of 16 bytes apart. The gradient of a bias that is broadcast takes 4 * B * H * Sq * Sk bytes more, if
         these are at most 256 MiB, and else more time. On the CPU "chunked" takes about 0.2 GiB of scores, and float32

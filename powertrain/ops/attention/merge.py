@@ -309,8 +309,10 @@ def merge_attentions(
     Shapes: B batch, S queries, H heads, D head dim of the values, T tokens of all sequences.
         outs    one or more [B, S, H, D] "bshd", [B, H, S, D] "bhsd", [S, B, H, D] "sbhd" or [T, H, D] "thd"; float32,
                 float16 or bfloat16 (float64 on the CPU), all of one dtype; any strides; a part may be expanded
-        lses    as many log-sum-exps in nats, float32 [B, H, S], for "thd" [H, T], as `attention` returns them
-    Returns (out, lse), out in the dtype of outs, lse float32; rows that no part saw give 0 and -inf.
+        lses    as many log-sum-exps in nats, float32 (or float64) [B, H, S], for "thd" [H, T], as `attention` returns
+                them
+    Returns (out, lse), out in the dtype of outs, lse float32 (float64 for float64); rows that no part saw give 0 and
+        -inf.
     Numerics: float32, rounded once however many parts. Differentiable in outs and lses. Deterministic.
     Memory: n parts take n - 1 launches and, from 3 on, a float32 result between them; outs and lses are saved.
     Raises ValueError with the argument's name, requirement and value. Double backward and vmap are not

@@ -65,7 +65,7 @@ def attention_backward(
         grad_out  as out, dtype of query
         query, key, value, masks, scale, dropout_p, dropout_seed: those of the forward over these keys
         out       query's shape with Dv last, any floating dtype: the result over all keys
-        lse       its log-sum-exp in nats, float32 [B, H, Sq], thd [H, Tq], bmghk [B, G, H, Sq]
+        lse       its log-sum-exp in nats, float32 (or float64) [B, H, Sq], thd [H, Tq], bmghk [B, G, H, Sq]
         grad_lse  gradient of that LSE, float32, the same shape
         cu_seqlens_q to cu_seqlens_k_padded   thd only, as in varlen_attention; cu_seqlens_k is cu_seqlens_q unless
                   given
