@@ -82,7 +82,7 @@ def test_the_configs_that_come_with_us(name: str) -> None:
     "text, words",
     [
         ("train: {stepz: 3}", "a.yml:1: train.stepz: unknown key; did you mean train.steps"),
-        ("\n\ntrain: {seed: x}", "a.yml:3: train.seed must be a valid integer"),
+        ("\n\ntrain: {seed: x}", "a.yml:3: train.seed must be a whole number"),
         ("modle: 3", "a.yml:1: modle: unknown key; did you mean model"),
         ("train: {loss_scale: {windw: 3}}", "a.yml:1: train.loss_scale.windw: unknown key; did you mean window"),
         ("train: {steps: 3}", "train.steps must be set once, it is at "),
@@ -112,12 +112,18 @@ def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) ->
     [
         ("train.steps", "must be key=value"),
         ("train.steps.more=3", "command line: train.steps must be a section, got 100"),
-        ("train.steps=many", "command line: train.steps must be a valid integer"),
+        ("train.steps=many", "command line: train.steps must be a whole number"),
         ("fp8.keep=fp9", "command line: fp8.keep must be a list, such as [a, b], got 'fp9'"),
         ("checkpoint=3", "command line: checkpoint must be a section, such as {key: value}, got '3'"),
         ("model.hidden_size=65", "model.hidden_size must be a multiple of num_heads (4), got 65"),
         ("train.seq_length=4096", "train.seq_length must be at most model.max_position_embeddings (128), got 4096"),
-        ("train.steps=true", "command line: train.steps must be a number, got 'True'"),
+        ("train.steps=true", "command line: train.steps must be a number, got true"),
+        ("checkpoint=true", "command line: checkpoint must be a section, such as {key: value}, got true"),
+        ("train.steps=1.5", "command line: train.steps must be a whole number, got '1.5'"),
+        ("optimizer.lr=high", "command line: optimizer.lr must be a number, got 'high'"),
+        ("data.append_eod=often", "command line: data.append_eod must be true or false, got 'often'"),
+        ("optimizer.betas=[0.9,0.95,1]", "optimizer.betas must hold at most 2 entries, got '[0.9, 0.95, 1]'"),
+        ("fp8.most_recent=true", "fp8.most_recent must be false unless fp8.recipe is tensor-delayed, got true"),
         ("checkpoint.keep_last=false", "checkpoint.keep_last must be a number"),
         ("checkpoint.extra_steps=[2,-1]", "command line: checkpoint.extra_steps must be at least 0, got [2, -1]"),
         ("data.train=null", "data.train must hold at least one entry, got '[]'"),
@@ -192,7 +198,7 @@ def test_a_command_line_has_no_comments() -> None:
     """`logging.folder="runs/try #2"` wrote to runs/try, where another run's checkpoint was resumed."""
     config = read_config([OURS], ["logging.folder=runs/try #2", "checkpoint.folder=#2"]).config
     assert config.logging.folder == "runs/try #2" and config.checkpoint.folder == "#2"
-    assert "train.steps must be a valid integer" in _message(OURS, overrides=("train.steps=5 # of 10",))
+    assert "train.steps must be a whole number" in _message(OURS, overrides=("train.steps=5 # of 10",))
     kept = ["logging.folder='a #b'", "optimizer.betas=[0.9, 0.99]  # Lion's", "data.train=a#b"]
     config = read_config([OURS], kept).config
     assert config.logging.folder == "a #b" and config.optimizer.betas == (0.9, 0.99)

@@ -311,6 +311,9 @@ _YAML = {
     "model_attributes_type": "be a section, such as {key: value}",
     "string_type": "be text (in quotes where it looks like a number)",
     "too_short": "hold at least one entry",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "be true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "be a number"),
 }
 
 
@@ -327,8 +330,11 @@ def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]
     # pydantic's sentence without its subject
     must = message.removeprefix("Input should ") if message.startswith("Input should ") else f"be right: {message}"
     must = _YAML.get(str(problem["type"]), must)
+    if problem["type"] == "too_long":
+        must = f"hold at most {problem['ctx']['max_length']} entries"
+    given = problem["input"]
     # a section whose keys are all commented out is null to YAML
-    got = "nothing" if problem["input"] is None else repr(str(problem["input"])[:80])
+    got = "nothing" if given is None else str(given).lower() if isinstance(given, bool) else repr(str(given)[:80])
     return f"{key} must {must}, got {got}"
 
 

@@ -388,8 +388,10 @@ class FP8Config(Section):
         for name in ("history", "most_recent", "margin"):
             value, default = getattr(self, name), type(self).model_fields[name].default
             if self.recipe != "tensor-delayed" and value != default:
+                # true and false as YAML writes them
+                must, got = str(default).lower(), str(value).lower()
                 raise ValueError(
-                    f"fp8.{name} must be {default} unless fp8.recipe is tensor-delayed, got {value} for {self.recipe}"
+                    f"fp8.{name} must be {must} unless fp8.recipe is tensor-delayed, got {got} for {self.recipe}"
                 )
         # a layer's shards may not be whole blocks of the recipe that it would be moved to
         if self.wire == "fp8" and self.watch and self.rescue:

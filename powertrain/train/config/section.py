@@ -2,7 +2,7 @@
 
 import errno
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -50,7 +50,13 @@ class Section(BaseModel):
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """pydantic takes true for 1."""
-        kinds = str(cls.model_fields[info.field_name or ""].annotation)
-        if isinstance(value, bool) and "bool" not in kinds and ("int" in kinds or "float" in kinds):
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
             raise PydanticCustomError("not_a_number", "Input should be a number")
         return value
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The types that an annotation is made of: int and NoneType of `int | None`."""
+    parts = get_args(annotation)
+    return [kind for part in parts for kind in _kinds(part)] if parts else [annotation]
