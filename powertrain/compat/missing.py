@@ -20,7 +20,7 @@ _FROM_IMPORT = dis.opmap["IMPORT_FROM"]
 WHY_NOT: dict[str, str] = {
     "flash_attn.flash_attn_interface.*": "internal",
     "flash_attn.flash_attn_triton*": "experimental there; flash_attn_func",
-    "flash_attn.flash_blocksparse*": "block masks: not yet; powertrain.attention has windows and documents",
+    "flash_attn.flash_blocksparse*": "not yet; a bool attn_bias of powertrain.attention skips blocks that nobody sees",
     "flash_attn.layers.patch_embed.*": "torch.nn.Conv2d or Linear",
     "flash_attn.models.*": "models of transformers, with powertrain.patch",
     "flash_attn.modules.*": "torch.nn.Embedding; powertrain.nn.tensor_parallel, powertrain.parallelize_linears",

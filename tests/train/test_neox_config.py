@@ -435,6 +435,9 @@ def test_two_files(tmp_path: Path) -> None:
     assert _row(run, "min_lr").place == "command line"
     with pytest.raises(ConfigError, match="looks like a Powertrain config; one must have the section model:"):
         read_config([one, two], ["train.steps=3"])
+    two.write_text("model: {preset: pythia-70m}")
+    with pytest.raises(ConfigError, match="looks like a Powertrain config; leave out --format gpt_neox"):
+        read_config([two], format="gpt_neox")
 
 
 def test_wandb(tmp_path: Path) -> None:

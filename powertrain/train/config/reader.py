@@ -166,7 +166,8 @@ def _theirs(source: Source, world_size: int, files: Files) -> tuple[RunConfig, t
     except ConfigError as error:
         if not ours:
             raise
-        hint = f"\n(section {ours[0]}: looks like a Powertrain config; one must have the section model:)"
+        missing = "leave out --format gpt_neox" if "model" in ours else "one must have the section model:"
+        hint = f"\n(section {ours[0]}: looks like a Powertrain config; {missing})"
         raise type(error)(str(error) + hint) from None
     translated = Source(locations=source.locations, texts=source.texts, origins=origins)
     return _validated(values, translated, files), table
