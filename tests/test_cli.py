@@ -271,6 +271,20 @@ def test_ctrl_c_during_an_import_ends_the_process(tmp_path: Path) -> None:
     assert not half.exists()
 
 
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("generate run --top-k -1", "'--top-k': must be greater than or equal to 0, got '-1'"),
+        ("convert a b --to hf --vocab-size many", "'--vocab-size': must be a valid integer, unable to parse"),
+        ("convert a b --to hf --vocab-size many", ", got 'many'"),
+        ("convert a b --to nothing", "'--to': 'nothing' is not one of 'powertrain', 'hf', 'neox', 'peft'"),
+    ],
+)
+def test_a_wrong_option_is_said_with_its_value(words: str, says: str) -> None:
+    code, output = _run(*words.split())
+    assert code == 2 and says in output and "Value error" not in output
+
+
 def test_names_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole text where a file is wanted, a link in a circle, a link to nothing: one line, no traceback."""
     monkeypatch.chdir(tmp_path)

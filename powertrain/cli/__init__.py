@@ -122,12 +122,21 @@ class _Commands(TyperGroup):
             typer.echo(str(error), err=True)
             raise typer.Exit(2) from None
         except _UsageError as error:
+            _name_the_value(error)
             _name_the_dashes(error)
             raise
 
 
 # of which typer exports subclasses only
 _UsageError: Any = typer.BadParameter.__base__
+
+
+def _name_the_value(error: Any) -> None:
+    """`--top-k -1`: typer reads values by pydantic, whose sentence leaves out the value."""
+    if hasattr(error.__cause__, "errors"):
+        given = repr(error.__cause__.errors()[0]["input"])
+        message = error.message.removeprefix("Value error, ").replace("Input should ", "must ", 1)
+        error.message = message if given in message else f"{message}, got {given}"
 
 
 def _name_the_dashes(error: Any) -> None:
