@@ -9,8 +9,9 @@ from powertrain.runtime.console import Console
 
 
 def _nothing(path: Path) -> str:
-    got = "nothing of the kind" if path.exists() else "no such path"
-    return f"{path} must be a run, a checkpoint or a data set, got {got}"
+    # a Hugging Face folder is a checkpoint too, without anything to compare it with
+    got = "nothing that has checksums" if path.exists() else "no such path"
+    return f"{path} must be a run of Powertrain, a checkpoint of one or a data set (.bin, .idx), got {got}"
 
 
 def verify(
