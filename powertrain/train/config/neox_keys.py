@@ -263,12 +263,12 @@ _IGNORED = """
     log_gradient_noise_scale        bool        logged by GPT-NeoX only; no effect on training
     gradient_noise_scale_n_batches  int         logged by GPT-NeoX only; no effect on training
     gradient_noise_scale_cpu_offload  bool      logged by GPT-NeoX only; no effect on training
-    memory_profiling                bool        torch.profiler can be put around the loop; no effect on training
-    memory_profiling_path           str         torch.profiler can be put around the loop; no effect on training
-    profile                         bool        torch.profiler can be put around the loop; no effect on training
-    profile_step_start              int         torch.profiler can be put around the loop; no effect on training
-    profile_step_stop               int         torch.profiler can be put around the loop; no effect on training
-    profile_backward                bool        torch.profiler can be put around the loop; no effect on training
+    memory_profiling                bool        train.profile of ours writes the allocator's snapshots; no effect here
+    memory_profiling_path           str         train.profile of ours writes the allocator's snapshots; no effect here
+    profile                         bool        train.profile of ours traces steps; no effect on training
+    profile_step_start              int         train.profile of ours traces steps; no effect on training
+    profile_step_stop               int         train.profile of ours traces steps; no effect on training
+    profile_backward                bool        train.profile of ours traces steps; no effect on training
     local_rank                      int         set by GPT-NeoX's launcher, not by users
     rank                            int         set by GPT-NeoX's launcher, not by users
     lazy_mpu_init                   bool        of an external DDP; no effect here
@@ -324,8 +324,8 @@ _IGNORED = """
     sample_output_file              str         of generation: powertrain generate takes options
     num_samples                     int         of generation: powertrain generate takes options
     recompute                       bool        of generation: powertrain generate takes options
-    eval_results_prefix             str         of GPT-NeoX's evaluation harness
-    eval_task_limit                 int         of GPT-NeoX's evaluation harness
+    eval_results_prefix             str         of GPT-NeoX's evaluation harness; powertrain evaluate --output
+    eval_task_limit                 int         of GPT-NeoX's evaluation harness; evaluation.task_limit is ours
     moe_top_k                       int         there are no experts (moe_num_experts)
     moe_router_type                 str         there are no experts (moe_num_experts)
     moe_expert_interval             int         there are no experts (moe_num_experts)
