@@ -1,5 +1,6 @@
 """The tables of docs/configuration.md and docs/coming-from-gpt-neox.md are the code's, and their examples are read."""
 
+import dataclasses
 import re
 import runpy
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from powertrain.models.registry import configure
+from powertrain.train.reporting.metrics import StepRecord
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -34,3 +36,9 @@ def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {}
     exec(compile(code, "configuration.md", "exec"), names)
     assert names["run"].config.train.steps == 100  # type: ignore[attr-defined]
+
+
+def test_the_page_of_training_lists_what_a_step_records() -> None:
+    table = (DOCS / "training.md").read_text().split("A line of a step has:")[1].split("\n\n")[1]
+    listed = [key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert listed == [field.name for field in dataclasses.fields(StepRecord)]
