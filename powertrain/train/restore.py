@@ -234,10 +234,11 @@ class Restorer:
                 f"{checkpoint} holds weights only, of another run; name it in checkpoint.load and keep it out of "
                 f"{self.config.checkpoint_folder()}"
             )
-        if not all(isinstance(facts.get(name), int) for name in ("step", "samples", "tokens")):
-            raise checkpoint_store.CheckpointError(
-                f"{checkpoint}/checkpoint.json must give step, samples and tokens as numbers"
-            )
+        for name in ("step", "samples", "tokens"):
+            if not isinstance(facts.get(name), int):
+                raise checkpoint_store.CheckpointError(
+                    f"{checkpoint}/checkpoint.json: {name} must be a whole number, got {facts.get(name)!r}"
+                )
         theirs_model, model = model_of(facts, checkpoint), self.config.model
         refuse_another(theirs_model, model, checkpoint)
         if vocab_size and theirs_model.vocab_size != model.vocab_size:

@@ -83,11 +83,11 @@ def test_the_policy_of_a_function_keeps_what_fits_and_takes_longest() -> None:
     assert sum(itertools.chain(*policy.kept.values())) == 3 and policy.kept["aten.neg.default"] == [False, True]
     same(lambda *given: xformers.checkpoint(function, *given, policy_fn=policy), function, [x, weight])
     for wrong in (-0.1, 1.5):
-        with pytest.raises(ValueError, match="from 0 to 1"):
+        with pytest.raises(ValueError, match="memory_budget must be from 0 to 1, got "):
             xformers.get_optimal_checkpoint_policy(function, x, weight, memory_budget=wrong)
-        with pytest.raises(ValueError, match="from 0 to 1"):
+        with pytest.raises(ValueError, match="memory_budget must be from 0 to 1, got "):
             xformers.selective_checkpoint_wrapper(Block(), wrong)
-    with pytest.raises(ValueError, match="either"):
+    with pytest.raises(ValueError, match="memory_budget must be None beside policy_fn"):
         xformers.selective_checkpoint_wrapper(Block(), 0.5, policy)
 
 

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from powertrain.runtime import checks
+
 # more sets of kept results than these are thinned, and the best may be missed by a little
 _MOST_SETS = 4096
 
@@ -133,8 +135,8 @@ def get_optimal_checkpoint_policy(function: Callable[..., Any], *args: Any, memo
     Function(*args, **kwargs) is called once to measure its operators, each of them several times; what it writes to
     (running statistics) is written by that call too. Memory_budget is a fraction of the memory of all results.
     """
-    if not 0 <= memory_budget <= 1:
-        raise ValueError(f"memory_budget must be from 0 to 1, not {memory_budget}")
+    op = "get_optimal_checkpoint_policy"
+    checks.require(0 <= memory_budget <= 1, op, "memory_budget", "be from 0 to 1", memory_budget)
     with ProfileOperatorsTorchDispatchMode(num_runs=3) as profile:
         function(*args, **kwargs)
     data = [call for call in profile.data if call.name not in SAC_IGNORED_OPS]

@@ -21,6 +21,7 @@ from powertrain.compat.xformers.budget import (
     ProfileOperatorsTorchDispatchMode,
     get_optimal_checkpoint_policy,
 )
+from powertrain.runtime import checks
 
 __all__ = [
     "NullTorchDispatchMode", "ProfileMetadata", "ProfileOperatorsTorchDispatchMode", "SelectiveCheckpointWrapper",
@@ -117,10 +118,10 @@ class SelectiveCheckpointWrapper(ActivationWrapper):
 
     def __init__(self, mod: nn.Module, memory_budget: float | None = None, policy_fn: Policy | None = None) -> None:
         super().__init__(mod)
-        if memory_budget is not None and policy_fn is not None:
-            raise ValueError("either memory_budget or policy_fn")
-        if memory_budget is not None and not 0 <= memory_budget <= 1:
-            raise ValueError(f"memory_budget must be from 0 to 1, not {memory_budget}")
+        if memory_budget is not None:
+            op = "selective_checkpoint_wrapper"
+            checks.require(policy_fn is None, op, "memory_budget", "be None beside policy_fn", memory_budget)
+            checks.require(0 <= memory_budget <= 1, op, "memory_budget", "be from 0 to 1", memory_budget)
         self.memory_budget, self.policy_fn = memory_budget, policy_fn
 
     def get_policy_fn(self, *args: Any, **kwargs: Any) -> Policy | None:
