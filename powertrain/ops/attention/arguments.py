@@ -207,8 +207,8 @@ def window_bounds(op: str, window_size: Sequence[SupportsIndex]) -> tuple[int, i
     return min(left, _FARTHEST), min(right, _FARTHEST)
 
 
-def lower_mask(op: str, sizes: Sizes, mask: MaskArguments) -> tuple[MaskSpec, MaskTensors]:
-    """Mask arguments to (MaskSpec, MaskTensors), checked."""
+def lower_mask(op: str, sizes: Sizes, mask: MaskArguments, dtype: torch.dtype) -> tuple[MaskSpec, MaskTensors]:
+    """Mask arguments to (MaskSpec, MaskTensors), checked. `dtype`: query's."""
     checks.one_of(op, "causal_align", mask.causal_align, ("top_left", "bottom_right"))
     left, right = window_bounds(op, mask.window_size)
     if not (isinstance(mask.chunk_size, int) and mask.chunk_size >= 0):
@@ -242,9 +242,7 @@ def lower_mask(op: str, sizes: Sizes, mask: MaskArguments) -> tuple[MaskSpec, Ma
         sinks=sinks is not None,
     )
     prefix = as_int32(op, "prefix_lengths", mask.prefix_lengths)
-    # float32 whatever the model's dtype: a slope rounded to bfloat16 times a distance of thousands would be off by
-    # whole units
-    slopes = _slopes(op, sizes, mask.alibi_slopes)
+    slopes = _slopes(op, sizes, mask.alibi_slopes, dtype)
     return spec, MaskTensors(prefix, query_documents, key_documents, bias, slopes, sinks)
 
 
@@ -283,7 +281,7 @@ def _documents(
     return as_int32(op, "document_ids", of_queries), as_int32(op, "document_ids", of_keys)
 
 
-def _slopes(op: str, sizes: Sizes, slopes: Tensor | None) -> Tensor | None:
+def _slopes(op: str, sizes: Sizes, slopes: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if slopes is None:
         return None
     checks.tensor(op, "alibi_slopes", slopes)
@@ -293,7 +291,9 @@ def _slopes(op: str, sizes: Sizes, slopes: Tensor | None) -> Tensor | None:
     # refused instead of silently without gradient: no kernel computes it
     if slopes.requires_grad:
         checks.fail(op, "alibi_slopes", "not require a gradient (use .detach())", "one that does")
-    return slopes.float().contiguous()
+    # float32 in 16-bit models too: a slope rounded to bfloat16 times a distance of thousands would be off by whole
+    # units. In float64 one rounded to float32 would be off by 1e-4
+    return slopes.to(torch.float64 if dtype is torch.float64 else torch.float32).contiguous()
 
 
 def with_positive_scale(call: AttentionCall) -> tuple[AttentionCall, int]:
@@ -319,7 +319,7 @@ def _checked_call(
     mask: MaskArguments,
     options: CallOptions,
 ) -> AttentionCall:
-    spec, tensors = lower_mask(op, sizes, mask)
+    spec, tensors = lower_mask(op, sizes, mask, query.dtype)
     scale, dropout_p, seed, return_lse, deterministic = options
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         checks.fail(op, "dropout_p", "be a number in [0, 1)", repr(dropout_p))

@@ -148,7 +148,7 @@ class MaskTensors(NamedTuple):
     query_documents: Tensor | None = None  # [b, queries] int32
     key_documents: Tensor | None = None  # [b, keys] int32
     bias: Tensor | None = None  # [b|1, h|1, queries|1, keys] bool (True: sees) or floating point
-    alibi_slopes: Tensor | None = None  # [h] or [b, h] float32
+    alibi_slopes: Tensor | None = None  # [h] or [b, h] float32; float64 beside queries in float64
     sinks: Tensor | None = None  # [h] floating point
 
     # the reference computes sequence by sequence where lengths differ

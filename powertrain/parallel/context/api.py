@@ -241,7 +241,8 @@ class ContextParallel:
         # one band says both; blocks are cut by it whatever the mask is called
         left, right = window_size[0], 0 if is_causal else window_size[1]
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        slopes = None if alibi_slopes is None else alibi_slopes.float()
+        dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+        slopes = None if alibi_slopes is None else alibi_slopes.to(dtype)
         mask = Mask(left, right, float(softcap or 0.0), float(scale), slopes)
         out: Tensor = RingAttention.apply(query, key, value, sinks, self.peers, sharding, mask, choice.mode == "ring")
         return out if layout == "thd" else from_bshd(out, layout, query)
@@ -305,7 +306,7 @@ class ContextParallel:
         if sharding.is_packed:
             # masks are checked by documents, of which a packed batch has several
             sizes = sizes._replace(batch=len(sharding.bounds))
-        lower_mask(op, sizes, MaskArguments(**checked))
+        lower_mask(op, sizes, MaskArguments(**checked), query.dtype)
         impossible = _impossible(options, sharding, sizes.heads, self.world_size)
         batch = 1 if sharding.is_packed else sizes.batch
         choice = choose_mode(

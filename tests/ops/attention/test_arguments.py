@@ -115,11 +115,20 @@ def test_errors(case: tuple[dict[str, Any], str, str, str]) -> None:
     _fails(attention, _dense(**changed), *expected)
 
 
+@pytest.mark.parametrize("backend", [None, "chunked", "reference"])
+def test_slopes_beside_float64_are_not_rounded(backend: str | None) -> None:
+    """Rounded to float32 one times a distance of thousands was off by 1e-4."""
+    zeros, slopes = torch.zeros(1, 4096, 1, 8, dtype=torch.float64), torch.full((1,), 0.1, dtype=torch.float64)
+    _, lse = attention(zeros[:, :1], zeros, zeros, alibi_slopes=slopes, return_lse=True, backend=backend)
+    bias = -0.1 * torch.arange(4096, dtype=torch.float64).flip(0)
+    assert abs(float(lse) - float(bias.logsumexp(0))) < 1e-12
+
+
 def test_a_window_wider_than_int32_counts_is_every_key() -> None:
     q = torch.randn(1, 9, 1, 8)
     wide = attention(q, q, q, window_size=(2**40, 2**31 - 1), backend="reference")
     assert torch.equal(wide, attention(q, q, q, backend="reference"))
-    mask, _ = lower_mask("attention", Sizes(1, 9, 9, 1, 1), MaskArguments(window_size=(2**40, -1)))
+    mask, _ = lower_mask("attention", Sizes(1, 9, 9, 1, 1), MaskArguments(window_size=(2**40, -1)), torch.float32)
     assert (mask.left, mask.right) == (2**30, -1)
 
 
