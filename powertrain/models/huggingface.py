@@ -255,6 +255,7 @@ def write(
     dtype: torch.dtype | None = None,
     shard_bytes: int = _SHARD_BYTES,
     reward: bool = False,
+    theirs: Mapping[str, Any] | None = None,
 ) -> None:
     """config.json, safetensors and, if there are several, their index, into `folder`.
 
@@ -263,10 +264,12 @@ def write(
     eod       the id that ends a document, or None
     special   ids of bos_token, eos_token and pad_token that a tokenizer declares
     reward    `tensors` hold a value head: the folder is a ForSequenceClassification's, without an output layer
+    theirs    the config.json that `config` was read from: its keys stay, but for those of what is written anew
     """
-    values = to_hf_config(config)
+    values = to_hf_config(config) if theirs is None else _kept_config(config, theirs)
     if reward:
-        values |= _reward_config(values["architectures"])
+        if not is_reward(values):
+            values |= _reward_config(values["architectures"])
         tensors = ((name, tensor) for name, tensor in tensors if not is_head(name))
     plan = _plan(config, shard_bytes, dtype, reward)
     # how many tensors each shard still waits for: it is written and freed with its last one
@@ -287,17 +290,39 @@ def write(
     if len(lacking) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": names}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    special = {name: id for name, id in (special or {}).items() if id is not None}
+    spelled = [key for key in ("torch_dtype", "dtype") if key in values] or ["torch_dtype"]
+    values |= dict.fromkeys(spelled, _DTYPES[dtype or tensor.dtype])
+    ids = _token_ids(eod, special or {})
+    # null in a config of ours: an id that is left out is the default of transformers
+    values |= {key: id for key, id in ids.items() if theirs is None or (id is not None and key not in theirs)}
+    # a classifier reads the last token that is no padding: in front of the end token, as training does
+    if reward and values.get("pad_token_id") is None:
+        values["pad_token_id"] = eod
+    (folder / "config.json").write_text(json.dumps(values, indent=1))
+
+
+def without_token_ids(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without the ids that `write` then takes from the tokenizer."""
+    return {key: value for key, value in values.items() if key not in _token_ids(None, {})}
+
+
+def _token_ids(eod: int | None, special: Mapping[str, int | None]) -> dict[str, Any]:
+    special = {name: id for name, id in special.items() if id is not None}
     # a chat may end its answers with another token than documents
     ends = list(dict.fromkeys(id for id in (special.get("eos_token"), eod) if id is not None))
-    values |= {
-        "torch_dtype": _DTYPES[dtype or tensor.dtype],
+    return {
         "bos_token_id": special.get("bos_token", eod),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        # a classifier reads the last token that is no padding: in front of the end token, as training does
-        "pad_token_id": special.get("pad_token", eod if reward else None),
+        "pad_token_id": special.get("pad_token"),
     }
-    (folder / "config.json").write_text(json.dumps(values, indent=1))
+
+
+def _kept_config(config: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Their config.json for tensors that are written anew: in no FP8, without Python code and further predictions."""
+    ours = to_hf_config(config)
+    left_out = ("quantization_config", "auto_map")
+    changed = {key: ours[key] for key in ("vocab_size", "num_nextn_predict_layers") if key in ours}
+    return {key: value for key, value in theirs.items() if key not in left_out} | changed
 
 
 def _reward_config(architectures: list[str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from powertrain.train.checkpoint.load import fill, load_model, open_weights
 from powertrain.train.checkpoint.store import CheckpointError
 from powertrain.train.data import tokenizer as tokenizer_module
 from powertrain.train.data.sentencepiece_model import SentencePieceTokenizer
-from powertrain.train.data.tokenizer import train_tokenizer
+from powertrain.train.data.tokenizer import FileTokenizer, train_tokenizer
 from tests.distributed.launch import run_ranks
 from tests.train.tiny_run import open_trainer, write_config
 
@@ -187,6 +187,50 @@ def test_the_generation_config_of_a_hugging_face_folder_stays(tmp_path: Path) ->
     (source / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
     convert(open_weights(source), tmp_path / "out", "hf", check=False)
     assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": [3, 5]}
+
+
+@pytest.mark.parametrize("through", [(), ("powertrain",)])
+def test_every_key_of_a_hugging_face_config_stays(through: tuple[str, ...], tmp_path: Path) -> None:
+    """But for those of what is written anew. Mistral without a window has no other class than its own either."""
+    source = _small(tmp_path / "hf", **LLAMA)
+    values = json.loads((source / "config.json").read_text())
+    values |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    values |= {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": None, "my_key": {"a": [None]}}
+    values["dtype"] = values.pop("torch_dtype")
+    code = {"auto_map": {"AutoConfig": "code.Config"}}
+    (source / "config.json").write_text(json.dumps(values | code))
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')
+    for number, kind in enumerate((*through, "hf")):
+        convert(open_weights(source), tmp_path / str(number), kind, check=False)  # type: ignore[arg-type]
+        source = tmp_path / str(number)
+    assert json.loads((source / "config.json").read_text()) == values
+    assert json.loads((source / "generation_config.json").read_text()) == {"temperature": 0.6}
+    convert(open_weights(source), tmp_path / "more", "hf", dtype=torch.bfloat16, vocab_size=128, check=False)
+    more = json.loads((tmp_path / "more/config.json").read_text())
+    assert more == values | {"vocab_size": 128, "dtype": "bfloat16"}
+
+
+def test_a_padding_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    source = _small(tmp_path / "hf", **LLAMA)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"pad_token_id": 90}))
+    with pytest.raises(ValueError, match="pad_token_id must be below the 90 rows of the vocabulary, got 90"):
+        convert(open_weights(source), tmp_path / "out", "hf", vocab_size=90)
+
+
+def test_adapters_with_a_tokenizer_end_answers_by_its_token(tmp_path: Path) -> None:
+    source = _small(tmp_path / "base", **{**LLAMA, "vocab_size": 320})
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"eos_token_id": 7, "my_key": 1}))
+    adapter = tmp_path / "adapter"
+    save_adapter(lora(load_model(source, device=CPU)[0], targets=["attention.out"]), adapter, base=str(source))
+    for file in _chat_tokenizer(tmp_path / "tokenizer", True).glob("*.*"):
+        (adapter / file.name).write_bytes(file.read_bytes())
+    convert(open_weights(adapter), tmp_path / "merged", "hf", check=False)
+    merged = json.loads((tmp_path / "merged/config.json").read_text())
+    tokenizer = open_weights(adapter).open_tokenizer()
+    assert isinstance(tokenizer, FileTokenizer)
+    assert merged["my_key"] == 1 and merged["eos_token_id"][0] == tokenizer.special_ids()["eos_token"]
 
 
 def _sentencepiece(file: Path, count: int) -> Path:

@@ -117,6 +117,8 @@ def convert(
         notes += (f"the value head of {source.path} is left out: the result is its language model",)
     if vocab_size is not None:
         _check_vocabulary(vocab_size, tokenizer)
+    if to == "hf":
+        _check_padding(source, vocab_size or source.config.vocab_size)
     if source.is_fp8:
         # values of FP8 weights come in float32: they are written in the dtype of the others
         dtype = dtype or source.dtype
@@ -177,6 +179,15 @@ def _check_vocabulary(rows: int, tokenizer: Tokenizer | None) -> None:
         raise ValueError(f"vocab_size must be at least {least}, the tokenizer's, got {rows}")
 
 
+def _check_padding(source: Weights, rows: int) -> None:
+    """transformers has no model whose padding has no row."""
+    padding = (source.hf_config or {}).get("pad_token_id")
+    if isinstance(padding, int) and padding >= rows:
+        raise ValueError(
+            f"{source.path}: config.json: pad_token_id must be below the {rows} rows of the vocabulary, got {padding}"
+        )
+
+
 def _check_dtype(dtype: torch.dtype, path: Path, to: Kind) -> None:
     """Before anything is written: by that dtype a checkpoint is read again."""
     known = [*DTYPES.values(), *([torch.float64] if to != "powertrain" else [])]
@@ -193,18 +204,23 @@ def _write_hf(
     eod = None if tokenizer is None else tokenizer.eod
     special = tokenizer.special_ids() if isinstance(tokenizer, FileTokenizer) else None
     huggingface.write(
-        folder, source.config, source.tensors(), eod=eod, special=special, dtype=dtype, reward=source.has_value
-    )
+        folder, source.config, source.tensors(), eod=eod, special=special, dtype=dtype, reward=source.has_value,
+        theirs=source.hf_config,
+    )  # fmt: skip
     _write_tokenizer(folder, source, tokenizer)
-    # of adapters that of the model below them
-    for beside in (source.path, Path(source.base or source.path)):
-        if (beside / _GENERATION).is_file() and not (folder / _GENERATION).exists():
-            shutil.copyfile(beside / _GENERATION, folder / _GENERATION)
+    _copy_generation(folder, source)
     if isinstance(tokenizer, FileTokenizer) and not (folder / "tokenizer_config.json").exists():
         end = None if eod is None else tokenizer.backend.id_to_token(eod)
         checkpoint_store.write_json(
             folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
         )
+
+
+def _copy_generation(folder: Path, source: Weights) -> None:
+    # of adapters that of the model below them
+    for beside in (source.path, Path(source.base or source.path)):
+        if (beside / _GENERATION).is_file() and not (folder / _GENERATION).exists():
+            shutil.copyfile(beside / _GENERATION, folder / _GENERATION)
 
 
 def _write_neox(
@@ -256,11 +272,15 @@ def _write_ours(
         "tokenizer": _name_of(tokenizer),
         "has_value": source.has_value,
         "has_head": source.has_head,
+        # for a Hugging Face folder that is made of it again
+        "hf_config": source.hf_config,
     }
     tensors = {f"model.{name}": tensor.contiguous() for name, tensor in _cast(source, dtype)}
     # nothing goes on meanwhile, so there is no reason to return before the files are there
     checkpoint_store.Checkpoints(folder).save(tensors, facts, asynchronous=False)
-    _write_tokenizer(checkpoint_store.checkpoints_in(folder)[0], source, tokenizer)
+    checkpoint = checkpoint_store.checkpoints_in(folder)[0]
+    _write_tokenizer(checkpoint, source, tokenizer)
+    _copy_generation(checkpoint, source)
 
 
 def _name_of(tokenizer: Tokenizer | None) -> str | None:

@@ -57,6 +57,7 @@ class Weights:
     is_fp8          some are stored in FP8: they come in float32, those of `dtype` being rounded to it by who keeps them
     has_value       a reward model: `tensors` begin with its value head
     has_head        False: without an output layer, as Hugging Face's reward models are
+    hf_config       config.json of the Hugging Face folder that they are from, or were converted from
     """
 
     path: Path
@@ -72,6 +73,7 @@ class Weights:
     is_fp8: bool = False
     has_value: bool = False
     has_head: bool = True
+    hf_config: Mapping[str, Any] | None = None
 
     def need_head(self, name: str) -> "Weights":
         """These weights. Raises ValueError, naming what they are given as, where they predict no token."""
@@ -171,6 +173,7 @@ def _ours(path: Path) -> Weights:
         return Weights(
             checkpoint, "powertrain", config, _dtype(facts.get("dtype")),
             lambda: _stored(checkpoint, config, value, head), tokenizer, has_value=value, has_head=head,
+            hf_config=facts.get("hf_config"),
         )  # fmt: skip
     with reading(checkpoint / "checkpoint.json", "hold the config of a run"):
         run = RunConfig.model_validate(facts.get("config"))
@@ -288,11 +291,12 @@ def _hf(path: Path) -> Weights:
     if embedding.dim() and len(embedding) > config.vocab_size:
         # rows of padding that config.json does not count
         config = config.model_copy(update={"vocab_size": len(embedding)})
-    is_fp8, reward = isinstance(opened, FP8Tensors), huggingface.is_reward(read_json(path / "config.json"))
+    values = read_json(path / "config.json")
+    is_fp8, reward = isinstance(opened, FP8Tensors), huggingface.is_reward(values)
     return Weights(
         path, "hf", config, embedding.dtype, lambda: _named(path, huggingface.from_hf(config, opened, reward=reward)),
         tokenizer_in(path), is_fp8=is_fp8, has_value=reward,
-        has_head=config.tie_embeddings or not reward,
+        has_head=config.tie_embeddings or not reward, hf_config=values,
     )  # fmt: skip
 
 
@@ -324,11 +328,13 @@ def _peft(path: Path) -> Weights:
         below = base.tensors() if value is None else ((n, t) for n, t in base.tensors() if n != VALUE)
         return merged_tensors(below if value is None else chain([(VALUE, value)], below), adapters())
 
+    # trained with another one than the model below: a chat template, say, and another end of an answer
+    if (path / "tokenizer.json").is_file():
+        hf_config = base.hf_config and huggingface.without_token_ids(base.hf_config)
+        base = replace(base, tokenizer=str(path), hf_config=hf_config)
     return replace(
         base, path=path, kind="peft", tensors=tensors, adapters=adapters, is_run=False, base=str(folder),
         has_value=base.has_value or value is not None,
-        # trained with another one than the model below: a chat template, say
-        tokenizer=str(path) if (path / "tokenizer.json").is_file() else base.tokenizer,
     )  # fmt: skip
 
 
