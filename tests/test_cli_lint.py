@@ -297,6 +297,12 @@ def test_a_run_that_saves_where_it_loads_begins_with_nothing(data: Path) -> None
     assert code == 0, output
 
 
+def test_lines_of_json_in_a_text_are_said(data: Path) -> None:
+    (data / "a.txt").write_text('{"text": "a"}\n' * 3)
+    code, output = _run(str(data / "run.yml"), f"data.train={data}/a.txt", files=True)
+    assert code == 0 and f"{data}/a.txt: its lines are JSON objects" in output
+
+
 def test_a_vocabulary_is_compared_with_the_tokenizers(data: Path) -> None:
     """`train` refused it after `lint` had passed it."""
     code, output = _run(str(data / "run.yml"), "model.vocab_size=100", files=True)

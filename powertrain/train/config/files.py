@@ -140,7 +140,7 @@ def _read_text(path: str, text_key: str | None) -> None:
     first = files[0]
     with first.open("rb") as file:
         start = file.read(_START)
-    if first.suffix == ".parquet":
+    if first.suffix.lower() == ".parquet":
         if not start.startswith(b"PAR1"):
             raise ValueError(f"{first} must be parquet, which begins with PAR1, got {start[:4]!r}")
     elif corpus.is_lines(first):
@@ -148,7 +148,9 @@ def _read_text(path: str, text_key: str | None) -> None:
         if raw is not None and text_key is not None:
             corpus.document_of(raw, text_key)
     elif b"\0" in start and Path(path).is_file():
-        raise ValueError(f"{first} must be UTF-8 text, got a file with bytes of 0")
+        raise ValueError(f"{first} must be UTF-8 text, got a file with bytes of 0{corpus.other_kind(start)}")
+    elif text_key is not None:
+        corpus.warn_of_records(first, start)
 
 
 def _refuse_unused(source: DataSource) -> None:

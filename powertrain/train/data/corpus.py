@@ -9,6 +9,7 @@ import codecs
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,11 @@ _MANY = 100_000
 LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".ndjson")
 # records that are not one a line
 _RECORDS = (".json", ".csv", ".tsv", ".xlsx", ".arrow", ".feather")
+# how files begin that are no text, and texts that are not UTF-8
+_BEGINNINGS = {
+    b"PAR1": "parquet", b"ARROW1": "arrow", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2",
+    b"PK\x03\x04": "zip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz")
 
 
@@ -138,12 +144,39 @@ def _hidden(path: Path) -> bool:
 
 def raw_documents(files: Iterable[Path]) -> Iterator[Raw]:
     """Every document, undecoded, in order. Empty lines are skipped; line numbers count from 1, empty lines included."""
+    warned = False
     for path in files:
         if is_lines(path):
             with _open(path) as file:
                 yield from _lines(path, file)
         else:
-            yield Raw(str(path), path.read_bytes(), False)
+            data = path.read_bytes()
+            # of a folder the first one: it may hold thousands
+            warned = warned or warn_of_records(path, data)
+            yield Raw(str(path), data, False)
+
+
+def warn_of_records(path: Path, start: bytes) -> bool:
+    """Whether a file that is read as one text begins with JSON objects, line by line: then it is said. With a comment
+    above them too."""
+    lines = filter(bytes.strip, io.BytesIO(start.removeprefix(codecs.BOM_UTF8)))
+    found = sum(map(_is_object, itertools.islice(lines, 4))) > 1
+    if found:
+        tracing.warn(
+            f"{path}: its lines are JSON objects, and it is read as one text, with its braces; with a document a line "
+            "its name must end in .jsonl"
+        )
+    return found
+
+
+def _is_object(line: bytes) -> bool:
+    # no text of another kind is parsed
+    if not line.lstrip().startswith(b"{") or len(line) > _MOST_LINE:
+        return False
+    try:
+        return bool(json.loads(line))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _open(path: Path) -> IO[bytes] | io.BufferedReader | gzip.GzipFile:
@@ -246,12 +279,17 @@ def document_of(raw: Raw, key: str = "text") -> str | Messages:
         text = raw.data.decode("utf-8-sig" if not raw.is_json else "utf-8")
     except UnicodeDecodeError as error:
         at = f"byte 0x{raw.data[error.start]:02x} at {error.start}"
-        raise BadDocument(f"{raw.where}: must be UTF-8 text, got {at}") from None
+        raise BadDocument(f"{raw.where}: must be UTF-8 text, got {at}{other_kind(raw.data)}") from None
     if not raw.is_json:
         return text
     document = _from_json(raw.where, text, key)
     check_surrogates(raw.where, document)
     return document
+
+
+def other_kind(start: bytes) -> str:
+    """Words on what a file is that is no UTF-8 text, by its beginning; "": not known."""
+    return next((f": it is {kind}" for begins, kind in _BEGINNINGS.items() if start.startswith(begins)), "")
 
 
 def check_surrogates(where: str, value: Any) -> None:

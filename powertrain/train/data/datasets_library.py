@@ -11,19 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from powertrain.runtime import tracing
 from powertrain.runtime.extras import require
 from powertrain.runtime.reading import one_line
 from powertrain.train.config.schema import DataSource
 from powertrain.train.data.corpus import Raw, digest, find_files
 
 HUB = "hf:"
+# builders of the library, by the endings of their files
+_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 _SAVED = ("state.json", "dataset_dict.json", "dataset_info.json")
 
 
 def reads(path: str) -> bool:
     """Whether `path` is read through the `datasets` library."""
     folder = Path(path)
-    if path.startswith(HUB) or path.endswith(".parquet"):
+    if path.startswith(HUB) or path.lower().endswith(".parquet"):
         return True
     return folder.is_dir() and (_is_saved(folder) or next(folder.rglob("*.parquet"), None) is not None)
 
@@ -96,7 +99,9 @@ def _open(source: DataSource) -> Any:
     if Path(path).is_file():
         return datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
     if not _is_saved(Path(path)):
-        return datasets.load_dataset(path, source.subset, split=source.split, streaming=True)
+        rows = datasets.load_dataset(path, source.subset, split=source.split, streaming=True)
+        _warn_of_others(Path(path), rows.info.builder_name)
+        return rows
     # load_dataset refuses folders of save_to_disk and asks for this call
     saved = datasets.load_from_disk(path)
     if not isinstance(saved, datasets.DatasetDict):
@@ -104,3 +109,16 @@ def _open(source: DataSource) -> Any:
     if source.split not in saved:
         raise ValueError(f"split must be one of {', '.join(saved)}, got {source.split!r}")
     return saved[source.split]
+
+
+def _warn_of_others(folder: Path, builder: str | None) -> None:
+    """The library reads the files of one kind, the most frequent one or that of a README.md, and none of the others."""
+    files = [(path, path.name.lower().removesuffix(".gz").removesuffix(".zst")) for path in sorted(folder.rglob("*"))]
+    kinds = {path: _BUILDERS.get(Path(name).suffix) for path, name in files if path.is_file()}
+    others = [path for path, kind in kinds.items() if kind not in (None, builder)]
+    if others and builder in kinds.values():
+        words = "file is" if len(others) == 1 else "files are"
+        tracing.warn(
+            f"data {folder}: its {builder} files alone are read; {len(others)} other {words} left out, the first: "
+            f"{others[0].relative_to(folder)}"
+        )

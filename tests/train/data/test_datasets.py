@@ -86,6 +86,22 @@ def test_so_many_documents(tmp_path: Path) -> None:
             assert bytes(got).decode().split("\0")[:-1] == TEXTS[:count]
 
 
+def test_texts_beside_parquet_files_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`datasets` reads the files of one kind, the most frequent one."""
+    source = _write(tmp_path, [{"text": text} for text in TEXTS])["folder of parquet"]
+    (tmp_path / "parts/more.jsonl").write_text('{"text": "lost"}')
+    assert b"lost" not in bytes(_tokens(source, tmp_path / "cache"))
+    words = "its parquet files alone are read; 1 other file is left out, the first: more.jsonl"
+    assert words in capfd.readouterr().err
+
+
+def test_the_ending_of_parquet_may_be_in_capitals(tmp_path: Path) -> None:
+    source = _write(tmp_path, [{"text": text} for text in TEXTS])["parquet"]
+    expected = _tokens(source, tmp_path / "cache")
+    Path(source["path"]).rename(tmp_path / "ROWS.PARQUET")
+    assert _tokens({"path": str(tmp_path / "ROWS.PARQUET")}, tmp_path / "other") == expected
+
+
 def test_a_tokenizer_is_trained_on_rows(tmp_path: Path) -> None:
     sources = _write(tmp_path, [{"text": text} for text in TEXTS])
     made = []

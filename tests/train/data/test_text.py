@@ -90,6 +90,47 @@ def test_folders(tmp_path: Path) -> None:
         list(texts([tmp_path / "b.txt"]))
 
 
+_RECORDS = b'{"text": "a"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.txt", _RECORDS), ("shard-0", b"\xef\xbb\xbf" + _RECORDS), ("a.jl", b"# of 2026\n\n" + _RECORDS),
+        ("folder/part-0.json", _RECORDS),
+    ],
+)  # fmt: skip
+def test_lines_of_json_under_another_name_are_said(
+    name: str, content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are one document with its braces, without a word until now."""
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    files = find_files([file if file.parent == tmp_path else file.parent])
+    assert len(list(texts(files))) == 1
+    assert f"{file}: its lines are JSON objects, and it is read as one text" in capfd.readouterr().err
+
+
+def test_other_texts_are_not_said_to_be_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    contents = {
+        "a.txt": b'{"text": "a"}\n', "b.txt": b"{\n{}\n}\n{}\n", "c.json": b'{\n"a": {}\n}\n',
+        "d.txt": b"a\nb\nc\nd\n" + _RECORDS, "e.jsonl": _RECORDS,
+    }  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    assert len(list(texts(find_files([tmp_path])))) == 6
+    assert "JSON" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("start, kind", [(b"PAR1\x15\xd4", "parquet"), (b"\x1f\x8b", "gzip"), (b"\xff\xfea", "UTF-16")])
+def test_a_file_of_another_kind_is_called_by_it(start: bytes, kind: str, tmp_path: Path) -> None:
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_bytes(start)
+        with pytest.raises(BadDocument, match=f"must be UTF-8 text, got byte 0x.*: it is {kind}$"):
+            list(texts([tmp_path / name]))
+
+
 def test_the_root_of_all_folders_is_refused_and_a_huge_one_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
