@@ -297,6 +297,30 @@ def test_a_run_that_saves_where_it_loads_begins_with_nothing(data: Path) -> None
     assert code == 0, output
 
 
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"task: mine\ndoc: [1\nb: 2\n", r"{0}:3 must be YAML, got expected ',' or ']'"),
+        (b"task: caf\xe9\n", r"{0} must be UTF-8 text, got byte 9"),
+        (b"- task: mine\n", r"{0} must hold keys and values of a task, got tag:yaml.org,2002:seq"),
+        (b"", r"{0} must hold keys and values of a task, got none"),
+        (b"include: [none.yaml]\n", r"{0}: include must name a file, got none.yaml, which is not there"),
+        (b"task: mine\nf: !function utils.f\ninclude: base\n", None),
+    ],
+)
+def test_broken_yaml_of_a_task_is_named(content: bytes, said: str | None, data: Path) -> None:
+    """lm_eval passes over it, and a task of the name is then not known."""
+    file = data / "tasks/deep/mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    (file.parent / "base").write_text("task: base\n")
+    code, output = _run(str(data / "run.yml"), f"evaluation.tasks_folder={data}/tasks", files=True)
+    if said is None:
+        assert code == 0, output
+    else:
+        assert code == 2 and re.search(f"evaluation.tasks_folder: {said.format(file)}", output), output
+
+
 def test_lines_of_json_in_a_text_are_said(data: Path) -> None:
     (data / "a.txt").write_text('{"text": "a"}\n' * 3)
     code, output = _run(str(data / "run.yml"), f"data.train={data}/a.txt", files=True)

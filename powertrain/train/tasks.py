@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from powertrain.runtime.extras import require
+from powertrain.train.config.files import check_tasks
 from powertrain.train.config.yaml_source import did_you_mean
 from powertrain.train.evaluation import Scorer, evaluating
 
@@ -41,11 +42,15 @@ def manager_of(tasks: Sequence[str], folder: Path | None = None, *, argument: st
     require("evaluate", argument)
     from lm_eval.tasks import TaskManager
 
+    if folder is not None:
+        check_tasks(folder)
     manager = TaskManager(include_path=None if folder is None else str(folder))
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         where = "" if folder is None else f" or in {folder}"
         near = did_you_mean(unknown[0], manager.all_tasks)
-        raise ValueError(f"{argument} must be known to lm_eval{where}, got {', '.join(unknown)}{near}")
+        other = None if folder is None else next(folder.rglob("*.yml"), None)
+        ending = "" if other is None else f"; lm_eval reads files whose names end in .yaml, and not {other}"
+        raise ValueError(f"{argument} must be known to lm_eval{where}, got {', '.join(unknown)}{near}{ending}")
     return manager
 
 

@@ -26,7 +26,7 @@ from powertrain.train.evaluation import Scorer
 from powertrain.train.reporting.metrics import JsonLines, TaskRecord, read_metrics
 from powertrain.train.reporting.progress import task_line
 from powertrain.train.run import start
-from powertrain.train.tasks import run_tasks
+from powertrain.train.tasks import manager_of, run_tasks
 from tests.train.tiny_run import open_trainer, read
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
@@ -167,6 +167,17 @@ def test_without_lm_eval_a_line_names_the_extra(tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 2 and "needs lm_eval: pip install 'powertrain[evaluate]'" in result.output
     with pytest.raises(extras.MissingExtra, match=r"evaluation.tasks needs lm_eval"):
         start(read(tmp_path, "evaluation.tasks=[piqa]"), ranks.read_launch_env(), lambda t: [])
+
+
+def test_files_of_tasks_that_lm_eval_passes_over_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", Mock(TaskManager=lambda **_: Mock(all_tasks=["piqa"])))
+    (tmp_path / "mine.yml").write_text("task: mine")
+    with pytest.raises(ValueError, match=r"lm_eval or in .*, got mine; .* end in \.yaml, and not .*/mine\.yml"):
+        manager_of(["mine"], tmp_path)
+    (tmp_path / "other.yaml").write_text("task: [other")
+    with pytest.raises(ValueError, match=r"/other\.yaml:1 must be YAML, got expected"):
+        manager_of(["piqa"], tmp_path)
 
 
 def test_unknown_tasks_are_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import ValidationError
 
 from powertrain.runtime.reading import one_line
@@ -191,6 +192,35 @@ def _read_checkpoint(path: str) -> None:
 def _read_tasks(path: str) -> None:
     _there(path)
     [*Path(path).iterdir()]
+    check_tasks(Path(path))
+
+
+def check_tasks(folder: Path) -> None:
+    """Raise ValueError for a YAML file of the folder that is broken: lm_eval passes over it without a word."""
+    for file in sorted(folder.rglob("*.yaml")):
+        if ".ipynb_checkpoints" in file.parts:
+            continue
+        try:
+            # no values are made of it, so tags such as !function may stand there
+            node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} must be UTF-8 text, got byte {error.start} ({error.reason})") from None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = f":{mark.line + 1}" if mark else ""
+            raise ValueError(f"{file}{line} must be YAML, got {error.problem or error.context}") from None
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError(f"{file} must be YAML, got {one_line(error)}") from None
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{file} must hold keys and values of a task, got {'none' if node is None else node.tag}")
+        for included in _included(node):
+            if not (file.parent / included).is_file():
+                raise ValueError(f"{file}: include must name a file, got {included}, which is not there")
+
+
+def _included(node: yaml.MappingNode) -> list[str]:
+    given = [value for key, value in node.value if key.value == "include"]
+    return [each.value for value in given for each in (value.value if isinstance(value.value, list) else [value])]
 
 
 def _write_in(path: str) -> None:
