@@ -328,7 +328,10 @@ class Policy:
         )  # fmt: skip
         with torch.no_grad():
             assert found.entropy is not None
-            ratio = (found.log_probs - old).exp()
+            log_ratio = found.log_probs - old
+            if options.ratio == "sequence":  # what the loss clips
+                log_ratio = mean_by_sequence(log_ratio, sequence, len(values))[sequence.clamp(min=0)]
+            ratio = log_ratio.exp()
             clipped = (ratio < 1 - options.clip_low) | (ratio > 1 + options.clip_high)
             # exp(d) - d - 1 is an estimate of the divergence that is never negative
             behind = (old if ref is None else ref) - found.log_probs

@@ -222,6 +222,23 @@ def test_sampled_log_probabilities_are_used(tmp_path: Path) -> None:
     assert recorder.steps[0].objective["ratio"] != 1.0
 
 
+@pytest.mark.parametrize("ratio, shares", [("token", (1.25, 1.0)), ("sequence", (1.0, 0.0))])
+def test_ratios_are_counted_as_the_loss_clips_them(ratio: str, shares: tuple[float, float], tmp_path: Path) -> None:
+    """Half of a completion's tokens have a ratio of 2, half of 0.5, all together 1. GSPO's were counted by token."""
+    run = read_run(tmp_path, "policy", "checkpoint.save=false", f"train.policy.ratio={ratio}")
+    records = [{"prompt": "a", "completion": "bcd", "advantage": 1.0}] * 8
+    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    trainer = start(run, ranks.read_launch_env(), lambda _: [])
+    batch = next(trainer._batches(trainer.data.train, 0, 2))
+    assert batch.completions is not None
+    mine = token_log_probs(trainer.model, batch).log_probs.detach()
+    other = mine + torch.tensor([2.0, 0.5]).log().repeat(mine.shape[1] // 2)
+    batch = batch._replace(completions=batch.completions._replace(log_probs=other))
+    _, metrics = trainer.objective(batch, trainer.objective.count(batch))
+    assert metrics[:2].tolist() == pytest.approx(shares)
+    trainer.close()
+
+
 @pytest.mark.parametrize("kind, precision", [pytest.param("lora", "fp32", marks=pytest.mark.slow), ("dora", "bf16")])
 def test_lora_trains_adapters_alone_and_resumes(kind: str, precision: str, tmp_path: Path) -> None:
     options = ["train.lora.rank=4", f"train.precision={precision}", "train.activation_checkpointing=full"]
