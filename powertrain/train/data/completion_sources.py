@@ -175,7 +175,7 @@ class _Opener:
         if not library and source.documents is not None:
             identity += f" {source.documents}"
         # the number is the version of our encoding: a change of it must not find old files
-        about = f"completions {2 if self.form == 'pairs' else 1} {identity} {self.tokenizer.identity} {self.form}"
+        about = f"completions {3 if self.form == 'pairs' else 2} {identity} {self.tokenizer.identity} {self.form}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
         sides = tuple(replace(side, source=source.path) for side in files_of(prefix, self.form))
         folder_of(prefix)

@@ -1,7 +1,8 @@
 """Prompts with completions: records of jsonl, parquet or `datasets` to tokens, labels and a value for each completion.
 
     format      a record has                                  completions
-    messages    messages, or ShareGPT's conversations; or     one; the loss counts on assistant turns, or the completion
+    messages    messages, or ShareGPT's conversations, and    one; the loss counts on assistant turns, or the completion
+                system if it is a text of its own; or
                 prompt and completion
     pairs       chosen and rejected; prompt, unless they      two: chosen, rejected
                 begin with it: then it is what both have
@@ -10,7 +11,7 @@
                 log_probs, one for each token, if known       of each of its tokens
 
 A prompt and its completion are both strings, or both lists of messages for the tokenizer's chat template. A completion
-that is a string ends with the end-of-document token.
+that is a string ends with the end-of-document token. Beside lists of messages `tools` has the schemas of tools.
 
 On disk they are GPT-NeoX's data sets, with the same documents in the same order: PREFIX_document with tokens,
 PREFIX_label_document with labels, PREFIX_reward_document with one float for each document; for pairs
@@ -20,9 +21,10 @@ tools/datasets/preprocess_data_with_chat_template.py and megatron/data/gpt2_data
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,13 +34,15 @@ from powertrain.runtime import tracing
 from powertrain.train.data.corpus import BadDocument, Raw, check_surrogates
 from powertrain.train.data.indexed import IndexedData, IndexedWriter
 from powertrain.train.data.packed import IGNORED
-from powertrain.train.data.tokenizer import ChatRefused, Tokenizer
+from powertrain.train.data.tokenizer import ChatRefused, FileTokenizer, Tokenizer
 
 _ROUNDED = 0.01
 _SIDES = ("chosen", "rejected")
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 _LARGEST = float(np.finfo(np.float32).max)
 Format = Literal["messages", "pairs", "labels", "advantages"]
+# from messages, and whether a generation prompt follows, to a chat's tokens or its text
+Render = Callable[..., Any]
 
 
 class Completion(NamedTuple):
@@ -64,7 +68,7 @@ class CompletionEncoding:
             return tuple(self._completion(raw.where, record, side) for side in _SIDES)
         record = _with_messages(raw.where, record) if self.format == "messages" else record
         if self.format == "messages" and "messages" in record:
-            ids, labels = self._chat(raw.where, "messages", record["messages"], [])
+            ids, labels = self._chat(raw.where, "messages", record["messages"], [], record.get("tools"))
             return (Completion(ids, labels),)
         one = self._completion(raw.where, record, "completion")
         if self.format == "labels":
@@ -89,77 +93,59 @@ class CompletionEncoding:
             _bad(where, "prompt", f"{kind}, as {key} is", prompt)
         if isinstance(completion, list):
             _check_messages(where, "prompt", prompt)
-            return Completion(*self._chat(where, key, completion, prompt))
+            return Completion(*self._chat(where, key, completion, prompt, record.get("tools")))
         # prompt and completion are tokenized apart, so that no token spans the border between them
         ids, end = self.tokenizer.encode(prompt), self.tokenizer.eod
         mine = [*self.tokenizer.encode(completion), *([] if end is None else [end])]
         # the end token counts in the loss: without it a model never learns to stop
         return Completion([*ids, *mine], [IGNORED] * len(ids) + mine)
 
-    def _chat(self, where: str, key: str, messages: Any, prompt: list[Any]) -> tuple[list[int], list[int]]:
-        """ids of prompt and messages; labels on the assistant's messages that are not the prompt's."""
+    def _chat(self, where: str, key: str, messages: Any, prompt: list[Any], given: Any) -> tuple[list[int], list[int]]:
+        """ids of prompt and messages; labels on the assistant's messages that are not the prompt's.
+
+        given   the record's tools
+        """
         _check_messages(where, key, messages)
-        chat = [*prompt, *messages]
+        chat, tools = [*prompt, *messages], _tools(where, given)
         try:
-            return self._labelled(where, key, chat, len(prompt))
+            if tools and self._ids(tools)(chat) == self._ids([])(chat):
+                _bad(where, "tools", "left out with a chat template that writes none", f"{len(tools)} tools")
+            return self._labelled(where, key, chat, len(prompt), tools)
         except ChatRefused as error:
             raise BadDocument(f"{where}: {key}: {error}") from None
 
-    def _labelled(self, where: str, key: str, chat: list[Any], first: int) -> tuple[list[int], list[int]]:
+    def _ids(self, tools: list[Any]) -> Render:
+        return partial(self.tokenizer.encode_chat, tools=tools) if tools else self.tokenizer.encode_chat
+
+    def _labelled(
+        self, where: str, key: str, chat: list[Any], first: int, tools: list[Any]
+    ) -> tuple[list[int], list[int]]:
         """Of a chat whose messages from the `first` on are to be learnt."""
-        ids = self.tokenizer.encode_chat(chat)
+        ids = self._ids(tools)(chat)
+        turns = [turn for turn in range(first, len(chat)) if chat[turn]["role"] == "assistant"]
+        if not turns:
+            _bad(where, key, "a message of the assistant", f"roles {[m['role'] for m in chat[first:]]}")
+        parts = [_answer(self._ids(tools), chat, turn, ids) for turn in turns]
+        if None in parts and isinstance(self.tokenizer, FileTokenizer):
+            text = partial(self.tokenizer.chat_text, tools=tools)
+            whole = text(chat)
+            spans = [_answer(text, chat, turn, whole) for turn in turns]
+            apart = None if None in spans else _apart(self.tokenizer, whole, spans)
+            # some tokenizers begin each text with a space
+            if apart is not None and self.tokenizer.decode(apart[0]) == self.tokenizer.decode(ids):
+                return apart
         labels = [IGNORED] * len(ids)
-        for turn in range(first, len(chat)):
-            if chat[turn]["role"] != "assistant":
-                continue
-            part = self._answer(chat, turn, ids)
+        for turn, part in zip(turns, parts, strict=True):
             if part is None:
                 raise BadDocument(
-                    f"{where}: {key}: the chat template must render the first messages of a chat to the first tokens "
-                    f"of the whole chat, got other tokens at message {turn}; records with a prompt and a completion, "
-                    "one for each answer, need that of the last answer only"
+                    f"{where}: {key}: the chat template must render the first messages of a chat, and its generation "
+                    f"prompt, to the beginning of the whole chat, got another one at message {turn}; records with a "
+                    "prompt and a completion, one for each answer, need that of the last answer only"
                 )
             labels[part] = ids[part]
         if all(label == IGNORED for label in labels):
-            _bad(where, key, "a message of the assistant", f"roles {[m['role'] for m in chat[first:]]}")
+            _bad(where, key, "an answer of the assistant that is not empty", "no token of one")
         return ids, labels
-
-    def _answer(self, chat: list[Any], turn: int, ids: list[int]) -> slice | None:
-        """Where the text of an assistant's message is in the tokens of its chat; None where it is not found."""
-        after = self.tokenizer.encode_chat(chat[: turn + 1])
-        if turn < len(chat) - 1 and ids[: len(after)] != after:
-            # some templates close a chat with a token that stands behind its last message alone
-            _, closing = self._ends_of_a_question()
-            if closing and after[-len(closing) :] == closing:
-                after = after[: -len(closing)]
-        # the text that the sampler would be given: the role's header is prompt, not answer
-        before = self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True) if turn else self._header(after)
-        # a template may look at the whole chat, and drop the reasoning of earlier turns, say; labels would then be
-        # misplaced
-        if before is None or ids[: len(after)] != after or after[: len(before)] != before:
-            return None
-        return slice(len(before), len(after))
-
-    def _header(self, chat: list[int]) -> list[int] | None:
-        """The tokens of a chat of one assistant's message up to its text; None where they are not found.
-
-        A template cannot render a chat without messages. So the role's header is taken from a chat of one question: the
-        header is the text that the generation prompt appends to that chat.
-        """
-        header, _ = self._ends_of_a_question()
-        starts = range(len(chat) - len(header) + 1) if header else ()
-        # the first: behind it is the assistant's text, before it at most a system message that the template adds
-        at = next((start for start in starts if chat[start : start + len(header)] == header), None)
-        return None if at is None else chat[: at + len(header)]
-
-    def _ends_of_a_question(self) -> tuple[list[int], list[int]]:
-        """The tokens that the template writes after a user's message: if an answer follows, and if the chat ends."""
-        question = [{"role": "user", "content": "?"}]
-        asked = self.tokenizer.encode_chat(question)
-        prompted = self.tokenizer.encode_chat(question, add_generation_prompt=True)
-        pairs = zip(asked, prompted, strict=False)
-        same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(prompted)))
-        return prompted[same:], asked[same:]
 
     def _log_probs(self, where: str, record: Mapping[str, Any], completion: Completion) -> list[float] | None:
         given = record.get("log_probs")
@@ -177,6 +163,74 @@ class CompletionEncoding:
             raise BadDocument(str(error)) from None
         numbers = iter(values)
         return [0.0 if label == IGNORED else next(numbers) for label in completion.labels]
+
+
+def _answer(render: Render, chat: list[Any], turn: int, whole: Any) -> slice | None:
+    """Where the text of an assistant's message is in its chat, as tokens or as a text; None where it is not found."""
+    after = render(chat[: turn + 1])
+    if turn < len(chat) - 1 and whole[: len(after)] != after:
+        # some templates close a chat with a token that stands behind its last message alone
+        _, closing = _ends_of_a_question(render)
+        if closing and after[-len(closing) :] == closing:
+            after = after[: -len(closing)]
+    # the text that the sampler would be given: the role's header is prompt, not answer
+    before = render(chat[:turn], add_generation_prompt=True) if turn else _header(render, after)
+    # a template may look at the whole chat, and drop the reasoning of earlier turns, say: labels would be misplaced
+    if before is None or whole[: len(after)] != after or after[: len(before)] != before:
+        return None
+    return slice(len(before), len(after))
+
+
+def _header(render: Render, chat: Any) -> Any:
+    """A chat of one assistant's message up to its text; None where that is not found.
+
+    A template cannot render a chat without messages. So the role's header is taken from a chat of one question: the
+    header is the text that the generation prompt appends to that chat.
+    """
+    header, _ = _ends_of_a_question(render)
+    starts = range(len(chat) - len(header) + 1) if header else ()
+    # the first: behind it is the assistant's text, before it at most a system message that the template adds
+    at = next((start for start in starts if chat[start : start + len(header)] == header), None)
+    return None if at is None else chat[: at + len(header)]
+
+
+def _ends_of_a_question(render: Render) -> tuple[Any, Any]:
+    """What the template writes after a user's message: if an answer follows, and if the chat ends."""
+    question = [{"role": "user", "content": "?"}]
+    asked, prompted = render(question), render(question, add_generation_prompt=True)
+    pairs = zip(asked, prompted, strict=False)
+    same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(prompted)))
+    return prompted[same:], asked[same:]
+
+
+def _apart(tokenizer: FileTokenizer, text: str, answers: Sequence[slice | None]) -> tuple[list[int], list[int]]:
+    """ids and labels of a chat in which a token would span the border of an answer, as two line ends may be one token:
+    its sides are tokenized apart, as a sampler has them."""
+    ids: list[int] = []
+    labels: list[int] = []
+    at = 0
+    for answer in (*answers, slice(len(text), len(text))):
+        assert answer is not None
+        before, mine = (tokenizer.encode_rendered(text[part]) for part in (slice(at, answer.start), answer))
+        ids += before + mine
+        labels += [IGNORED] * len(before) + mine
+        at = answer.stop
+    return ids, labels
+
+
+def _tools(where: str, given: Any) -> list[Any]:
+    """A record's tools: JSON schemas in a list, or that list as a text (which parquet has)."""
+    tools = given
+    if isinstance(given, str):
+        try:
+            tools = json.loads(given or "[]")
+        except (ValueError, RecursionError):
+            tools = None
+    elif given is None:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        _bad(where, "tools", "a list of JSON schemas, or a text of one", given)
+    return tools
 
 
 def warn_without_end(first: Raw | None) -> None:
@@ -220,7 +274,7 @@ def _with_messages(where: str, record: dict[str, Any]) -> dict[str, Any]:
     """A record of ShareGPT's form, conversations of {from, value}, as one with messages."""
     turns = record.get("conversations")
     if turns is None or "messages" in record:
-        return record
+        return _with_system(record)
     messages = []
     for turn in turns if isinstance(turns, list) else [turns]:
         given: dict[str, Any] = turn if isinstance(turn, dict) else {}
@@ -230,7 +284,17 @@ def _with_messages(where: str, record: dict[str, Any]) -> dict[str, Any]:
             _bad(where, "conversations", "a list of {from, value} or {role, content}", turn)
         rest = {key: value for key, value in given.items() if key not in ("from", "value")}
         messages.append({**rest, "role": _ROLES.get(role, role), "content": content})
-    return {**record, "messages": messages}
+    return _with_system({**record, "messages": messages})
+
+
+def _with_system(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose system message is a text of its own, beside the turns."""
+    system, messages = record.get("system"), record.get("messages")
+    if not system or not isinstance(system, str) or not isinstance(messages, list):
+        return record
+    if any(isinstance(m, dict) and m.get("role") == "system" for m in messages):
+        return record
+    return {**record, "messages": [{"role": "system", "content": system}, *messages]}
 
 
 def _with_prompt(where: str, record: dict[str, Any]) -> dict[str, Any]:

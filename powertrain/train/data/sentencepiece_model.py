@@ -57,7 +57,13 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(ids) for ids in self._processor.encode(texts)]
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
         raise ValueError(f"{self.path}: must have a chat template for messages; SentencePiece models have none")
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -50,7 +50,13 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]: ...
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -74,7 +80,13 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
         raise ValueError("data.tokenizer must have a chat template for messages, got bytes")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -127,21 +139,51 @@ class FileTokenizer:
             # the fast variant computes no character offsets, which nobody reads here
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """The ids of a chat's messages through the chat template. Raises ValueError where there is none.
 
         add_generation_prompt   what the template writes before an answer of the assistant follows
+        tools                   JSON schemas of tools, for the template
         """
+        # return_dict=False, since transformers 5 returns a dictionary by default
+        ids: list[int] = self._rendered(messages, add_generation_prompt, tools, tokenize=True, return_dict=False)
+        return ids
+
+    def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """The text that `encode_chat` tokenizes."""
+        text: str = self._rendered(messages, add_generation_prompt, tools, tokenize=False)
+        return text
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of a part of a chat's text."""
+        ids: list[int] = _transformers(str(self._chat))(text, add_special_tokens=False).input_ids
+        return ids
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], prompted: bool, tools: list[dict[str, Any]] | None, **options: bool
+    ) -> Any:
         if self._chat is None:
             raise ValueError(f"{self._where}: must have a chat template (tokenizer_config.json) for messages")
+        # a row of parquet has every key that any message has, as null; templates ask whether a key is there
+        messages = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
         try:
-            # return_dict=False, since transformers 5 returns a dictionary by default
-            ids: list[int] = _transformers(self._chat).apply_chat_template(
-                messages, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt
+            return _transformers(self._chat).apply_chat_template(
+                messages, add_generation_prompt=prompted, tools=tools or None, **options
             )
         except Exception as error:  # a template raises what it likes
             raise ChatRefused(f"{self._where}: the chat template takes no such messages: {one_line(error)}") from None
-        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are kept, so the text shows the model's exact output."""

@@ -20,6 +20,7 @@ from powertrain.train.config.schema import DataConfig
 from powertrain.train.data.completion_samples import CompletionSamples, NoExample
 from powertrain.train.data.completion_sources import open_completions
 from powertrain.train.data.completions import (
+    Completion,
     CompletionData,
     CompletionEncoding,
     Format,
@@ -29,7 +30,14 @@ from powertrain.train.data.completions import (
 from powertrain.train.data.corpus import BadDocument, Raw
 from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.data.loader import _stacked
-from powertrain.train.data.tokenizer import ByteTokenizer, ChatRefused
+from powertrain.train.data.packed import IGNORED
+from powertrain.train.data.tokenizer import (
+    ByteTokenizer,
+    ChatRefused,
+    FileTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 TOKENIZER = ByteTokenizer()
 
@@ -198,6 +206,93 @@ def test_a_greeting_in_a_template_without_a_header_is_refused() -> None:
 
     with pytest.raises(BadDocument, match=r"file\.jsonl:1: messages: the chat template must render .* at message 0"):
         CompletionEncoding(Bare(), "messages")(_raw({"messages": [{"role": "assistant", "content": "a"}]}))
+
+
+_TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}{% for m in messages %}{{ m.role ~ ':\\n' ~ m.content }}"
+    "{% if m.calls is defined %}{{ m.calls | length }}{% endif %}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
+
+
+def _with_template(folder: Path, template: str = _TEMPLATE) -> FileTokenizer:
+    """A tokenizer in which two line ends are one token, and three another."""
+    pytest.importorskip("transformers")
+    train_tokenizer(["assistant:\n\n\n" * 50, "user:\n a" * 50], 300).save(folder / "tokenizer.json")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    tokenizer = load_tokenizer(str(folder))
+    assert isinstance(tokenizer, FileTokenizer)
+    return tokenizer
+
+
+def _learnt(tokenizer: FileTokenizer, found: Completion) -> str:
+    assert all(label in (IGNORED, id) for id, label in zip(found.ids, found.labels, strict=True))
+    return tokenizer.decode([label for label in found.labels if label != IGNORED])
+
+
+def _turns(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+
+
+def test_an_answer_whose_first_token_would_begin_in_its_header(tmp_path: Path) -> None:
+    """Line ends of both are one token. It was refused, with the template as the reason; it is learnt apart."""
+    tokenizer = _with_template(tmp_path)
+    whole = "user:\nu<|endoftext|>assistant:\n\none<|endoftext|>user:\nv<|endoftext|>assistant:\ntwo<|endoftext|>"
+    messages = _turns("u", "\none", "v", "two")
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == whole
+    for record in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
+        (found,) = CompletionEncoding(tokenizer, "messages")(_raw(record))
+        assert tokenizer.decode(found.ids) == whole and _learnt(tokenizer, found) == (
+            "\none<|endoftext|>two<|endoftext|>"
+        )
+        # a sampler is given these tokens
+        prompted = tokenizer.encode_chat(messages[:1], add_generation_prompt=True)
+        assert found.ids[: len(prompted)] == prompted and found.labels[len(prompted)] != IGNORED
+
+
+def test_tools_are_given_to_the_template(tmp_path: Path) -> None:
+    """They were dropped without a word."""
+    tokenizer, tools = _with_template(tmp_path), [{"name": "add"}, {"name": "sub"}]
+    for given in (tools, json.dumps(tools)):
+        (found,) = CompletionEncoding(tokenizer, "messages")(_raw({"messages": _turns("u", "one"), "tools": given}))
+        assert tokenizer.decode(found.ids).startswith("[add][sub]user:\nu")
+        assert _learnt(tokenizer, found) == "one<|endoftext|>"
+    pair = {"prompt": _turns("u"), "chosen": _turns("", "one")[1:], "rejected": _turns("", "two")[1:], "tools": tools}
+    for side in CompletionEncoding(tokenizer, "pairs")(_raw(pair)):
+        assert tokenizer.decode(side.ids).startswith("[add][sub]user:\nu")
+    for none in (None, [], "", "[]"):
+        (found,) = CompletionEncoding(tokenizer, "messages")(_raw({"messages": _turns("u", "one"), "tools": none}))
+        assert tokenizer.decode(found.ids).startswith("user:\nu")
+    with pytest.raises(BadDocument, match="1: tools must be a list of JSON schemas, or a text of one, got 'add'"):
+        CompletionEncoding(tokenizer, "messages")(_raw({"messages": _turns("u", "one"), "tools": "add"}))
+
+
+def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    tokenizer = _with_template(tmp_path, _TEMPLATE.replace("tools or []", "[]"))
+    with pytest.raises(BadDocument, match=r"jsonl:1: tools must be left out with a chat template that writes none"):
+        CompletionEncoding(tokenizer, "messages")(_raw({"messages": _turns("u", "one"), "tools": [{"name": "add"}]}))
+
+
+def test_keys_of_a_message_that_are_null_are_not_there(tmp_path: Path) -> None:
+    """A row of parquet has every key that any of its messages has."""
+    tokenizer, messages = _with_template(tmp_path), _turns("u", "one")
+    with_null = [{**message, "calls": None} for message in messages]
+    assert tokenizer.encode_chat(with_null) == tokenizer.encode_chat(messages)
+    assert tokenizer.decode(tokenizer.encode_chat([{**messages[0], "calls": [1]}])) == "user:\nu1<|endoftext|>"
+
+
+def test_a_system_message_beside_the_turns_is_the_first_message() -> None:
+    """ShareGPT's; it was dropped without a word."""
+    turns = [{"from": "human", "value": "u"}, {"from": "gpt", "value": "one"}]
+    for record in ({"conversations": turns}, {"messages": _turns("u", "one")}):
+        (found,) = CompletionEncoding(_Chat(), "messages")(_raw({**record, "system": "be brief"}))
+        assert _text(found.ids) == "<system>be brief;<user>u;<assistant>one;"
+        (found,) = CompletionEncoding(_Chat(), "messages")(_raw({**record, "system": ""}))
+        assert _text(found.ids) == "<user>u;<assistant>one;"
+    own = [{"role": "system", "content": "own"}, *_turns("u", "one")]
+    (found,) = CompletionEncoding(_Chat(), "messages")(_raw({"messages": own, "system": "other"}))
+    assert _text(found.ids) == "<system>own;<user>u;<assistant>one;"
 
 
 @pytest.mark.parametrize(
