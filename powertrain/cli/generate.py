@@ -67,6 +67,8 @@ def generate(
         raise typer.BadParameter(f"--output must be left out with --interactive, which answers on screen, got {output}")
     if interactive and sys.stdin is None:
         raise typer.BadParameter("--interactive must have a standard input to read prompts from, got a closed one")
+    if input and output is None and not (input.is_file() or input.is_dir()):
+        raise typer.BadParameter(f"--output must be given for prompts from a pipe or device, got --input {input} alone")
     if input and output and output.exists() and output.samefile(input):
         raise typer.BadParameter(f"--output must not be --input, whose prompts it would replace, got {output}")
     if not prompt_end or not all(stop or ["any"]):
@@ -109,14 +111,19 @@ def _check_text(name: str, prompt: str) -> None:
 
 
 def _prompts_in(file: Path, end: str) -> list[str]:
+    from powertrain.train.data.corpus import begins_with_records, other_kind
+
     try:
+        data = file.read_bytes()
         # editors on Windows begin text files with a byte order mark, which is no part of the first prompt
-        text = file.read_text(encoding="utf-8-sig")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise ValueError(f"--input {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        got = f"byte 0x{error.object[error.start]:02x} at {error.start}"
+        got = f"byte 0x{error.object[error.start]:02x} at {error.start}{other_kind(data)}"
         raise ValueError(f"{file}: must be UTF-8 text, got {got}") from None
+    if begins_with_records(data):
+        tracing.warn(f"--input {file}: its lines are JSON objects, and each is a prompt with its braces: text is meant")
     prompts = [each.strip() for each in text.split(end)]
     # blank lines at the end of a file are no prompts
     while prompts and not prompts[-1]:
@@ -205,7 +212,8 @@ def _converse(writer: _Writer) -> None:
     """Answer each line of the input by itself, until an empty line or the end of the input."""
     while True:
         try:
-            prompt = input("> ")
+            # from a file or pipe of Windows: its line ends and byte order mark
+            prompt = input("> ").rstrip("\r").removeprefix("\ufeff")
         except EOFError:
             return
         if not prompt:

@@ -137,6 +137,18 @@ def test_prompts_of_a_file_are_utf_8(run: Path, tmp_path: Path) -> None:
     file.write_bytes(b"caf\xe9\n")
     result = _said(run, "--input", str(file))
     assert result.exit_code == 2 and f"{file}: must be UTF-8 text, got byte 0xe9 at 3" in result.output
+    file.write_bytes("line".encode("utf-16"))
+    assert ": it is UTF-16" in _said(run, "--input", str(file)).output
+
+
+def test_prompts_that_are_json_or_come_from_a_pipe(run: Path, tmp_path: Path) -> None:
+    """Braces are part of a prompt; answers to a pipe's would be written beside it, in /dev/fd."""
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text('{"a": "b"}\n{"a": "c"}\n')
+    result = _said(run, "--input", str(file), "--output", str(output))
+    assert result.exit_code == 0 and "its lines are JSON objects, and each is a prompt with its braces" in result.stderr
+    with pytest.raises(typer.BadParameter, match="--output must be given for prompts from a pipe or device, got"):
+        generate_command(run, input=Path("/dev/null"))
 
 
 def test_without_a_length_answers_end_with_the_models_positions(run: Path) -> None:
@@ -178,6 +190,9 @@ def test_the_keyboard(run: Path) -> None:
     first, _, last = (ByteTokenizer().decode(t) for t in _greedy(run, PROMPTS))
     assert PROMPTS[0] + first in result.output and PROMPTS[2] + last in result.output
     assert "prompts must have fewer than" in result.output and "never" not in result.output
+    # a pipe of Windows
+    piped = _said(run, "--interactive", keyboard=f"\ufeff{PROMPTS[0]}\r\n\r\nnever\r\n")
+    assert f"> {PROMPTS[0]}{first}" in piped.output and "never" not in piped.output
     assert _said(run, "--interactive", keyboard="").exit_code == 0
 
 

@@ -157,16 +157,20 @@ def raw_documents(files: Iterable[Path]) -> Iterator[Raw]:
 
 
 def warn_of_records(path: Path, start: bytes) -> bool:
-    """Whether a file that is read as one text begins with JSON objects, line by line: then it is said. With a comment
-    above them too."""
-    lines = filter(bytes.strip, io.BytesIO(start.removeprefix(codecs.BOM_UTF8)))
-    found = sum(map(_is_object, itertools.islice(lines, 4))) > 1
+    """Say of a file that is read as one text if it begins with JSON objects, line by line; whether it does."""
+    found = begins_with_records(start)
     if found:
         tracing.warn(
             f"{path}: its lines are JSON objects, and it is read as one text, with its braces; with a document a line "
             "its name must end in .jsonl"
         )
     return found
+
+
+def begins_with_records(start: bytes) -> bool:
+    """Whether two of the first lines are JSON objects: a comment may stand above them."""
+    lines = filter(bytes.strip, io.BytesIO(start.removeprefix(codecs.BOM_UTF8)))
+    return sum(map(_is_object, itertools.islice(lines, 4))) > 1
 
 
 def _is_object(line: bytes) -> bool:
