@@ -8,6 +8,7 @@ shipped plan, keyed by the plan's arguments with sizes rounded up to a power of 
 import functools
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from powertrain.runtime.atomic_file import write_whole
 from powertrain.runtime.compile import kernel_store
 from powertrain.runtime.target import Target
 
+# seconds to wait for another process that merges its plans, which takes milliseconds
+_PATIENCE = 10.0
 P = TypeVar("P", bound=Callable[..., Any])
 Changes = dict[str, int]
 
@@ -80,9 +83,10 @@ def tuned(device: str) -> dict[str, dict[str, Changes]]:
     """Tuned fields for a GPU: plan function -> key -> changed fields. An unreadable file is reported once."""
     path = table_path(device)
     try:
+        kept = json.loads(path.read_text())
+        of_this_device(kept, device)
         plans = {
-            name: {key: _checked(changes) for key, changes in table.items()}
-            for name, table in json.loads(path.read_text())["plans"].items()
+            name: {key: _checked(changes) for key, changes in table.items()} for name, table in kept["plans"].items()
         }
     except FileNotFoundError:
         return {}
@@ -95,6 +99,12 @@ def tuned(device: str) -> dict[str, dict[str, Changes]]:
     return plans
 
 
+def of_this_device(table: dict[str, Any], device: str) -> None:
+    """Raise ValueError for a table that was measured on another GPU: one that was copied here."""
+    if table.get("device", device) != device:
+        raise ValueError(f"device must be {device}, got {table['device']!r}")
+
+
 def _checked(changes: Any) -> Changes:
     if not all(type(value) is int and value > 0 for value in changes.values()):
         raise ValueError(f"a plan's fields must be integers above 0, got {changes}")
@@ -103,12 +113,16 @@ def _checked(changes: Any) -> Changes:
 
 def save(device: str, plans: dict[str, dict[str, Changes]], about: dict[str, Any]) -> Path:
     """Merge plans into a GPU's file, whole or not at all."""
+    from powertrain.runtime.compile.worker import key_lock
+
     path = table_path(device)
-    # read again: another process may have tuned another op meanwhile
-    tuned.cache_clear()
-    merged = {name: {**tuned(device).get(name, {}), **table} for name, table in {**tuned(device), **plans}.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({**about, "device": device, "plans": merged}, indent=1, sort_keys=True).encode())
+    # GPUs of one host that are tuned for the same time end together
+    with key_lock(path.with_suffix(".lock"), time.monotonic() + _PATIENCE):
+        # read again: another process may have tuned another op meanwhile
+        tuned.cache_clear()
+        merged = {name: {**tuned(device).get(name, {}), **table} for name, table in {**tuned(device), **plans}.items()}
+        write_whole(path, json.dumps({**about, "device": device, "plans": merged}, indent=1, sort_keys=True).encode())
     tuned.cache_clear()
     steering.changed()
     return path

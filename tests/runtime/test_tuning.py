@@ -1,6 +1,9 @@
 """Tuned tile tables: kept per GPU, keyed by size class, never in the way."""
 
+import json
+import time
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import pytest
@@ -8,6 +11,7 @@ from typer.testing import CliRunner
 
 from powertrain.cli import app
 from powertrain.runtime import settings, tracing, tuning
+from powertrain.runtime.compile.worker import key_lock
 from powertrain.runtime.target import Target
 
 
@@ -48,6 +52,29 @@ def test_tables_merge(sample) -> None:
     tuning.save(H200.name, {f"{__name__}._plan": {"1,1": {"num_warps": 1}}}, {})
     tuning.save(H200.name, {f"{__name__}._plan": {"2,2": {"num_warps": 2}}}, {})
     assert (sample(1, 1, H200).num_warps, sample(2, 2, H200).num_warps) == (1, 2)
+
+
+def test_plans_that_another_process_is_merging_are_waited_for(sample) -> None:
+    """Of six processes that ended together one's plans were kept."""
+    path = tuning.table_path(H200.name)
+    tuning.save(H200.name, {"a": {"1": {"num_warps": 1}}}, {})
+    with key_lock(path.with_suffix(".lock"), time.monotonic() + 10) as held:
+        assert held
+        other = Thread(target=tuning.save, args=(H200.name, {"b": {"2": {"num_warps": 2}}}, {}))
+        other.start()
+        other.join(0.1)
+        path.write_text(path.read_text().replace('"a"', '"c"'))
+    other.join(10)
+    assert json.loads(path.read_text())["plans"].keys() == {"b", "c"}
+    assert not path.with_suffix(".lock").exists()
+
+
+def test_a_table_that_was_copied_from_another_gpu_is_said_and_left(sample) -> None:
+    path = tuning.save(H200.name, {f"{__name__}._plan": {"1,1": {"num_warps": 4}}}, {})
+    path.rename(tuning.table_path(A100.name))
+    tracing.clear()
+    assert sample(1, 1, A100) == Plan(2, 8)
+    assert f"device must be {A100.name}, got '{H200.name}'" in tracing.trace()[-1].text
 
 
 PLANS_OF_A_STRING = '{"plans": {"x": {"1,1": {"num_warps": "4"}}}}'

@@ -252,12 +252,13 @@ def _tuned(device: str) -> dict[str, Any]:
     path = table_path(device)
     try:
         table: dict[str, Any] = json.loads(path.read_text())
+        tuning.of_this_device(table, device)
         # rows that are none are found here, and not in a choice
         points_of(((row, 1.0) for row in table["rows"]), table["sources"])
         return table
     except FileNotFoundError:
         return _NOTHING
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError) as error:
         tracing.warn(
             # a damaged cache must not stop training
             f"measured attention backends {path} cannot be read ({error}), so the shipped table is used; run "

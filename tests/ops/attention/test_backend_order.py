@@ -358,10 +358,17 @@ def test_the_users_table_comes_before_the_shipped_one(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     short = replace(problem, lengths=Lengths(1024, 1024, 16))
     assert _decision(short) == "hopper", "what it does not have is the shipped table's"
-    path.write_text('{"rows": [1]}')
-    measurements.measured.cache_clear()
-    assert _decision(problem) == "hopper"
-    assert any("cannot be read" in event.text and str(path) in event.text for event in tracing.trace())
+    copied = path.read_text().replace(target.name, "another GPU")
+    for content, words in (
+        ('{"rows": [1]}', "cannot be read"),
+        (copied, "got 'another GPU'"),
+        ("[" * 10**5, "cannot be"),
+    ):
+        tracing.clear()
+        path.write_text(content)
+        measurements.measured.cache_clear()
+        assert _decision(problem) == "hopper"
+        assert any(words in event.text and str(path) in event.text for event in tracing.trace()), words
 
 
 def test_tune_measures_what_takes_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
