@@ -27,8 +27,6 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.moe_kernels import (
-    LOWEST,
-    TINY,
     gather,
     gather_outputs,
     route_bwd,
@@ -65,7 +63,7 @@ def moe_route_ref(
     s = torch.softmax(z, -1) if score == "softmax" else torch.sigmoid(z)
     choice = s.detach() if correction_bias is None else s.detach() + correction_bias.detach()
     # as the kernel does: sort takes NaN for the largest number
-    choice = choice.masked_fill(choice.isnan(), LOWEST.value)
+    choice = choice.masked_fill(choice.isnan(), torch.finfo(torch.float32).min)
     if num_groups > 1:
         groups = choice.unflatten(-1, (num_groups, -1))
         best = groups.topk(2, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
@@ -74,9 +72,14 @@ def moe_route_ref(
     experts = choice.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     weights = s.gather(-1, experts)
     if normalize:
-        # sigmoids of very negative logits may all be 0
-        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = _normalized(weights)
     return weights * scaling_factor, experts.to(torch.int32)
+
+
+def _normalized(scores: Tensor) -> Tensor:
+    # sigmoids of very negative logits may all be 0. The kernels' TINY, but as a literal: with symbolic numbers Dynamo
+    # makes a symbol of a global float, and fails where two checkpoints read it
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def moe_permute_ref(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -344,7 +347,7 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
             # means of nothing are NaN, which would be added to a rank's loss
             return z.sum()
         s = torch.softmax(z, -1) if score == "softmax" else torch.sigmoid(z)
-        s = s if score == "softmax" else s / (s.sum(-1, keepdim=True) + TINY)
+        s = s if score == "softmax" else _normalized(s)
         ids = torch.arange(E, device=logits.device)
         share = sum((e[..., None] == ids).to(s.dtype).mean(-2) for e in experts.unbind(-1)) / experts.shape[-1]
         return E * (share * s.mean(-2)).sum(-1).mean()

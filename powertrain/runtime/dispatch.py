@@ -419,13 +419,17 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
 
         routes = replay.Table(name, replay.route)
         scalars = kinds.scalars(function)
+        defaults = kinds.float_defaults(function)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            compiling = torch.compiler.is_compiling()
+            if compiling:
+                kwargs = kinds.with_constants(defaults, args, kwargs)
             if _spans:
                 with torch.profiler.record_function(SPAN + name):
                     return whole(args, kwargs)
-            if torch.compiler.is_compiling() or replay.modes_active():
+            if compiling or replay.modes_active():
                 return whole(args, kwargs)
             signature = replay.signature_of((*args, *kwargs.values()))
             if signature is not None:

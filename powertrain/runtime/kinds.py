@@ -41,6 +41,23 @@ def scalars(function: Callable[..., Any]) -> dict[str, frozenset[type] | None]:
     return {name: _scalar_types(annotation) for name, annotation in annotations(function).items()}
 
 
+def float_defaults(function: Callable[..., Any]) -> tuple[tuple[int, str, str], ...]:
+    """Index, name and text of each parameter whose default is a float."""
+    parameters = enumerate(inspect.signature(function).parameters.values())
+    return tuple((i, x.name, repr(x.default)) for i, x in parameters if isinstance(x.default, float))
+
+
+def with_constants(
+    defaults: tuple[tuple[int, str, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Inside torch.compile: the keywords of a call with the floats that it leaves out.
+
+    With dynamic=True Dynamo makes a symbol of a float that it reads from a function's defaults, unlike an integer, and
+    fails where a second checkpointed region reads the same one. A float read from a text is a constant.
+    """
+    return {**{name: float(text) for index, name, text in defaults if index >= len(args)}, **kwargs}
+
+
 def _scalar_types(annotation: Any) -> frozenset[type] | None:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):

@@ -28,10 +28,13 @@ def hinted(function: F) -> F:
     """The function, or a class's `__init__`, with the errors of `better_error`."""
     op = function.__qualname__.removesuffix(".__init__")
     scalars = kinds.scalars(function)
+    defaults = kinds.float_defaults(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            kwargs = kinds.with_constants(defaults, args, kwargs)
+        else:
             for option, value in (*zip(scalars, args, strict=False), *kwargs.items()):
                 if (types := scalars.get(option)) is None:
                     continue

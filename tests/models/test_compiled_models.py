@@ -1,5 +1,6 @@
 """torch.compile of whole models: one graph, whatever the sizes, with the eager loss and gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import powertrain
 from powertrain.models import build
 from powertrain.models.registry import configure
 from powertrain.nn import GatedMLP
@@ -74,4 +76,23 @@ def test_a_default_that_two_checkpoints_read(keeps_fp8: bool) -> None:
 
     x = torch.randn(3, 8, requires_grad=True)
     # numbers are symbols, the limit of clamped_swiglu among them
+    torch.testing.assert_close(torch.compile(two, fullgraph=True, dynamic=True, backend="eager")(x), two(x))
+
+
+# `hinted` functions, those that fall back, by keyword and by position; a global float of the routers
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dpo_loss": lambda x: x + powertrain.losses.dpo_loss(*x.unbind(1)[:4]).sum(),
+    "layer_norm": lambda x: powertrain.layer_norm(x, None),
+    "moe_route": lambda x: x + powertrain.moe_route(x, top_k=2, score="sigmoid", normalize=True)[0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_default_that_a_call_leaves_out(name: str) -> None:
+    def two(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(CALLS[name], x, use_reentrant=False)
+        return x
+
+    x = torch.randn(3, 8, requires_grad=True)
     torch.testing.assert_close(torch.compile(two, fullgraph=True, dynamic=True, backend="eager")(x), two(x))
