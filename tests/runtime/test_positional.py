@@ -336,14 +336,7 @@ def test_infinity_is_no_bound() -> None:
     w = torch.nn.Parameter(W.clone())
     w.grad = torch.full_like(w, 3.0)
     assert powertrain.clip_grad_norm_([w], math.inf, norm_type=math.inf) == 3 and w.grad.eq(3).all()
-    assert powertrain.gated_activation(X, "clamped_swiglu", limit=math.inf).isfinite().all()
     for bound in (math.nan, -1.0):
-        for function, args in (
-            (powertrain.gated_activation, (X, "clamped_swiglu")),
-            (powertrain.linear_activation, (X, X[0], None)),
-        ):
-            with pytest.raises(ValueError, match="limit must be at least 0"):
-                function(*args, limit=bound)  # type: ignore[operator]
         with pytest.raises(ValueError, match="clip must be at least 0"):
             powertrain.losses.policy_loss(X[..., 0], X[..., 0], C, T, clip=(bound, 0.2))
 
