@@ -34,6 +34,7 @@ class Context(NamedTuple):
     cache          keys and values of earlier tokens, while generating
     shape          (B, S) where x is this rank's share of the tokens, [t, hidden_size]; None: x is [B, S, hidden_size]
     across         attention of these tokens to those of other ranks too (query, key, value and options); None: to these
+    routed         a list to which a mixture of experts appends what it would keep: its balance loss and assignments
     """
 
     position_ids: Tensor | None = None
@@ -42,6 +43,7 @@ class Context(NamedTuple):
     shape: tuple[int, int] | None = None
     across: Callable[..., Tensor] | None = None
     document_starts: Tensor | None = None
+    routed: list[Tensor] | None = None
 
 
 def check_states(op: str, x: Tensor, hidden_size: int, context: Context) -> None:

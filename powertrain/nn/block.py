@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 
 from powertrain.nn.attention import Context
 from powertrain.nn.cache import CacheRow
+from powertrain.nn.moe import MoE
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
@@ -38,7 +39,19 @@ class Layer(nn.Module):
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(x, residual, context)
         options: dict[str, Any] = {"context_fn": _keep_products} if self.recompute == "selective" else {}
-        return checkpoint(self.compute, x, residual, context, use_reentrant=False, **options)
+        mlp = getattr(self, "mlp", None)
+        if not (isinstance(mlp, MoE) and mlp.training):
+            return checkpoint(self.compute, x, residual, context, use_reentrant=False, **options)
+
+        def routed(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+            found: list[Tensor] = []
+            return *self.compute(x, residual, context._replace(routed=found)), *found
+
+        # kept outside: inside, torch.compile takes no change of a module, and recomputing would count again
+        y, stream, *found = checkpoint(routed, x, residual, use_reentrant=False, **options)
+        if found:  # a user's forward in place of the module's may keep nothing
+            mlp.keep(*found)
+        return y, stream
 
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError

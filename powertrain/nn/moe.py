@@ -160,8 +160,9 @@ class MoE(nn.Module):
         kind               swiglu: `Experts`; an activation without a gate: `PlainExperts`
         bias               one more parameter [hidden_size], added to every token's result
     While training it counts `load` [E] int64, the assignments since `balance`, and keeps `balance_loss`, that of the
-    last forward (`moe_load_balancing_loss` of each sequence), differentiable. Recomputed layers count twice, evenly.
-    Transforms of torch.func take its buffers as arguments while training, since `load` is written, as BatchNorm's are.
+    last forward (`moe_load_balancing_loss` of each sequence), differentiable. A checkpoint of one's own counts
+    twice. Transforms of torch.func take its buffers as arguments while training, since `load` is written, as
+    BatchNorm's are.
     """
 
     load: Tensor
@@ -203,12 +204,21 @@ class MoE(nn.Module):
         rows, offsets, positions = moe_permute(x.flatten(0, -2), experts, self.load.shape[0])
         y = moe_unpermute(self.experts(rows, offsets), positions, weights).view_as(x)
         if self.training:
-            self.load += offsets.diff(prepend=offsets.new_zeros(1))
             per_sequence = experts.view(*x.shape[:-1], experts.shape[-1])
-            self.balance_loss = moe_load_balancing_loss(logits, per_sequence, score=self.router.options["score"])
+            balance_loss = moe_load_balancing_loss(logits, per_sequence, score=self.router.options["score"])
+            assignments = offsets.diff(prepend=offsets.new_zeros(1))
+            if context.routed is None:
+                self.keep(balance_loss, assignments)
+            else:
+                context.routed.extend((balance_loss, assignments))
         if self.bias is not None:
             y = y + self.bias
         return y if self.shared is None else y + self.shared(x, context)
+
+    def keep(self, balance_loss: Tensor, assignments: Tensor) -> None:
+        """What a forward of training found."""
+        self.balance_loss = balance_loss
+        self.load += assignments
 
     @torch.no_grad()
     def balance(self, rate: float, group: ProcessGroup | None = None) -> None:

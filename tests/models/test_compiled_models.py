@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import powertrain
 from powertrain.models import build
 from powertrain.models.registry import configure
-from powertrain.nn import GatedMLP
+from powertrain.nn import GatedMLP, RMSNorm
+from powertrain.nn.attention import Context
+from powertrain.nn.block import Block
+from powertrain.nn.moe import MoE, Router
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_heads": 4, "max_position_embeddings": 32, "num_layers": 1}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
@@ -61,6 +64,24 @@ def test_one_graph_for_symbolic_sizes(name: str) -> None:
         torch.testing.assert_close(*gradients)
     # a length is a constant of sparse masks alone
     assert len(graphs) == (2 if name == "sparse" else 1)
+
+
+def test_recomputed_experts() -> None:
+    moe = MoE(Router(8, 4, 2), 8, 16)
+    layer = Block(torch.nn.Linear(8, 8), moe, RMSNorm(8), RMSNorm(8))
+    layer.attention.forward = lambda x, context: x  # type: ignore[method-assign]
+    layer.recompute = "full"
+    x, results = torch.randn(2, 6, 8), []
+    functions: list[Any] = [layer, torch.compile(layer, fullgraph=True, backend="eager")]
+    for function in functions:
+        y, stream = function(x, None, Context())
+        assert moe.balance_loss is not None
+        loss = (y + stream).sum() + moe.balance_loss
+        results.append((loss, torch.autograd.grad(loss, moe.router.weight)))
+        # what is recomputed is not counted again
+        assert moe.load.sum() == 2 * x[..., 0].numel()
+        moe.load.zero_()
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("keeps_fp8", [False, True])
