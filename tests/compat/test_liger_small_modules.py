@@ -14,7 +14,7 @@ from powertrain.compat.liger_kernel.transformers import (
     LigerSparsemax,
 )
 from powertrain.compat.liger_kernel.transformers.functional import liger_modulated_rms_norm, liger_poly_norm
-from powertrain.compat.liger_kernel.transformers.rms_norm import LigerRMSNormForGemma4
+from powertrain.compat.liger_kernel.transformers.rms_norm import LigerRMSNormForGemma3, LigerRMSNormForGemma4
 from powertrain.compat.liger_kernel.transformers.rope import liger_rotary_pos_emb_vision
 from powertrain.compat.liger_kernel.transformers.swiglu import LigerHunyuanV1SwiGLUMLP
 from tests.compat.plain import same, tensors
@@ -103,3 +103,9 @@ def test_vision_rope() -> None:
         a, b = x.float().chunk(2, -1)
         expected = x.float() * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
         torch.testing.assert_close(y, expected.to(x.dtype))
+
+
+def test_gemma3_norm_takes_its_options_by_position() -> None:
+    norm = LigerRMSNormForGemma3(8, 1e-5, 1.0, "gemma", "ones", True).double()
+    (x,) = tensors((2, 3, 8))
+    same(norm, lambda x: 2 * F.rms_norm(x, (8,), None, 1e-5), [x])

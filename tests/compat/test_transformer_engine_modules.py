@@ -448,3 +448,10 @@ def test_refused(made: Any, message: str) -> None:
 def test_errors(made: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made()
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_norms_take_margins_of_sms(name: str) -> None:
+    x = torch.randn(2, 8)
+    with_margin = getattr(te.ops, name)(8, device="cpu", sm_margin={"forward": 4, "backward": 8, "inference": 0})
+    torch.testing.assert_close(with_margin(x), getattr(te, name)(8, device="cpu")(x))

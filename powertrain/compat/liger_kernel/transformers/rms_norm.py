@@ -78,8 +78,16 @@ class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
 class LigerRMSNormForGemma3(LigerRMSNormForGemma):
     """The same, its size named dim."""
 
-    def __init__(self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma") -> None:
-        super().__init__(dim, eps, offset, casting_mode)
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):

@@ -27,6 +27,7 @@ class _Norm(nn.Module):
         hidden_size: int | None = None,
         device: torch.device | str = "cuda",
         dtype: torch.dtype | None = None,
+        sm_margin: int | dict[str, int] = 0,  # a hint
     ) -> None:
         super().__init__()
         # hidden_size is the older name
