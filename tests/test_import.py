@@ -6,12 +6,14 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import powertrain
 import powertrain.parallel
+from powertrain.runtime.lazy_exports import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -216,3 +218,19 @@ except ImportError as error:
 """
     done = _python(code)
     assert "is registered with PyTorch already" in done.stdout and "start a new process" in done.stdout, done
+
+
+def test_first_uses_in_several_threads_wait_for_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "import time, shared_by_threads as s; s.seen.append({0!r}); time.sleep(0.05); s.seen.append({0!r}); x = 1"
+    (tmp_path / "shared_by_threads.py").write_text("seen = []")
+    names = [f"used_by_thread_{i}" for i in range(3)]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(body.format(name))
+    monkeypatch.syspath_prepend(tmp_path)
+    threads = [threading.Thread(target=resolve, args=(name, "x", {"x": name})) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = sys.modules["shared_by_threads"].seen
+    assert len(seen) == 6 and seen[::2] == seen[1::2]

@@ -1,14 +1,19 @@
 """Public names of a package, imported on first use, so that importing the package stays cheap."""
 
 import importlib
+import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 
 from powertrain.runtime.deferred_signals import deferred_signals
 from powertrain.runtime.uncollected import uncollected
 
 _interrupted = ""  # the module whose import was
+_importing = threading.RLock()
+_PATIENCE = 60.0  # seconds: many times what the import of torch, Triton and all ops takes
 
 
 def _imported(name: str) -> ModuleType:
@@ -28,6 +33,30 @@ def _imported(name: str) -> ModuleType:
         raise
 
 
+@contextmanager
+def _one_thread_at_a_time() -> Iterator[None]:
+    """Python breaks the deadlock of two threads whose modules import one another by giving one of them a module that
+    is there by half: first uses in several threads failed in Triton's modules."""
+    # without end two threads could wait for one another, if one imports our modules by statements
+    lock = _importing
+    held = lock.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if held:
+            lock.release()
+
+
+def _forget_other_threads() -> None:
+    """In a forked process, which does not have the thread that holds the lock."""
+    global _importing
+    _importing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
+
+
 def resolve(package: str, name: str, public: Mapping[str, str]) -> object:
     """The value of a package's public name. A package's `__getattr__` calls this once for each name.
 
@@ -36,7 +65,7 @@ def resolve(package: str, name: str, public: Mapping[str, str]) -> object:
     """
     if name not in public:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    with deferred_signals(), uncollected():
+    with _one_thread_at_a_time(), deferred_signals(), uncollected():
         module = _imported(public[name])
     value = module if public[name] == f"{package}.{name}" else getattr(module, name)
     setattr(sys.modules[package], name, value)
