@@ -18,7 +18,7 @@ and the scores of the block that comes next into it. So the first consumer adds 
 before it computes its own next scores. The next tile's queries are loaded when both consumers have their last scores,
 and its first blocks while this tile's results are stored.
 
-Shared memory: q 72 KiB, two stages of 72 KiB, p 8 KiB, in all 226.5 of 227 KiB. One buffer of p is enough: the consumer
+Shared memory: q 72 KiB, two stages of 72 KiB, p 8 KiB, in all 226 of 227 KiB. One buffer of p is enough: the consumer
 that stores weights is the one that read the weights before.
 
 What bounds it: the tensor cores, 2176 clocks a block (8.9 MFLOP). Shared memory takes 2300 (products with q and k both
