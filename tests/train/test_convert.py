@@ -453,6 +453,22 @@ def _trainer(folder: Path, source: Path, *overrides: str) -> Any:
     return open_trainer(folder, *options, *overrides, sinks=lambda _: [])
 
 
+@pytest.mark.parametrize("changed", [(), ("model.max_position_embeddings=96",), ("train.lora.rank=2",)], ids=str)
+def test_a_run_that_began_with_a_hugging_face_folder_keeps_its_keys(changed: tuple[str, ...], tmp_path: Path) -> None:
+    """But the token ids, which its tokenizer has; and not those of another model."""
+    source = _small(tmp_path / "hf", **LLAMA)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"my_key": 1, "eos_token_id": 7}))
+    trainer = _trainer(tmp_path, source, *changed)
+    trainer.fit()
+    trainer.close()
+    convert(open_weights(tmp_path / "run"), tmp_path / "out", "hf", check=False)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    kept = not any("max_position" in each for each in changed)
+    assert written.get("my_key") == (1 if kept else None) and written["eos_token_id"] != 7
+    assert written["vocab_size"] == 256 and written["architectures"] == values["architectures"]
+
+
 @pytest.mark.parametrize("kind", ["hf", "neox", "powertrain"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_starts_from_weights(kind: Any, precision: str, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def _ours(path: Path) -> Weights:
     plain = Weights(
         checkpoint, "powertrain", model, DTYPES[run.train.precision], lambda: _stored(checkpoint, model, value),
         # an earlier version kept none
-        tokenizer_in(checkpoint) or run.data, is_run=True, has_value=value,
+        tokenizer_in(checkpoint) or run.data, is_run=True, has_value=value, hf_config=_config_below(run),
     )  # fmt: skip
     if settings is None:
         return plain
@@ -193,6 +193,22 @@ def _ours(path: Path) -> Weights:
         plain, tensors=merged_with_all, adapters=lambda: _stored_adapters(checkpoint, model, settings),
         base=run.checkpoint.load,
     )  # fmt: skip
+
+
+def _config_below(run: RunConfig) -> dict[str, Any] | None:
+    """config.json of the Hugging Face folder that a run began with, without the token ids, which the run's tokenizer
+    has; None if there is none, or if it describes another model than the run's."""
+    folder = Path(run.checkpoint.load or "")
+    if run.checkpoint.load is None or not (folder / "config.json").is_file():
+        return None
+    try:
+        values, theirs = read_json(folder / "config.json"), huggingface.read_config(folder)
+        theirs = theirs.model_copy(update={"vocab_size": run.model.vocab_size})
+        is_same = huggingface.to_hf_config(theirs) == huggingface.to_hf_config(run.model)
+    # changed since, or no model of Hugging Face's: the run's own config says what it is
+    except (OSError, ValueError):
+        return None
+    return huggingface.without_token_ids(values) if is_same else None
 
 
 def _stored_adapters(
