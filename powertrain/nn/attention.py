@@ -34,7 +34,7 @@ class Context(NamedTuple):
     cache          keys and values of earlier tokens, while generating
     shape          (B, S) where x is this rank's share of the tokens, [t, hidden_size]; None: x is [B, S, hidden_size]
     across         attention of these tokens to those of other ranks too (query, key, value and options); None: to these
-    routed         a list to which a mixture of experts appends what it would keep: its balance loss and assignments
+    routed         a list to which a mixture of experts appends its balance loss and assignments; None: it stores them
     """
 
     position_ids: Tensor | None = None

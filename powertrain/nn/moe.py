@@ -160,9 +160,9 @@ class MoE(nn.Module):
         kind               swiglu: `Experts`; an activation without a gate: `PlainExperts`
         bias               one more parameter [hidden_size], added to every token's result
     While training it counts `load` [E] int64, the assignments since `balance`, and keeps `balance_loss`, that of the
-    last forward (`moe_load_balancing_loss` of each sequence), differentiable. A checkpoint of one's own counts
-    twice. Transforms of torch.func take its buffers as arguments while training, since `load` is written, as
-    BatchNorm's are.
+    last forward (`moe_load_balancing_loss` of each sequence), differentiable. Around the module itself
+    torch.utils.checkpoint counts twice. Transforms of torch.func take its buffers as arguments while training, since
+    `load` is written, as BatchNorm's are.
     """
 
     load: Tensor
@@ -216,7 +216,7 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x, context)
 
     def keep(self, balance_loss: Tensor, assignments: Tensor) -> None:
-        """What a forward of training found."""
+        """Store the balance loss of a training forward and add its assignments to `load`."""
         self.balance_loss = balance_loss
         self.load += assignments
 

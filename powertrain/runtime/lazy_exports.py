@@ -13,7 +13,7 @@ from powertrain.runtime.uncollected import uncollected
 
 _interrupted = ""  # the module whose import was
 _importing = threading.RLock()
-_PATIENCE = 60.0  # seconds: many times what the import of torch, Triton and all ops takes
+_PATIENCE = 60.0  # seconds to wait for another thread's import; torch, Triton and all ops import in a few
 
 
 def _imported(name: str) -> ModuleType:
@@ -37,7 +37,7 @@ def _imported(name: str) -> ModuleType:
 def _one_thread_at_a_time() -> Iterator[None]:
     """Python breaks the deadlock of two threads whose modules import one another by giving one of them a module that
     is there by half: first uses in several threads failed in Triton's modules."""
-    # without end two threads could wait for one another, if one imports our modules by statements
+    # with a deadline: a thread that imports our modules by statements does not take this lock, and could wait for us
     lock = _importing
     held = lock.acquire(timeout=_PATIENCE)
     try:

@@ -132,7 +132,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
         with naming_lost_ranks(ranks):
             return _begin(run, config, tokenizer, ranks, make_sinks, fresh=fresh)
     except Exception:
-        # the others are told why, and another run may begin in this process
+        # other ranks get an error instead of waiting, and this process can start another run
         disconnect(ranks)
         raise
 

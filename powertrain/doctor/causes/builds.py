@@ -369,8 +369,8 @@ CAUSES = (
         r"fatal error: (?P<header>(?:thrust|cub|cuda/std|nv)/\S+): No such file",
         "{header} is one of CCCL's headers (Thrust, CUB, libcu++): CUDA 13 has them in include/cccl, where nvcc looks "
         "and a C++ compiler does not, unless its folder is given; before 13 they are in include, of a whole toolkit",
-        "CPATH=$CUDA_HOME/include/cccl <the same command>, or a newer release of what is built; CUDA 12: install the "
-        "whole toolkit (conda install -c nvidia cuda-toolkit=12.x), CPATH=$CUDA_HOME/include",
+        "CPATH=$CUDA_HOME/include/cccl <the same command>, or build a newer release of the package; with CUDA 12 "
+        "install the whole toolkit (conda install -c nvidia cuda-toolkit=12.x) and set CPATH=$CUDA_HOME/include",
         "{header} 属于 CCCL（Thrust、CUB、libcu++）：CUDA 13 将其放在 include/cccl 中，nvcc 会查找该目录而 "
         "C++ 编译器不会；13 之前在完整工具包的 include 中",
         "CPATH=$CUDA_HOME/include/cccl <原命令>，或使用更新的源码版本；CUDA 12：安装完整工具包"

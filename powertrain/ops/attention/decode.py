@@ -231,7 +231,8 @@ def decode_attention(
         num_splits     parts that each sequence's keys are cut into, 65535 at most; None: as many as fill the GPU, by
                        all lengths
         backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: triton but on a CPU
-    int32 may be int64 too. All strides are allowed but for the last dim's of queries, keys and values, which is 1.
+    Integer tensors are int32 or int64. All strides are allowed but for the last dim's of queries, keys and values,
+        which is 1.
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 (float64 for float64)
         [B, H, S] or [H, T], in nats. A query that sees no key gives 0 and -inf (the sink's score with a sink).
     Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products are

@@ -25,7 +25,7 @@ from powertrain.runtime.target import Target
 MLA_LEAST_ROWS = 16
 
 
-def why_not_hopper(call: MlaCall, target: Target) -> str | None:
+def _why_not_mla(call: MlaCall, target: Target) -> str | None:
     """Why the universal kernel serves a call of decode_attention and not the Hopper kernel for MLA, or None."""
     rows, batch = call.query.shape[:-1].numel(), call.batch
     if rows < MLA_LEAST_ROWS * batch:
@@ -232,10 +232,6 @@ def _why_not_pages(call: _Call, target: Target) -> str | None:
     return why_not_many(call.of_pages(), target, call.cache_batch_idx)
 
 
-def _why_not_mla(call: _Call, target: Target) -> str | None:
-    return why_not_hopper(call.of_mla(), target)
-
-
 class Choice(NamedTuple):
     """Why each Hopper kernel does not compute a call, or None."""
 
@@ -251,14 +247,15 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(out [B, S, H, E], lse [B, H, S]) of a `_Call`; of packed queries B is 1."""
     call = _Call(*arguments)
     target = Target.of(call.query.device)
+    mla = call.of_mla()
     if (explained := asked.get()) is not None:
-        explained.append(Choice(_why_not_pages(call, target), _why_not_mla(call, target)))
+        explained.append(Choice(_why_not_pages(call, target), _why_not_mla(mla, target)))
     if _why_not_pages(call, target) is None:
         out, lse = launch_pages(call.of_pages(), call.queries, target)
         return (out, lse) if call.query_starts is None else (out[None], lse[None])
     out, lse = _decode_outputs(*call)
-    if _why_not_mla(call, target) is None:
-        launch_mla(call.of_mla(), out, lse, target)
+    if _why_not_mla(mla, target) is None:
+        launch_mla(mla, out, lse, target)
         return out, lse
     operands = _Operands.of(call, target)
     plan = _plan_of(call, operands, target)

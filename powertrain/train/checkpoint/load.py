@@ -205,7 +205,7 @@ def _config_below(run: RunConfig) -> dict[str, Any] | None:
         values, theirs = read_json(folder / "config.json"), huggingface.read_config(folder)
         theirs = theirs.model_copy(update={"vocab_size": run.model.vocab_size})
         is_same = huggingface.to_hf_config(theirs) == huggingface.to_hf_config(run.model)
-    # changed since, or no model of Hugging Face's: the run's own config says what it is
+    # the folder was changed since, or no class of transformers is this model: only the run's own config counts
     except (OSError, ValueError):
         return None
     return huggingface.without_token_ids(values) if is_same else None

@@ -195,7 +195,7 @@ def _header(render: Render, chat: Any) -> Any:
 
 
 def _ends_of_a_question(render: Render) -> tuple[Any, Any]:
-    """What the template writes after a user's message: if an answer follows, and if the chat ends."""
+    """The text or tokens that the template writes after a user's message: before an answer, and at a chat's end."""
     question = [{"role": "user", "content": "?"}]
     asked, prompted = render(question), render(question, add_generation_prompt=True)
     pairs = zip(asked, prompted, strict=False)
