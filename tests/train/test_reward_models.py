@@ -18,6 +18,7 @@ from powertrain.train.checkpoint.convert import convert
 from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.model_setup import is_base
 from tests.train.test_objectives import _open
+from tests.train.tiny_run import open_trainer
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -88,6 +89,19 @@ def _folder(folder: Path, **fields: Any) -> Any:
     tensors = model.state_dict()
     huggingface.write(folder, model.config, tensors.items(), eod=0, reward=True)
     return model.eval()
+
+
+def test_a_language_model_that_began_with_a_reward_model_is_of_its_own_class(tmp_path: Path) -> None:
+    """Its config.json keeps the keys of another only where the class is the same."""
+    _folder(tmp_path / "reward", architecture="llama", intermediate_size=64, num_heads=2, tie_embeddings=True)
+    options = (f"checkpoint.load={tmp_path / 'reward'}", "train.steps=1", "evaluation.at_end=false")
+    trainer = open_trainer(
+        tmp_path, *options, "model.vocab_size=256", "model.tie_embeddings=true", sinks=lambda _: []
+    )  # fmt: skip
+    trainer.fit()
+    trainer.close()
+    convert(open_weights(tmp_path / "run"), tmp_path / "out", "hf", check=False)
+    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

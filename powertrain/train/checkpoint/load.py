@@ -208,6 +208,8 @@ def _config_below(run: RunConfig) -> dict[str, Any] | None:
     # the folder was changed since, or no class of transformers is this model: only the run's own config counts
     except (OSError, ValueError):
         return None
+    # a language model that began with a reward model's layers is of another class
+    is_same = is_same and (run.train.objective == "reward" or not huggingface.is_reward(values))
     return huggingface.without_token_ids(values) if is_same else None
 
 
