@@ -25,7 +25,7 @@ from powertrain.testing.bench import Variants, host_us, measure_host, note
 # constants of the one launch that is timed: rows of 1024 columns
 LAUNCH: dict[str, Any] = {
     "IS_LAYER": False, "ZERO_CENTERED": False, "ROUND_FIRST": False, "BLOCK_M": 4, "BLOCK_N": 1024, "BLOCK_TAIL": 0,
-    "PERSISTENT": False, "WEIGHTS_FIRST": False, "STARTS_EARLY": False, "num_warps": 4,
+    "WEIGHTS_FIRST": False, "STARTS_EARLY": False, "num_warps": 4,
 }  # fmt: skip
 _FIRST_USE = """
 import time, torch, powertrain.ops.norm as norm

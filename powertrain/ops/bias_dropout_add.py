@@ -316,7 +316,7 @@ def _plan(M: int, N: int, drops: bool, target: Target) -> _Plan:
 
 
 # rows of which one program sums the bias's gradient: no partial sums, no second launch
-_FEW_SUMMED = 16
+_FEW_SUMMED = 64
 _MOST = 1 << 25  # elements of rows of whole vectors for which fewer partial sums are worth narrow tiles
 
 
@@ -327,7 +327,8 @@ def _plan_bwd(M: int, N: int, drops: bool, target: Target) -> _Plan:
     if M <= _FEW_SUMMED:
         # us, one H200, p = 0.1, in a graph, this, two launches; torch.compile, which has stored the mask: 2x4928 1.4,
         # 3.1; 2.7. 16x4928 2.4, 2.9; 1.8
-        block_n = min(32, plan.block_n)
+        # 24x11096 3.1, 4.1; 40x2424 2.6, 2.8; 56x768 2.3, 2.6; 56x11096 4.0, 5.8
+        block_n = min(32 if M <= 16 else 16 if M <= 32 else 8, plan.block_n)
         lane_blocks = max(1, cdiv(lanes, block_n))
         return plan._replace(
             block_m=next_power_of_2(cdiv(M, plan.rows)),

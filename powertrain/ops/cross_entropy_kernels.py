@@ -388,7 +388,7 @@ def launch_row_stats(
     vector = _vector(logits, logits if dlogits is None else dlogits)
     # one H200, 8192 x 128256 bf16, ms (x 50257): 256 vectors by 4 warps 0.481 (0.207), 512 by 8 0.480 (0.215), 1024 by
     # 16 0.489 (0.249); with the gradient, x 50257: 1024 by 16 0.55, 1024 by 32 0.60, 512 by 8 0.60.
-    most = 1024 if dlogits is not None else _stats_block(T, Target.of(logits.device))
+    most = 1024 if dlogits is not None else stats_block(T, Target.of(logits.device))
     block = min(most, next_power_of_2(max(1, V // vector["VEC"])))
     _row_stats_kernel[(T,)](
         logits, target, scale, lse, target_logit, logit_sum, dlogits,
@@ -397,9 +397,9 @@ def launch_row_stats(
     )  # fmt: skip
 
 
-def _stats_block(T: int, target: Target) -> int:
-    """Vectors that a program of `_row_stats_kernel` reads at a time, 64 a warp: of few rows more, so that an SM has 32
-    warps' loads in flight. 184 rows on 132 SMs were 4 or 8 warps an SM: a third of a copy's speed."""
+def stats_block(T: int, target: Target) -> int:
+    """Vectors of a row that a program reads at a time for its statistics, 64 a warp: of few rows more, so that an SM
+    has 32 warps' loads in flight. 184 rows on 132 SMs were 4 or 8 warps an SM: a third of a copy's speed."""
     if is_batch_invariant():
         return 256
     return min(2048, max(256, next_power_of_2(cdiv(32 * target.num_sms, max(1, T))) * 64))

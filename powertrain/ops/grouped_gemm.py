@@ -205,8 +205,25 @@ class _Plan(NamedTuple):
     tma: bool = False
 
 
-@tunable("NVIDIA H200, 2026-11-21", ("num_warps", "num_stages"))
-def _plan(rows_per_group: int, element: int, regular: bool, target: Target) -> _Plan:
+_FEW_ROWS = 32
+
+
+def _few_columns(T: int, E: int, N: int, K: int, target: Target) -> int:
+    """Columns of a tile of 16 rows, if those of few rows keep more loads of the weight in flight than the usual ones of
+    256 columns do, of which an SM has two at most; 0 if they do not."""
+    # us, one H200, in a graph, 16x64, 16x128, 64x256; torch's grouped_mm; E, rows, N, K:
+    #   8, 2, 4096, 14336 59, -, 129; 97    8, 2, 28672, 4096 114, -, 126; 182    16, 8, 5120, 8192 157, 172, 203; 245
+    #   60, 4, 2816, 2048 20, 16, 25; 30    128, 8, 768, 2048 12, 16, 22; 18    256, 16, 512, 7168 34, 43, 67; 46
+    #   32, 32, 2880, 2880 95, 91, 89; 146    128, 32, 2048, 768 32, 32, 28; 42    256, 32, 2048, 1024 45, 40, 38; 63
+    groups = min(T, E)
+    if T > _FEW_ROWS or groups * cdiv(N, 256) > target.num_sms * (2 if K >= 1536 else 1):
+        return 0
+    at_once = (width for width in (64, 128) if groups * cdiv(N, width) <= target.num_sms)
+    return next(at_once, 64)
+
+
+@tunable("NVIDIA H200, 2026-11-30", ("num_warps", "num_stages"))
+def _plan(rows_per_group: int, few_columns: int, element: int, regular: bool, target: Target) -> _Plan:
     """Tiles of y and dx: rows by columns by depth; `regular` if rows are aligned and a depth's last block is whole."""
     # bf16, TFLOP/s forward and dgrad; 8192^3 by cuBLAS 748. 128x256 with 8 warps, 64x256 with 4; E, N, K, rows a group:
     #   64, 2816, 2048, 1536   128x256 647, 650   64x256 605, 623   128x128 625, 618   torch's grouped_mm 638, 630
@@ -217,6 +234,8 @@ def _plan(rows_per_group: int, element: int, regular: bool, target: Target) -> _
     if element == 4 or not target.has_tensor_core_dot:
         return _Plan(64, 64, 16, 8, 2, 2)
     if regular and target.arch in (90, 100, 103):
+        if few_columns:
+            return _Plan(16, 64, 128, 4, 6, 1, True) if few_columns == 64 else _Plan(16, 128, 64, 4, 5, 1, True)
         return _Plan(128, 256, 64, 8, 3, 1, True) if rows_per_group > 384 else _Plan(64, 256, 64, 4, 4, 1, True)
     if not regular:
         return _Plan(64, 64, 32, 8, 3, 2)
@@ -307,7 +326,9 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool, *, transp
     stacked = weight.stride(0) == weight.shape[1] * weight.stride(1)
     # a block of the transposed weight that reaches past K would read the next group's, which times 0 may be NaN
     whole = K % 64 == 0 or not transposed
-    plan = _plan(T // max(1, E), x.element_size(), stacked and whole and _is_aligned(x, weight), target)
+    few_columns = 0 if transposed else _few_columns(T, E, N, K, target)
+    regular = stacked and whole and _is_aligned(x, weight)
+    plan = _plan(T // max(1, E), few_columns, x.element_size(), regular, target)
     tiles = (T // plan.block_m + E + 1) * cdiv(N, plan.block_n)
     _grouped_gemm_kernel[(min(tiles, plan.per_sm * target.num_sms),)](
         x, weight, offsets, y, T, E, N, K, x.stride(0), weight.stride(0), weight.stride(1),

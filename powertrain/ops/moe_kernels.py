@@ -1,5 +1,6 @@
 """Kernels of routing, sorting and moving tokens, their plans and launches; moe.py has the formulas."""
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
 from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -200,6 +202,41 @@ def _moe_sort_kernel(
     tl.store(offsets_ptr + ids, free, mask=(ids < E) & (program == programs - 1))  # [BLOCK_E]
 
 
+@kernel()
+def _moe_sort_few_kernel(
+    experts_ptr,
+    positions_ptr,
+    offsets_ptr,
+    A,
+    E,
+    BLOCK: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
+):
+    """The sort of few assignments in one launch: each place is the number of keys below its own, of a * A + i for
+    assignment i to expert a. Of expert a's end: below (a + 1) * A."""
+    wait_then_let_next_start(STARTS_EARLY)
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of the assignments, then of the experts
+    own = tl.where(places < A, _sort_keys(experts_ptr, places, A, E), (places - A + 1) * A)
+    below = tl.zeros([BLOCK, BLOCK_OTHERS], tl.int32)
+    lanes = tl.arange(0, BLOCK_OTHERS)
+    keys = _sort_keys(experts_ptr, lanes, A, E)
+    for start in range(0, A, BLOCK_OTHERS):
+        ahead = _sort_keys(experts_ptr, start + BLOCK_OTHERS + lanes, A, E)
+        below += (keys[None, :] < own[:, None]).to(tl.int32)
+        keys = ahead
+    counts = tl.sum(below, 1)
+    tl.store(positions_ptr + places, counts, mask=places < A)  # [BLOCK]
+    tl.store(offsets_ptr + places - A, counts, mask=(places >= A) & (places < A + E))  # [BLOCK]
+
+
+@triton.jit
+def _sort_keys(experts_ptr, places, A, E):
+    """Above all others behind the last assignment."""
+    expert = tl.load(experts_ptr + places, mask=places < A, other=0).to(tl.int32)  # the shape of places
+    return tl.where(places < A, tl.minimum(tl.maximum(expert, 0), E - 1) * A + places, 0x7FFFFFFF)
+
+
 @kernel(aligned=("H",), unaligned=("positions_ptr", "weights_ptr"), down_to=2)
 def _moe_scatter_kernel(
     x_ptr,
@@ -214,15 +251,18 @@ def _moe_scatter_kernel(
     stride_rt,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
-    """out[positions[t, j]] = weights[t, j] x[t], and dweights[t, j] = dot(rows[positions[t, j]], x[t])."""
+    """out[positions[t, j]] = weights[t, j] x[t], and dweights[t, j] = dot(rows[positions[t, j]], x[t]). Programs share
+    a token's columns and slots; one has them all where there are dots."""
+    wait_then_let_next_start(STARTS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, BLOCK_K)
     dots = tl.zeros([BLOCK_K], tl.float32)
-    for start in range(0, H, BLOCK_H):
+    for start in range(tl.program_id(1) * BLOCK_H, H, tl.num_programs(1) * BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
         x = tl.load(x_ptr + token * stride_xt + cols, mask=cols < H, other=0.0).to(tl.float32)  # [BLOCK_H]
-        for j in range(top_k):
+        for j in range(tl.program_id(2), top_k, tl.num_programs(2)):
             position = tl.load(positions_ptr + token * top_k + j).to(tl.int64)  # scalar
             if dweights_ptr is not None:
                 # [BLOCK_H]
@@ -241,19 +281,26 @@ def _moe_scatter_kernel(
 
 @kernel(aligned=("H",), unaligned=("positions_ptr", "weights_ptr"), down_to=2)
 def _moe_gather_kernel(
-    rows_ptr, positions_ptr, weights_ptr, out_ptr, H, top_k, stride_rt, BLOCK_H: tl.constexpr
+    rows_ptr, positions_ptr, weights_ptr, out_ptr, H, top_k, stride_rt, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over j of weights[t, j] rows[positions[t, j]], weights 1 if there are none."""
+    """out[t] = sum over j of weights[t, j] rows[positions[t, j]], weights 1 if there are none. BLOCK_K rows are loaded
+    at once, and added one after another."""
+    wait_then_let_next_start(STARTS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for j in range(top_k):
-        position = tl.load(positions_ptr + token * top_k + j).to(tl.int64)  # scalar
-        row = tl.load(rows_ptr + position * stride_rt + cols, mask=cols < H, other=0.0).to(tl.float32)  # [BLOCK_H]
-        if weights_ptr is not None:
-            # weight: scalar
-            row *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)
-        total += row
+    for start in range(0, top_k, BLOCK_K):
+        for i in tl.static_range(BLOCK_K):
+            j = start + i
+            position = tl.load(positions_ptr + token * top_k + j, mask=j < top_k, other=0).to(tl.int64)  # scalar
+            # [BLOCK_H]
+            row = tl.load(rows_ptr + position * stride_rt + cols, mask=(cols < H) & (j < top_k), other=0.0)
+            row = row.to(tl.float32)
+            if weights_ptr is not None:
+                # weight: scalar
+                row *= tl.load(weights_ptr + token * top_k + j, mask=j < top_k, other=0.0).to(tl.float32)
+            total += row
     tl.store(out_ptr + token * H + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)  # [BLOCK_H]
 
 
@@ -277,6 +324,13 @@ def _plan_rows(H: int, target: Target) -> _Plan:
     # the weights' gradients 1024 3.9, 2048 3.8, 4096 3.4 to 3.7, 8192 2.2 to 3.0
     block = min(1024, next_power_of_2(H))
     return _Plan(block, max(1, block // 256))
+
+
+# for each SM: programs that share the tokens' columns and slots; rows of which several are loaded at once. us, one
+# H200, in a graph, scattering (a program a token), then gathering (a row at a time): 1x4160, 8 of 256 1.1 (3.9), 1.7
+# (2.5); 32x1408 1.3 (2.5), 1.9 (2.6); 128x4096, 6 of 64 3.5 (3.7), 3.0 (3.0); 512x7168, 2 of 8 6.0 (5.6), 4.4 (4.7),
+# 6 of 64 14.7 (13.4) gathering
+_FEW_COPIES, _FEW_ROWS = 24, 16
 
 
 def route_fwd_outputs(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -329,6 +383,9 @@ def route_bwd(
 # assignments a program, and at a time. Of 98304 to 64 experts and of 65536 to 256, us: 128 32.2, 36.4; 256 35.3, 39.5;
 # 512 50.8, 55.7; 512 by 64 at a time 44.4, 52.2
 _CHUNK, _BLOCK = 128, 32
+# assignments that are sorted by comparing each with all. us, one H200, in a graph, this, three launches: 8 to 256
+# experts 1.8, 7.9; 256 to 256 2.0, 15.4; 768 to 64 2.8, 12.5; 4096 to 256 9.1, 16.9
+_FEW = 4096
 
 
 def sort_outputs(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -339,7 +396,14 @@ def sort_outputs(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The row of each assignment in the order of experts, and where each expert's rows end."""
     positions, offsets = sort_outputs(experts, num_experts)
-    experts, A = experts.contiguous(), experts.numel()
+    experts, A, target = experts.contiguous(), experts.numel(), Target.of(experts.device)
+    if A <= _FEW:
+        programs = cdiv(A + num_experts, _BLOCK)
+        _moe_sort_few_kernel[(programs,)](
+            experts, positions, offsets, A, num_experts, BLOCK=_BLOCK, BLOCK_OTHERS=128,
+            STARTS_EARLY=starts_early_if_small(target, programs, A), num_warps=4,
+        )  # fmt: skip
+        return positions, offsets
     programs = max(1, cdiv(A, _CHUNK))
     counts = experts.new_empty((num_experts, programs), dtype=torch.int32)
     blocks = {"CHUNK": _CHUNK, "BLOCK": _BLOCK, "BLOCK_E": next_power_of_2(num_experts)}
@@ -363,10 +427,16 @@ def scatter(
     out, dweights = scatter_outputs(x, positions, weights, rows, need_out, need_dweights)
     x, rows = as_rows(x), None if rows is None or dweights is None else as_rows(rows)
     (T, top_k), H = positions.shape, x.shape[1]
-    plan = _plan_rows(H, Target.of(x.device))
-    _moe_scatter_kernel[(T,)](
+    target = Target.of(x.device)
+    plan = _plan_rows(H, target)
+    grid = (T, cdiv(H, plan.block), top_k)
+    # of few tokens each row and block of columns is a program's: nothing hides that one's stores wait for its loads
+    if dweights is not None or prod(grid) > _FEW_COPIES * target.num_sms:
+        grid = (T, 1, 1)
+    _moe_scatter_kernel[grid](
         x, positions, weights, rows, out, dweights, H, top_k, x.stride(0), 0 if rows is None else rows.stride(0),
-        BLOCK_K=next_power_of_2(top_k), BLOCK_H=plan.block, num_warps=plan.num_warps,
+        BLOCK_K=next_power_of_2(top_k), BLOCK_H=plan.block,
+        STARTS_EARLY=starts_early_if_small(target, prod(grid), positions.numel() * H), num_warps=plan.num_warps,
     )  # fmt: skip
     return out, dweights
 
@@ -378,10 +448,13 @@ def gather_outputs(rows: Tensor, positions: Tensor, weights: Tensor | None) -> T
 def gather(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     out = gather_outputs(rows, positions, weights)
     rows = as_rows(rows)
-    T, H = out.shape
-    plan = _plan_rows(H, Target.of(rows.device))
-    _moe_gather_kernel[(T, cdiv(H, plan.block))](
-        rows, positions, weights, out, H, positions.shape[1], rows.stride(0),
-        BLOCK_H=plan.block, num_warps=plan.num_warps,
+    (T, H), top_k, target = out.shape, positions.shape[1], Target.of(rows.device)
+    plan = _plan_rows(H, target)
+    grid = (T, cdiv(H, plan.block))
+    few = T * top_k <= _FEW_ROWS * target.num_sms
+    _moe_gather_kernel[grid](
+        rows, positions, weights, out, H, top_k, rows.stride(0),
+        BLOCK_K=min(8, next_power_of_2(top_k)) if few else 1, BLOCK_H=plan.block,
+        STARTS_EARLY=starts_early_if_small(target, prod(grid), positions.numel() * H), num_warps=plan.num_warps,
     )  # fmt: skip
     return out

@@ -287,7 +287,7 @@ def _plan_bwd(
     if N > 8192:
         plan = _wide(N, is_layer, has_bias, stage_bytes)
     elif N <= 2048 or (N % 2 and N <= 4096 and stage_bytes < 8):
-        plan = _narrow(N, stage_bytes) if N % 8 == 0 else _narrow_odd(N, has_bias, stage_bytes)
+        plan = _narrow(N, stage_bytes) if N % 8 == 0 else _narrow_odd(N, is_layer, has_bias, stage_bytes)
     else:
         plan = _middle(N, is_layer)
     if plan.looped:
@@ -335,21 +335,38 @@ def _narrow(N: int, stage_bytes: int) -> _Plan:
     return _Plan(False, 2048 // block_n, block_n, 4, 4, 3)
 
 
-def _narrow_odd(N: int, has_bias: bool, stage_bytes: int) -> _Plan:
+def _narrow_odd(N: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> _Plan:
     """Rows of no whole vectors: single elements are not ahead in shared memory, so many warps keep them in flight."""
-    # us as above: rms 69 213; 379   113 155; 246   201 157; 200   242 134; 174   443 148; 158   933 150; 155
-    #   1594 152; 164   2049 230; 370   3001 180; 285   4095 152; 242; with a residual 257 250; 483; layer with a bias
-    #   75 248; 516   113 182; 353   713 187; 267   1901 178; 234
+    # us as above: rms 443 148; 158   933 150; 155   1594 152; 164   2049 230; 370   3001 180; 285   4095 152; 242; with
+    #   a residual 257 250; 483; layer with a bias 713 187; 267   1901 178; 234
     block_n = next_power_of_2(N)
-    if block_n <= 128:
-        # with a residual 113 225, 4 rows 307
-        rows, per_sm = (4, 16) if stage_bytes <= 4 else (1, 32)
-        return _Plan(False, rows, block_n, 1, per_sm, sum_rows_last=True)
-    if block_n == 256:
-        # as many programs as an SM's registers suffice for (timed with 16 of 4 rows)
-        rows, per_sm = (1, 24) if stage_bytes > 4 else (4, 8) if has_bias else (4, 12 if N % 2 else 16)
+    if block_n <= 256:
+        rows, per_sm = _rows_of_a_warp(block_n, is_layer, has_bias, stage_bytes)
         return _Plan(False, rows, block_n, 1, per_sm, sum_rows_last=True)
     return _Plan(False, 1, block_n, max(1, block_n // 1024), min(16, 8192 // block_n))
+
+
+def _rows_of_a_warp(block_n: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> tuple[int, int]:
+    """Rows of a program of one warp, and as many programs of an SM as its registers suffice for."""
+    # us, one H200, 2^26 elements bf16 or 2^25 float32, rows and programs 1, 24; 1, 32; 2, 16; 2, 24; 2, 32; 4, 16:
+    #   63 rms 250 207 222 174 158 217, with a residual 276 230 244 198 191 227
+    #   63 layer with a bias 268 229 231 189 185 222
+    #   121 rms 170 153 164 142 148 184
+    #   121 layer with a bias 189 172 188 160 206 164, and a residual 260 226 254 319 267 326
+    #   201 rms 153 202 181 226 188 273; with a bias 235 201 183 233 198 277, with a residual 206 266 393 492 393 300
+    #   201 layer 164 203 223 280 229 211; with a bias 243 210 286 216 239 327, and a residual 227 304 291 228 252 262
+    #   float32 77 rms 148 135 140 121 115 140; with a residual 170 156 187 161 194 181
+    #   float32 143 layer with a bias 190 166 216 172 188 243, and a residual 259 219 222 176 192 197
+    has_residual = stage_bytes not in (4, 8)
+    if block_n <= 32:
+        return (1, 32) if has_residual or stage_bytes == 8 else (4, 16)
+    if block_n == 64:
+        return (2, 32) if stage_bytes <= 6 else (1, 32)
+    if block_n == 128:
+        return (1, 32) if has_residual and (is_layer or stage_bytes > 6) else (2, 24)
+    if is_layer and has_bias and (stage_bytes > 6 or not has_residual):
+        return (2, 24) if has_residual else (1, 32)
+    return (2, 16) if has_bias and not is_layer and stage_bytes == 4 else (1, 24)
 
 
 def _middle(N: int, is_layer: bool) -> _Plan:
@@ -372,28 +389,55 @@ def _middle(N: int, is_layer: bool) -> _Plan:
 def _wide(N: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> _Plan:
     # layer 24000 0.222, 8 warps 0.261; 9001 in blocks of 2048 0.318, of 4096 0.515; rms 12543 0.294, 0.430
     looped = _Plan(True, 1, 2048, 16, 128) if N % 8 else _Plan(True, 1, 4096, 16, 64)
+    if N <= 12288 and N % 8:
+        return _wide_odd(N, is_layer, has_bias, stage_bytes)
     if N <= 12288:
-        tail = max(256, next_power_of_2(N - 8192))
-        if N % 8 == 0:
-            # 8192 rows, ms rms / layer (torch.compile): 9216 0.124 / 0.174 (0.243 / 0.221), 10240 0.133 / 0.146
-            # (0.254 / 0.238), 12288 0.160 / 0.177 (0.288 / 0.271). 16 warps 0.162 / 0.222; as one block 0.276 / 3.5, by
-            # spills. 9640, 6961 rows, rms with a bias and a residual: 0.169, in one stage with 16 warps 0.243
-            return _Plan(False, 1, 8192, 8, 1, 3, tail)
-        # rms 10001, 6710 rows, 0.244 (16 warps 0.266); layer with a bias 9001, 7455 rows, 0.345 with 16 warps
-        return looped if has_bias else _Plan(False, 1, 8192, 8, 1, tail=tail)
+        # 8192 rows, ms rms / layer (torch.compile): 9216 0.124 / 0.174 (0.243 / 0.221), 10240 0.133 / 0.146
+        # (0.254 / 0.238), 12288 0.160 / 0.177 (0.288 / 0.271). 16 warps 0.162 / 0.222; as one block 0.276 / 3.5, by
+        # spills. 9640, 6961 rows, rms with a bias and a residual: 0.169, in one stage with 16 warps 0.243
+        return _Plan(False, 1, 8192, 8, 1, 3, max(256, next_power_of_2(N - 8192)))
     tail = next_power_of_2(N - 16384) if N > 16384 else 0
     # wider rows do not fit in registers, nor do sums for a bias in float32 (208 to 1320 bytes of stack; 0 to 304 in 16
     # bits) or of single elements: layer 17598 0.255 ms in three passes, 0.332 in one; 13982 0.284, 0.301; rms without a
     # bias 12543 0.294, 0.287; layer with a residual 13551 x 16533 not timed, 2.2 (torch.compile 1.2)
     spills = has_bias and (stage_bytes >= 12 or (stage_bytes >= 8 and tail > 0) or N % 8 > 0)
     layer_spills = is_layer and tail > 0 and (N % 8 > 0 or (has_bias and tail < 1024))
+    if tail == 0 and is_layer and N % 8:
+        # us, 2^26 elements, in registers, in three passes: 13333 bf16 312, 301, with a residual 426, 339; float32 597,
+        # 258. 14002 bf16 205, 226, with a residual 285, 269
+        layer_spills = N % 2 == 1 or stage_bytes not in (4, 8)
     if tail > 4096 or spills or layer_spills:
         return looped
     # ms, read once, again, in three passes: rms 16384 with a residual .155 .194 .242, with a bias too at 16392 .872
     #   .199 .244; layer with a bias 14208 .259 .191 .206; float32 16384 layer .230 .189 .234, rms 18432 .128 .148 .237
     # 8192 rows, rms / layer (torch.compile): 14336 0.217 / 0.316 (0.327 / 0.316), 16384 0.235 / 0.334 (0.357 / 0.422);
     #   two stages 0.292 / 0.367. 18432, 16384 rows: 0.602 (2 stages 0.754, 32 warps 0.669; 0.838)
-    return _Plan(False, 1, min(next_power_of_2(N), 16384), 16, 1, tail=tail, reload=has_bias)
+    # rms of vectors of 8 bytes, us, read once, again: bf16 15004 169 145, with a residual 205 200; float32 14002 178,
+    #   144
+    half_vectors = tail == 0 and N % 8 > 0 and N % (2 if stage_bytes >= 8 else 4) == 0
+    reload = has_bias or (half_vectors and not is_layer)
+    return _Plan(False, 1, min(next_power_of_2(N), 16384), 16, 1, tail=tail, reload=reload)
+
+
+def _wide_odd(N: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> _Plan:
+    """Rows of 8193 to 12288 columns that are no whole vectors."""
+    # us, one H200, 2^26 elements bf16 or 2^25 float32, in registers on 8 warps, on 16; in three passes on 8, on 16:
+    #   rms 8198 227 181 231 251, 9218 203 234 225 238, 9001 305 285 359 314, 11999 236 240 350 278
+    #   rms with a residual 8196 246 222 248 253, 9218 280 296 251 267, 9996 249 229 262 243, 9001 360 347 399 342
+    #   layer 8198 264 213 238 271, 10002 214 256 227 243, 9001 338 358 358 327; with a residual 9218 309 354 254 281,
+    #     9001 492 463 398 367
+    #   float32 rms with a residual 10001 273 209 288 275, 12002 189 183 275 273
+    #   float32 layer with a bias 8294 176 165 236 224, 10001 173 170 264 245, 12002 145 165 259 247
+    in_registers = _Plan(False, 1, 8192, 16, 1, tail=max(256, next_power_of_2(N - 8192)))
+    in_passes = _Plan(True, 1, 2048, 16, 128)
+    if stage_bytes >= 8:
+        return in_registers if N % 2 or N <= 10240 else in_registers._replace(num_warps=8)
+    has_residual = stage_bytes == 6
+    if N % 2:
+        return in_passes if is_layer or has_bias or has_residual else in_registers
+    if not has_residual:
+        return in_registers if N <= 9216 else in_registers._replace(num_warps=8)
+    return in_registers if N % 4 == 0 and not is_layer else in_passes._replace(num_warps=8)
 
 
 def norm_bwd_outputs(

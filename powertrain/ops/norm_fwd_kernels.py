@@ -36,7 +36,6 @@ def _norm_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
-    PERSISTENT: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
@@ -45,21 +44,10 @@ def _norm_fwd_kernel(
     block = tl.program_id(0)
     strides = (stride_xm, stride_rm)
     loaded = _load_rows(x_ptr, residual_ptr, block, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
-    if PERSISTENT:
-        # so wide a row leaves an SM one or two programs: each loads its next rows while it computes
-        for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-            after = block + tl.num_programs(0)
-            ahead = _load_rows(x_ptr, residual_ptr, after, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
-            _norm_rows(
-                pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, WEIGHTS_FIRST,
-                BLOCK_M, BLOCK_N, BLOCK_TAIL,
-            )  # fmt: skip
-            loaded = ahead
-    else:
-        _norm_rows(
-            pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, WEIGHTS_FIRST,
-            BLOCK_M, BLOCK_N, BLOCK_TAIL,
-        )  # fmt: skip
+    _norm_rows(
+        pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, WEIGHTS_FIRST,
+        BLOCK_M, BLOCK_N, BLOCK_TAIL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -308,9 +296,7 @@ class _Plan(NamedTuple):
     block_n: int
     num_warps: int
     tail: int = 0  # columns behind block_n, a power of 2
-    # on an SM: of a row in registers, that loop over blocks of rows (0: a program for each); of one that is read again,
-    # that the registers suffice for (0: as the compiler likes)
-    programs: int = 0
+    programs: int = 0  # on an SM, of a row that is read again, that registers suffice for (0: as the compiler likes)
     chunks: int = 0  # of block_n columns, of a row that is read again for each pass; 0: it stays in registers
     looped: bool = False  # it has more chunks than that
     weights_first: bool = False  # loaded ahead of the sums, which takes registers
@@ -335,7 +321,6 @@ def _plan_of_few(plan: _Plan, N: int, element_size: int) -> _Plan:
     rows = max(2, 32 * plan.num_warps * 16 // (element_size * plan.block_n))
     return plan._replace(
         block_m=plan.block_m if plan.tail else min(plan.block_m, rows),
-        programs=0,
         # wide rows of float32 spill
         weights_first=not plan.looped and plan.chunks <= 8 and (element_size == 2 or N <= 8192),
     )
@@ -346,13 +331,14 @@ def _plan_of_many(N: int, is_layer: bool, has_residual: bool, element_size: int)
     # bf16, 16384 rows, ms, in registers / read again (a copy; benchmarks/results/2026-11-24_h200_norms.md has all):
     #   rms 4096 0.0677 / 0.0672 (0.0631); 6144 0.0986 / 0.0988 (0.0947); layer 4096 0.0682 / 0.0766
     #   layer 5120 0.0844 / 0.0950
-    # float32 on one H100, the same: 12288 rows of 12288 rms 0.4051 / 0.4009 (0.4001); 9216 of 16384 0.4041 / 0.4014,
-    #   layer 0.4324 / 0.4061; 8192 of 18432 rms 0.4187 / 0.4060, layer 0.4281 / 0.4049; 8176 of 18441 rms 0.4689 /
-    #   0.4737, layer 0.7183 / 0.5935
-    if element_size == 2:
-        reads_again = N > 6144
-    else:
-        reads_again = N > 24576 or (N > 14336 and not has_residual and (N % 4 == 0 or is_layer))
+    # float32, 2^25 elements, us: rms 8294 87 / 84; 10242 97 / 83; 12288 82 / 69, with a residual 155 / 140; 13001 123 /
+    #   116; 18441 127 / 117; layer 8576 98 / 72; 10001 105 / 126; 13000 95 / 75, with a residual 196 / 150; 18441 156 /
+    #   132; with a residual rms 16384 211 / 134, 20480 169 / 139, 10001 217 / 198, 12001 168 / 204, 20001 203 / 222;
+    #   layer 8294 193 / 156, 10001 201 / 221, 13001 209 / 262, 20001 203 / 264
+    reads_again = N > 6144
+    if element_size == 4:
+        kept = range(9217 if is_layer else 10241, 24577 if has_residual else 10241)  # widths of single elements
+        reads_again = N > 8192 and (N % 4 == 0 or N not in kept)
     if reads_again:
         return _wide_plan(N, is_layer, has_residual, element_size)
     if N <= 2048:
@@ -365,8 +351,7 @@ def _plan_of_many(N: int, is_layer: bool, has_residual: bool, element_size: int)
     if N in range(8193, 14337):
         return _Plan(1, whole, 4 if tail == 4096 else 16 if tail <= 2048 and not is_layer else 8, tail)
     if block_n > 16384:
-        # layer 18432, 16384 rows: programs that loop 0.621, with 8 warps 0.642, a program a row 0.672
-        return _Plan(1, 16384, 16, tail, programs=0 if has_residual else 1)
+        return _Plan(1, 16384, 16, tail)
     if block_n > 8192 or (is_layer and block_n > 4096):
         return _Plan(1, block_n, 8)
     return _Plan(2, block_n, 8)
@@ -406,17 +391,21 @@ def _wide_plan(N: int, is_layer: bool, has_residual: bool, element_size: int) ->
     #   8 warps, layer 20001 0.9718 / 0.9928 / -; 30001 1.1659 / 1.0068 / -
     # float32 on it, 16 warps with registers for 2 / 32 warps: 9216 rows of 16384 rms 0.4014 / 0.4026, layer 0.4061 /
     #   0.4111; 8192 of 18432 0.4046 / 0.4060, 0.4122 / 0.4049; 6144 of 24576 0.4274 / 0.4015, 0.4675 / 0.4033
+    # float32 on one H200, 2^25 elements, us, 16 warps with 4 elements a thread / 32 with 8: with a residual rms 12288
+    #   140 / 135, 13000 152 / 141, 16384 159 / 134, 20480 178 / 139, layer 12288 142 / 144, 14336 157 / 143; without
+    #   rms 12288 69 / 86, 13001 116 / 139, 18434 89 / 106, layer 14338 88 / 117, 20001 131 / 170
     vectors = N * element_size % 16 == 0
     warps, programs = _wide_warps(N, is_layer, has_residual, element_size, vectors)
-    width = 4 if element_size == 4 and vectors and not has_residual else 8  # elements of a chunk that a thread has
+    # elements of a chunk that a thread has
+    width = 4 if element_size == 4 and (warps == 16 or (vectors and not has_residual)) else 8
     chunks = cdiv(N, 32 * warps * width)
     # as many loads at once as spill at most 64 bytes on sm_90; without whole vectors a load is as many as elements
-    if has_residual:
-        most, step = (5, 4) if N % 8 == 0 else (2, 1)
-    elif element_size == 2:
-        most, step = 192 // warps, 4 if vectors else 1
+    if element_size == 4 and (warps == 16 or not has_residual):
+        most, step = (10, 8) if vectors or warps == 16 else (5, 1)
+    elif has_residual:
+        most, step = (5, 4) if vectors else (2, 1)
     else:
-        most, step = (10, 8) if vectors else (5, 5 if N <= 24576 else 1)
+        most, step = 192 // warps, 4 if vectors else 1
     looped = chunks > most
     if looped:
         chunks = cdiv(chunks, cdiv(chunks, step))
@@ -425,20 +414,22 @@ def _wide_plan(N: int, is_layer: bool, has_residual: bool, element_size: int) ->
 
 def _wide_warps(N: int, is_layer: bool, has_residual: bool, element_size: int, vectors: bool) -> tuple[int, int]:
     """Warps of a program, and how many programs an SM's registers must suffice for (0: as the compiler likes)."""
-    if N > 32768 or (element_size == 4 and (N > 24576 or (N > 16384 and vectors))):
+    if element_size == 4:
+        return (16, 2) if N <= (12288 if has_residual else 16384 if vectors else 24576) else (32, 0)
+    if N > 32768:
         return 32, 0
     if has_residual:
         return 16, 2
-    if not vectors and (N % 2 or element_size == 4):
+    if not vectors and N % 2:
         return 8, 2 if is_layer and N > 24576 else 0
     # us, bf16, 2^26 elements, one H200, 8 warps with registers as the compiler likes / for 2 / 16 warps for 2
     #   layer 7168 73.0 / 85.5 / 103.8   8192 69.9 / 80.2 / 96.8   12288 71.0 / 84.9 / 86.6   18432 75.1 / 77.7 / 83.1
     #         20480 80.5 / 77.8 / 81.5   24576 82.0 / 77.0 / 79.2
     #   rms   7168 68.4 / 66.3 / 67.0   8192 68.8 / 67.7 / 67.3   10240 68.9 / 67.9 / 81.1   12288 70.0 / 67.1 / 74.0
     #         14336 69.0 / 67.4 / 71.9   16384 70.6 / 70.4 / 69.1   18432 69.3 / 68.7 / 72.9   24576 72.2 / 69.9 / 68.9
-    if element_size == 2 and is_layer:
+    if is_layer:
         return 8, 2 if N in range(18433, 24577) else 0
-    if element_size == 2 and vectors and N <= 20480:
+    if vectors and N <= 20480:
         return 8, 2
     return 16, 2 if N <= 24576 else 0
 
@@ -481,12 +472,9 @@ def norm_fwd(
         )  # fmt: skip
     else:
         blocks = cdiv(M, plan.block_m)
-        if plan.programs:
-            blocks = min(blocks, plan.programs * target.num_sms)
         _norm_fwd_kernel[(blocks,)](
             *tensors, M, N, *strides, eps, **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-            BLOCK_TAIL=plan.tail, PERSISTENT=plan.programs > 0,
-            WEIGHTS_FIRST=plan.weights_first, STARTS_EARLY=starts_early_if_small(target, blocks, M * N),
-            num_warps=plan.num_warps,
+            BLOCK_TAIL=plan.tail, WEIGHTS_FIRST=plan.weights_first,
+            STARTS_EARLY=starts_early_if_small(target, blocks, M * N), num_warps=plan.num_warps,
         )  # fmt: skip
     return y, h, mean, rstd

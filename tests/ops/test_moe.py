@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powertrain.ops import moe_kernels
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import (
     moe_load_balancing_loss,
@@ -79,17 +80,27 @@ def test_route_chooses_nan_last(groups: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
+# few assignments are sorted in one launch, many in three
+@pytest.mark.parametrize("few", [0, 4096])
 # 300 assignments: three programs of 128, the last block ragged; 5 experts: one gets none
-@pytest.mark.parametrize("T, E, k", [(1, 1, 1), (150, 5, 2)])
-def test_permute_sorts_stably(T: int, E: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("T, E, k", [(1, 1, 1), (150, 5, 2), (9, 70, 8)])
+def test_permute_sorts_stably(
+    T: int, E: int, k: int, few: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe_kernels, "_FEW", few)
     experts = torch.rand(T, max(1, E - 1), device=device).argsort(-1)[:, :k].to(dtype)
     x = torch.randn(T, 8, device=device)
     for ours, reference in zip(moe_permute(x, experts, E), moe_permute_ref(x, experts, E), strict=True):
         assert ours.dtype == reference.dtype and torch.equal(ours, reference)
 
 
+# of few rows a program copies a part of each, and loads several rows at once to add them
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("H", [1, 1100])
-def test_unpermute_undoes_permute(H: int, device: torch.device) -> None:
+def test_unpermute_undoes_permute(H: int, few: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not few:
+        monkeypatch.setattr(moe_kernels, "_FEW_COPIES", 0)
+        monkeypatch.setattr(moe_kernels, "_FEW_ROWS", 0)
     x = torch.randn(7, H, device=device)
     experts = torch.tensor([[0, 3], [1, 0], [3, 1], [0, 1], [2, 3], [2, 0], [3, 2]], device=device)
     rows, offsets, positions = moe_permute(x, experts, 4)

@@ -97,7 +97,7 @@ def test_large_mean(N: int, device: torch.device) -> None:
 # rows of which 1, 2, 4 and 8 elements are a vector, below and above 256 columns and 4096, and several programs of
 # several rows; N, rows, stages, warps of the backward's plan
 _ODD = {
-    97: (4, 1, 1), 98: (4, 1, 1), 100: (4, 1, 1), 104: (32, 3, 8), 255: (4, 1, 1), 257: (1, 1, 1), 258: (1, 1, 1),
+    97: (2, 1, 1), 98: (2, 1, 1), 100: (2, 1, 1), 104: (32, 3, 8), 255: (1, 1, 1), 257: (1, 1, 1), 258: (1, 1, 1),
     583: (1, 1, 1), 1025: (1, 1, 2), 4095: (1, 1, 4), 4097: (1, 3, 4),
 }  # fmt: skip
 
@@ -143,14 +143,6 @@ def test_programs_of_the_backward_fit_on_an_sm(N: int, inputs: str) -> None:
     programs = plan.programs // SM_90.num_sms
     assert programs * 32 * plan.num_warps * facts["registers"] <= SM_90.registers_per_sm
     assert facts["stack"] <= 32
-
-
-# a program on each SM, which loops over rows
-@pytest.mark.parametrize("op, ref", [(rms_norm, rms_norm_ref), (layer_norm, layer_norm_ref)], ids=["rms", "layer"])
-def test_programs_of_several_rows(op: object, ref: object, device: torch.device) -> None:
-    x = torch.randn(2 * Target.of(device).num_sms + 3, 16390, device=device)
-    weight = torch.randn(16390, device=device)
-    torch.testing.assert_close(op(x, weight), ref(x, weight), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("casting", ["llama", "gemma", "te"])

@@ -46,7 +46,7 @@ def test_warps_of_every_width_are_a_power_of_two() -> None:
     target = Target.of(torch.device("meta"))
     for columns in range(1, 33000):
         for queries in (1, 3, 4096):
-            warps = _plan(queries, columns, target).num_warps
+            warps = _plan(queries, columns, queries, target).num_warps
             assert warps in (1, 2, 4, 8, 16), (queries, columns, warps)
 
 

@@ -65,6 +65,7 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
     )
     for norm in (powertrain.rms_norm, powertrain.layer_norm):
         norm(empty(64, 20000), empty(20000))
+    _launch_few_tokens_to_experts(empty)
     scores = powertrain.scaled_softmax(empty(4, 64, 40000))
     scores.backward(torch.empty_like(scores))
     main_grad = torch.empty(512, 64, device=META)
@@ -94,6 +95,15 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
     sum_parts(parts, torch.empty(128, dtype=dtype, device=META))
     poison(parts, torch.empty(1, dtype=torch.int32, device=META))
     zero_tail(torch.empty(64, 4, 64, dtype=dtype, device=META), torch.empty(3, dtype=torch.int32, device=META))
+
+
+def _launch_few_tokens_to_experts(empty: Callable[..., torch.Tensor]) -> None:
+    experts = torch.empty(4, 6, dtype=torch.int32, device=META)
+    rows, offsets, positions = powertrain.moe_permute(empty(4, 2048), experts, 64)
+    powertrain.moe_unpermute(rows, positions, empty(4, 6))
+    # tiles of 64 and of 128 columns
+    for features in (256, 2816):
+        powertrain.grouped_gemm(rows, empty(64, features, 2048), offsets)
 
 
 def specs_for(arch: int, dtype: torch.dtype = torch.bfloat16, *, attention: bool = True) -> list[Spec]:
