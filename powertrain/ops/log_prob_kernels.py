@@ -48,8 +48,9 @@ def _load_z(row_ptr, cols, V, padded, softcap, temperature, CAPPED: tl.constexpr
 
 @triton.jit
 def _ratio(log_p, log_q):
-    """p / q, away from overflow; a log of the mixture itself would be rounded at the size of log p."""
-    return tl.exp(tl.minimum(tl.maximum(log_p - log_q, -80.0), 80.0))
+    """p / q, away from overflow; a log of the mixture itself would be rounded at the size of log p. NaN stays NaN."""
+    difference = log_p - log_q
+    return tl.exp(tl.where(difference < -80.0, -80.0, tl.where(difference > 80.0, 80.0, difference)))
 
 
 @kernel(aligned=("padded",), unaligned=("target_ptr",))

@@ -51,7 +51,7 @@ def test_sizes(V: int, dtype: torch.dtype, grad_in_forward: bool, device: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.kernels
 def test_blocks_of_many_rows(V: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy_kernels, "_stats_block", lambda T, target: 256)
+    monkeypatch.setattr(cross_entropy_kernels, "stats_block", lambda T, target: 256)
     _check(_tensors(3, V, device, dtype), label_smoothing=0.1)
 
 
@@ -66,10 +66,10 @@ def test_short_rows_of_several_tiles_a_program(V: int, device: torch.device, mon
 
 def test_few_rows_take_larger_blocks_unless_bits_must_not_depend_on_their_number() -> None:
     target = Target.parse("sm_90")  # 132 SMs
-    blocks = [cross_entropy_kernels._stats_block(T, target) for T in (0, 1, 184, 264, 265, 529, 1057, 8192)]
+    blocks = [cross_entropy_kernels.stats_block(T, target) for T in (0, 1, 184, 264, 265, 529, 1057, 8192)]
     assert blocks == [2048, 2048, 2048, 1024, 1024, 512, 256, 256]
     with powertrain.batch_invariant():
-        assert cross_entropy_kernels._stats_block(1, target) == 256
+        assert cross_entropy_kernels.stats_block(1, target) == 256
 
 
 @pytest.mark.parametrize("V", [70, 2049])

@@ -1,8 +1,9 @@
 """Repairs of Triton's CPU interpreter, so that it computes the same as the GPU.
 
 Stock Triton 3.6 to 3.9 interprets bfloat16 arithmetic on the raw bits (garbage), truncates float32 -> bfloat16 and
-float32 -> fp8 where the GPU rounds to nearest even (fp8 saturating), and 3.6 with NumPy >= 2.4 cannot run a `for` loop
-over a tensor bound. `install()` replaces the methods at fault. On one H200 a bf16 `a + b` equals torch bit for bit and
+float32 -> fp8 where the GPU rounds to nearest even (fp8 saturating), takes NaN for the maximum and the minimum of two
+elements where the GPU takes the other one, and 3.6 with NumPy >= 2.4 cannot run a `for` loop over a tensor bound.
+`install()` replaces the methods at fault. On one H200 a bf16 `a + b` equals torch bit for bit and
 the fp8 cast equals clamp + round to nearest even, as computed here.
 """
 
@@ -83,6 +84,9 @@ def _repair_arithmetic(builder: Any, handle: Any) -> None:
 
     builder.binary_op, builder.unary_op, builder.cast_impl = binary, unary, cast
     builder.create_fp_to_fp, builder.create_dot = cast, dot
+    # tl.maximum and tl.minimum, unless they are told to propagate NaN
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
 
 def _repair_index() -> None:
