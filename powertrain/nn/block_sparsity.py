@@ -86,8 +86,11 @@ class BlockSparsity(Description):
         return torch.tensor(numbers[:count], dtype=torch.int64, device="cpu")
 
     def keys_seen(self, length: int) -> float:
-        """Keys that a query of a sequence sees on average, of its own block half."""
+        """Keys that a query of a sequence sees on average, of its own block half; 0 in one of no tokens."""
         count = cdiv(length, self.block)
+        # a run's summary asks for it, to tell attention's work from the rest
+        if not count:
+            return 0.0
         # the last block may be a partial one: of so long a sequence as its blocks have positions
         return (self.sees_blocks(count).sum().item() / count - 0.5) * self.block
 
