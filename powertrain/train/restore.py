@@ -243,7 +243,7 @@ class Restorer:
         refuse_another(theirs_model, model, checkpoint)
         if vocab_size and theirs_model.vocab_size != model.vocab_size:
             rows, mine = theirs_model.vocab_size, model.vocab_size
-            raise ValueError(f"model.vocab_size must be {rows} as in {checkpoint}, got {mine}; {_ANEW}")
+            raise ValueError(f"model.vocab_size must be {rows} as in {checkpoint}, got {mine}; set it so, or {_ANEW}")
         theirs, ours = ((facts.get("config") or {}).get("train") or {}).get("lora"), self.config.train.lora
         if (theirs is None) != (ours is None):
             holds, got = ("adapters", "null") if ours is None else ("no adapters", f"rank {ours.rank}")

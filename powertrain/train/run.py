@@ -18,7 +18,7 @@ from powertrain.runtime.compile import prebuild
 from powertrain.runtime.reading import why
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
-from powertrain.train.checkpoint.load import kinds_at
+from powertrain.train.checkpoint.load import kinds_at, model_of
 from powertrain.train.checkpoint.store import claim, find, read_facts, verify, write_json
 from powertrain.train.config.reader import Run
 from powertrain.train.config.schema import RunConfig, size_to_train
@@ -40,9 +40,10 @@ from powertrain.train.update_rules import require_package
 MakeSinks = Callable[[Trainer], Sequence[Sink]]
 
 
-def with_vocabulary(config: RunConfig, size: int) -> RunConfig:
+def with_vocabulary(config: RunConfig, size: int, rows: int = 0) -> RunConfig:
     """The config with model.vocab_size filled in where it is 0: the tokenizer's `size`, padded to data.vocab_multiple.
 
+    rows   of the checkpoint that the run begins with, which are taken as they are if the tokenizer's ids are among them
     Raises ValueError if the model's vocabulary is smaller than the tokenizer's.
     """
     wanted = config.model.vocab_size
@@ -52,7 +53,8 @@ def with_vocabulary(config: RunConfig, size: int) -> RunConfig:
     if wanted:
         return config
     padded = padded_vocab_size(size, config.data.vocab_multiple, config.parallel.tensor)
-    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": padded})})
+    filled = rows if rows >= size else padded
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": filled})})
 
 
 def build_kernels(config: RunConfig, device: torch.device, world_size: int) -> prebuild.Report | None:
@@ -113,7 +115,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     An error on one rank after the rendezvous is raised on all, a lost rank as PeerTimeout.
     """
     tokenizer = _tokenizer(run.config)
-    config = with_vocabulary(run.config, tokenizer.vocab_size)
+    config = with_vocabulary(run.config, tokenizer.vocab_size, _rows(run.config))
     # checks first: they need neither the other ranks nor a GPU
     check_parallel(config, launch_env.world_size)
     check_packages(config)
@@ -218,6 +220,13 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
             f"{checkpoint}, which the run goes on with, got {name}"
         )
     return tokenizer
+
+
+def _rows(config: RunConfig) -> int:
+    """Rows of vocabulary in the checkpoint of ours that a run of this config begins with; 0: none. Padding for
+    parallel.tensor of one run would be refused in the next, whose ranks may be arranged otherwise."""
+    checkpoint = _begins_at(config)
+    return 0 if checkpoint is None else model_of(read_facts(checkpoint), checkpoint).vocab_size
 
 
 def _taken(config: RunConfig) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """`powertrain train` and what it cannot begin with: one line that names it, and no traceback."""
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -189,6 +190,18 @@ def test_another_vocabulary_is_named(tmp_path: Path) -> None:
     assert (
         code == 2 and f"model.vocab_size must be 256 as in {tmp_path}/run/checkpoints/step_00000001, got 512" in output
     )
+
+
+def test_rows_that_padded_the_vocabulary_stay(tmp_path: Path) -> None:
+    """They were made for other tensor ranks, whose number multiplies data.vocab_multiple: 512 with it, 256 without."""
+    assert _train(tmp_path, "train.steps=1", "data.vocab_multiple=512")[0] == 0
+    code, output = _train(tmp_path, "train.steps=2")
+    assert code == 0 and "resumed after step 1" in output
+    again = [f"{key}={tmp_path}/again" for key in ("logging.folder", "checkpoint.folder")]
+    weights = (f"checkpoint.load={tmp_path}/run", "checkpoint.finetune=true")
+    assert _train(tmp_path, "train.steps=1", *weights, *again)[0] == 0
+    for checkpoint in (tmp_path / "run/checkpoints/step_00000002", tmp_path / "again/step_00000001"):
+        assert json.loads((checkpoint / "checkpoint.json").read_text())["config"]["model"]["vocab_size"] == 512
 
 
 @pytest.mark.parametrize(
