@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,12 +33,16 @@ from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import UnreadableSample
 from powertrain.train.mesh_shape import check_parallel, mesh_shape
 
+T = TypeVar("T")
+
 _QUIET = 5.0  # seconds a wait may take before a line names its reason
 # seconds that a process may take to disappear after its connections did
 _DYING = 5.0
 # messages of gloo and NCCL when a connection ends
 _LOST = re.compile(r"[Cc]onnection (?:closed|reset|refused)|Broken pipe|gloo|NCCL|[Tt]imed out|Socket|remote process")
 _MOST_PORT = 65535
+# of the compared facts
+_SIZE = "number of ranks"
 # seconds that the first rank stays, after an error, for the others to read it
 _FAREWELL = 10.0
 
@@ -299,7 +303,8 @@ def _naming_the_meeting(launch_env: LaunchEnv) -> Iterator[None]:
 
 def _connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     timeout = timedelta(minutes=config.parallel.timeout_minutes)
-    store = _rendezvous(launch_env, preflight.facts(launch_env.device, config), timeout.total_seconds())
+    facts = preflight.facts(launch_env.device, config) | {_SIZE: str(launch_env.world_size)}
+    store = _rendezvous(launch_env, facts, timeout.total_seconds())
     on_gpu = launch_env.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(launch_env.device)
@@ -394,6 +399,27 @@ def _store(rendezvous: Rendezvous, world_size: int, is_host: bool, seconds: floa
     )  # fmt: skip
 
 
+def _within(seconds: float, work: Callable[[], T]) -> T | None:
+    """The result of `work`, or its error; None if there is neither after so many seconds. torch's store waits up to
+    twice its time-out for a port that nobody has open, and for ever for a program there that says nothing."""
+    outcome: list[tuple[T | None, Exception | None]] = []
+
+    def call() -> None:
+        try:
+            outcome.append((work(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    # one that waits for ever must not hold up the end of the process
+    thread = threading.Thread(target=call, name="powertrain-rendezvous", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    result, error = outcome[0] if outcome else (None, None)
+    if error is not None:
+        raise error
+    return result
+
+
 _rendezvous_count = itertools.count()
 
 
@@ -409,7 +435,9 @@ def _rendezvous(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) ->
     late.daemon = True
     late.start()
     try:
-        tcp = _store(rendezvous, launch_env.world_size, launch_env.rank == 0 and not rendezvous.by_agent, seconds)
+        tcp = _within(seconds, lambda: _store(
+            rendezvous, launch_env.world_size, launch_env.rank == 0 and not rendezvous.by_agent, seconds
+        ))  # fmt: skip
     except dist.DistError as error:
         # at once, and of the rank that opens the store: the port belongs to another program, or to an earlier run
         is_taken = "EADDRINUSE" in str(error)
@@ -419,9 +447,20 @@ def _rendezvous(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) ->
         ) from None
     finally:
         late.cancel()
+    if tcp is None:
+        raise RendezvousError(
+            f"rank {launch_env.rank} reached no store at {where} for {seconds:.0f} s (parallel.timeout_minutes): "
+            "rank 0 has not opened it there, or another program has the port"
+        )
     store = dist.PrefixStore(  # type: ignore[attr-defined]
         f"powertrain/{rendezvous.attempt}/{next(_rendezvous_count)}", tcp
     )
+    # a store of torchrun's agent may hold an earlier verdict; rank 0's is of these ranks alone
+    if not rendezvous.by_agent and store.check(["verdict"]) and not json.loads(store.get("verdict"))["error"]:
+        raise RendezvousError(
+            f"rank {launch_env.rank}: the ranks at {where} have met without this one: another run has this address, "
+            "and this one needs a MASTER_PORT of its own, or this rank was started again or twice"
+        )
     store.set(f"facts {launch_env.rank}", json.dumps(facts))
     if launch_env.rank == 0:
         _compare_ranks(store, launch_env.world_size, seconds)
@@ -445,14 +484,17 @@ def _compare_ranks(store: Store, world_size: int, seconds: float) -> None:
     """On the first rank: wait for the facts of all ranks, compare them, publish the result."""
     missing = _wait(lambda: [r for r in range(world_size) if not store.check([f"facts {r}"])], seconds, 0, fail=False)
     present = [rank for rank in range(world_size) if rank not in missing]
+    everyone = [json.loads(store.get(f"facts {rank}")) for rank in present]
     error, notes = "", []
     if missing:
+        sizes = [(rank, facts[_SIZE]) for rank, facts in zip(present, everyone, strict=True)]
+        others = [f"rank {rank} was started as one of {size}; " for rank, size in sizes if size != str(world_size)]
         error = (
             f"{_ranks(missing)} of {world_size} did not arrive within {seconds:.0f} s (parallel.timeout_minutes): "
-            "look there for an error, or for a process that was not started"
+            f"{''.join(others[:1])}look there for an error, or for a process that was not started"
         )
     else:
-        differences = preflight.compare([json.loads(store.get(f"facts {rank}")) for rank in present])
+        differences = preflight.compare(everyone)
         error, notes = differences.error, list(differences.notes)
     store.set("verdict", json.dumps({"error": error, "notes": notes, "present": len(present)}))
 

@@ -1,5 +1,8 @@
 """What launchers say in the environment, and what the ranks say to each other before they train."""
 
+import itertools
+import json
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,15 @@ from powertrain.train.fp8 import quantize_stages
 from powertrain.train.mesh_shape import check_parallel, mesh_shape
 from powertrain.train.model_setup import add_trained_parts, build_model
 from powertrain.train.pipeline import my_stages, own_error
-from powertrain.train.ranks import LaunchEnv, Rendezvous, RendezvousError, connect, first_host, read_launch_env
+from powertrain.train.ranks import (
+    LaunchEnv,
+    Rendezvous,
+    RendezvousError,
+    _compare_ranks,
+    connect,
+    first_host,
+    read_launch_env,
+)
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.distributed.worker import run_config
 
@@ -264,6 +275,47 @@ def test_an_absent_rank_is_named() -> None:
     first = run_ranks(2, "-c", _CONNECT)[0]
     assert "waiting for rank 1, which may be building kernels" in first.stdout
     assert "rank 1 of 2 did not arrive within 6 s (parallel.timeout_minutes)" in first.stdout
+
+
+def test_a_port_that_says_nothing_is_waited_for_no_longer_than_asked() -> None:
+    """Of another program: torch's store waits for its answer for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        here = LaunchEnv(CPU, 1, 2, 1, 2, "torchrun", Rendezvous(*silent.getsockname()))
+        config = run_config({"model": "llama", "parallel": {"timeout_minutes": 0.003}}, 2)
+        with pytest.raises(
+            RendezvousError, match=r"rank 1 reached no store at 127.0.0.1:\d+ .* or another program has"
+        ):
+            connect(here, config)
+
+
+def test_a_rank_that_the_others_met_without_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second run at the same port: it waited for collectives of the first one's ranks."""
+    store = dist.HashStore()
+    store.set("powertrain/0/0/verdict", json.dumps({"error": "", "notes": [], "present": 2}))
+    monkeypatch.setattr("powertrain.train.ranks._store", lambda *_: store)
+    monkeypatch.setattr("powertrain.train.ranks._rendezvous_count", itertools.repeat(0))
+    here = LaunchEnv(CPU, 1, 2, 1, 2, "torchrun", Rendezvous("h0", 29500))
+    with pytest.raises(RendezvousError, match=r"rank 1: the ranks at h0:29500 .* have met without this one: another"):
+        connect(here, run_config({"model": "llama", "parallel": {"timeout_minutes": 0.01}}, 2))
+
+
+@pytest.mark.parametrize(
+    "sizes, said",
+    [
+        ((2, 3), "number of ranks: 2 on rank 0 (h0); 3 on rank 1 (h0)"),
+        (
+            (3, 2),
+            "rank 2 of 3 did not arrive within 0 s (parallel.timeout_minutes): rank 1 was started as one of 2; look",
+        ),
+    ],
+)
+def test_numbers_of_ranks_that_differ_are_named(sizes: tuple[int, int], said: str) -> None:
+    """They waited for each other in gloo, which said that a rank was lost."""
+    store = dist.HashStore()
+    for rank, size in enumerate(sizes):
+        store.set(f"facts {rank}", json.dumps({"host": "h0", "number of ranks": str(size)}))
+    _compare_ranks(store, sizes[0], 0.0)
+    assert said in json.loads(store.get("verdict"))["error"]
 
 
 @pytest.mark.parametrize("error", [dist.DistNetworkError("Failed to recv"), RuntimeError("gloo: Connection closed")])
