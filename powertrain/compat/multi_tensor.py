@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from powertrain.runtime import checks
 
@@ -60,7 +61,7 @@ def multi_tensor_l2norm(
         return none, none[:0]
     # float32 sums of 16-bit squares
     wide = torch.float64 if any(x.dtype is torch.float64 for x in tensors) else torch.float32
-    each = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide))
+    each = torch.stack([_over_shards(norm) for norm in torch._foreach_norm(list(tensors), 2, dtype=wide)])
     total = torch.linalg.vector_norm(each).reshape(1)
     noop_flag.logical_or_(~total.isfinite())
     return total, each if per_tensor else each.new_empty(0)
@@ -431,8 +432,13 @@ def _wide(x: Tensor) -> Tensor:
 
 def norms_of(tensors: Sequence[Tensor], kind: float) -> Sequence[Tensor]:
     """The norm of each; 0 of a tensor without elements, where torch knows no largest magnitude."""
-    found: Sequence[Tensor] = torch._foreach_norm([x if x.numel() else x.new_zeros(1) for x in tensors], kind)
-    return found
+    found = torch._foreach_norm([x if x.numel() else x.new_zeros(1) for x in tensors], kind)
+    return [_over_shards(norm) for norm in found]
+
+
+def _over_shards(norm: Tensor) -> Tensor:
+    """That of the whole tensor, where ranks have shards of it (DTensor)."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _lists(op: str, tensor_lists: Lists, count: int) -> Lists:

@@ -1,9 +1,10 @@
-"""Checks of ranks (check_ranks.py): our kernels on DTensors, against plain tensors.
+"""Checks of ranks (check_ranks.py): our kernels, and optimizers, on DTensors, against plain tensors.
 
 Under POWERTRAIN_INTERPRET=1, so that CPU tensors take the ops as a GPU's do.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from powertrain.compat.layerwise_optimizers import FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad
 from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import replicate
 from powertrain.ops.activations import activation, gated_activation
@@ -130,3 +132,21 @@ def losses(mesh: DeviceMesh) -> None:
             mesh, lambda x, t, reduction=reduction: cross_entropy(x, t, reduction=reduction), (logits, Shard(0)),
             (target, Shard(0)), stays=reduction == "none",
         )  # fmt: skip
+
+
+@check
+def optimizers_by_layer(mesh: DeviceMesh) -> None:
+    """Their steps read norms of whole tensors, of which a rank has a part: five rows are three and two."""
+    for make in (FusedLAMB, FusedNovoGrad, partial(FusedNovoGrad, norm_type=0), FusedMixedPrecisionLamb):
+        plain = [torch.nn.Parameter(randn(5, 3)), torch.nn.Parameter(randn(7))]
+        spread = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in plain]
+        optimizers = [make(parameters, lr=0.1) for parameters in (plain, spread)]
+        for _ in range(2):
+            for p, q in zip(plain, spread, strict=True):
+                p.grad = p.detach().sin()
+                q.grad = distribute_tensor(p.grad.clone(), mesh, [Shard(0)])
+            for optimizer in optimizers:
+                optimizer.step()
+        for p, q in zip(plain, spread, strict=True):
+            assert isinstance(q, DTensor)
+            torch.testing.assert_close(q.full_tensor(), p)
