@@ -14,6 +14,7 @@ from powertrain.quant.model import Part, Report
 from powertrain.quant.recipe import Block, Recipe, Row
 from powertrain.runtime import checks
 from powertrain.runtime.fused_encoders import call_layers
+from powertrain.runtime.positional import hinted
 
 _aten = torch.ops.aten
 _CASTS = {_aten._to_copy.default, _aten.clone.default}
@@ -110,6 +111,7 @@ def _restored(
 torch.serialization.add_safe_globals([_restored])
 
 
+@hinted
 def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
     """Give a model's frozen linear layers weights that stay in FP8, as they are stored. In place.
 
@@ -128,6 +130,7 @@ def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     unknown = [name for name in stored if name not in names]
     checks.require(not unknown, op, "stored", "name parameters of the model", unknown[:3])
+    found: list[tuple[str, nn.Linear, Quantized, Recipe]] = []
     for name, quantized in stored.items():
         path, _, kind = name.rpartition(".")
         layer = model.get_submodule(path)
@@ -136,18 +139,24 @@ def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
             report.left.append(Part(path, why=why))
             continue
         assert isinstance(layer, nn.Linear)
-        recipe = _recipe(op, name, quantized, layer)
-        device, dtype = layer.weight.device, layer.weight.dtype
-        data, scale_inv = (t.to(device) for t in quantized)
-        held = FrozenWeight(Quantized(data, _block_memory(scale_inv)), None, layer.weight.shape, dtype)
-        layer.weight = nn.Parameter(held, requires_grad=False)
-        if isinstance(layer, HasFP8State):
-            layer.set_fp8(recipe)
-        else:
-            FP8Linear.convert(layer, recipe)
+        found.append((path, layer, quantized, _recipe(op, name, quantized, layer)))
+    # none is changed unless all can be
+    for path, layer, quantized, recipe in found:
+        _hold(layer, quantized, recipe)
         report.quantized.append(Part(path, recipe))
     call_layers(model)
     return report
+
+
+def _hold(layer: nn.Linear, quantized: Quantized, recipe: Recipe) -> None:
+    device, dtype = layer.weight.device, layer.weight.dtype
+    data, scale_inv = (t.to(device) for t in quantized)
+    held = FrozenWeight(Quantized(data, _block_memory(scale_inv)), None, layer.weight.shape, dtype)
+    layer.weight = nn.Parameter(held, requires_grad=False)
+    if isinstance(layer, HasFP8State):
+        layer.set_fp8(recipe)
+    else:
+        FP8Linear.convert(layer, recipe)
 
 
 def _why_not(layer: nn.Module, kind: str) -> str | None:

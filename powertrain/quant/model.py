@@ -17,6 +17,7 @@ from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
 from powertrain.runtime.fused_encoders import call_layers, fuse_again
 from powertrain.runtime.hooks import has_own_forward
+from powertrain.runtime.positional import hinted
 from powertrain.runtime.target import Target
 
 # words that `keep` may have beside patterns
@@ -57,6 +58,7 @@ class Report:
         return "\n".join(lines + [f"{part.name}: stays, {part.why}" for part in self.left])
 
 
+@hinted
 def quantize_model(
     model: nn.Module,
     recipe: Recipe,
@@ -123,6 +125,7 @@ def quantize_model(
     return report
 
 
+@hinted
 def dequantize_model(model: nn.Module) -> None:
     """Undo `quantize_model`: every layer is what it was, with the weights it has now."""
     for module in list(model.modules()):
@@ -176,7 +179,10 @@ def shared_weights(model: nn.Module) -> Iterator[None]:
     lasts. Layers whose weights FSDP shards quantize each time, as those bytes would undo the sharding (with
     `fp8_all_gather` in each gather); so does compiled code, which cannot know which call is the first.
     """
+    checks.require(isinstance(model, nn.Module), "shared_weights", "model", "be an nn.Module", type(model).__name__)
     layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not isinstance(m.weight, DTensor)]
+    # those of a block around this one share until it ends
+    layers = [m for m in layers if not m.shares]
     for layer in layers:
         layer.shares = True
     try:

@@ -22,6 +22,7 @@ from powertrain.quant.gathered_weight import GatheredWeight
 from powertrain.quant.kept import KeepsGates
 from powertrain.quant.linear import FP8Linear, FP8State, HasFP8State
 from powertrain.quant.recipe import grad_format
+from powertrain.runtime import checks
 
 ROLES = ("x", "weight", "dy")
 _ROWS = 2048  # of an operand that are compared, evenly spaced; all of it is quantized
@@ -146,6 +147,7 @@ def watch(model: nn.Module) -> Iterator[Readings]:
     only. The host does not wait for the device before `Readings.list()`. Of a layer with DoRA dy is the one before its
     magnitude. Weights gathered in FP8 are left out.
     """
+    checks.require(isinstance(model, nn.Module), "watch", "model", "be an nn.Module", type(model).__name__)
     # hooks, so that the layers' own code measures nothing in other steps
     readings, handles = Readings(), []
     for name, layer in model.named_modules():

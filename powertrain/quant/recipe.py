@@ -10,13 +10,21 @@ All are frozen, hashable and compare by value. Inputs and weights are e4m3 (3 ma
 (2 bits, to 57344) with format "hybrid", e4m3 with "e4m3".
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from powertrain.ops.fp8.linear import By
-from powertrain.runtime import checks
+from powertrain.runtime import checks, kinds
 
 Format = Literal["hybrid", "e4m3"]
+
+
+def _check_kinds(recipe: "Recipe") -> None:
+    """Refuse fields of the wrong kind: `power_of_two="no"` would count as True, `history=2.5` fail in a later call."""
+    for field in fields(recipe):
+        kind, value = field.type, getattr(recipe, field.name)
+        if not kinds.fits(kind, value) or (kind is int and isinstance(value, float)):
+            checks.fail(type(recipe).__name__, field.name, f"be {kinds.words(kind)}", checks.described(value))
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,7 @@ class Tensor:
     by: ClassVar[By] = "tensor"
 
     def __post_init__(self) -> None:
-        checks.one_of("Tensor", "scale", self.scale, ("current", "delayed"))
-        checks.one_of("Tensor", "format", self.format, ("hybrid", "e4m3"))
+        _check_kinds(self)
         checks.require(self.history >= 1, "Tensor", "history", "be at least 1", self.history)
         checks.require(self.margin >= 0, "Tensor", "margin", "be at least 0", self.margin)
 
@@ -81,7 +88,7 @@ class Row:
     keeps_last: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        checks.one_of("Row", "format", self.format, ("hybrid", "e4m3"))
+        _check_kinds(self)
 
     def __str__(self) -> str:
         return "row"
@@ -104,7 +111,7 @@ class Block:
     fast: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        checks.one_of("Block", "format", self.format, ("hybrid", "e4m3"))
+        _check_kinds(self)
 
     def __str__(self) -> str:
         return "block"

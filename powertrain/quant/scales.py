@@ -20,8 +20,10 @@ from torch.distributed import ProcessGroup
 from powertrain.ops.fp8.formulas import scale_of
 from powertrain.quant.linear import FP8State
 from powertrain.quant.recipe import Recipe, Tensor, grad_format
+from powertrain.runtime.positional import hinted
 
 
+@hinted
 def update_scales(model: nn.Module, group: ProcessGroup | None = None) -> None:
     """Update every delayed scale of a model from the magnitudes of the last step. Call once after each optimizer step.
 
@@ -59,4 +61,6 @@ def updated(amaxes: Values, histories: Values, scales: Values, recipe: Tensor) -
     largest = histories[..., 0] if recipe.most_recent else histories.amax(-1)
     formats = ("e4m3", "e4m3", grad_format(recipe))
     found = torch.stack([scale_of(largest[:, role], f, recipe.power_of_two) for role, f in enumerate(formats)], 1)
-    return histories, torch.where(largest > 0, found * 2.0**-recipe.margin, scales)
+    # 0 would say that none is known, and the next step would take its tensors' own
+    found = (found * 2.0**-recipe.margin).clamp(min=torch.finfo(found.dtype).tiny)
+    return histories, torch.where(largest > 0, found, scales)

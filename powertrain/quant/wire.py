@@ -30,8 +30,10 @@ from powertrain.quant.linear import FP8Linear
 from powertrain.quant.model import Part, Report
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
 
 
+@hinted
 def fp8_all_gather(model: nn.Module) -> Report:
     """Exchange the weights of a model's FP8 layers in FP8: about half the bytes of bfloat16. In place.
 

@@ -2,6 +2,8 @@
 
 import copy
 import random
+import re
+from collections.abc import Callable
 from types import MethodType
 
 import pytest
@@ -20,6 +22,7 @@ from powertrain.quant import (
     Part,
     Row,
     dequantize_model,
+    fp8_all_gather,
     quantize_model,
     shared_weights,
     update_scales,
@@ -243,6 +246,20 @@ def test_shared_weights_are_those_of_one_step() -> None:
         assert _same(after, _grads(model))
 
 
+def test_weights_are_shared_until_the_outer_block_ends() -> None:
+    model = Model()
+    quantize_model(model, Block())
+    layer = model.blocks[0][0]
+    with shared_weights(model):
+        _grads(model)
+        first = layer.copies
+        with shared_weights(model):
+            _grads(model)
+        _grads(model)
+        assert first is not None and layer.copies is first
+    assert layer.copies is None
+
+
 def test_undone_while_weights_are_shared() -> None:
     """The plain layers got attributes of FP8 ones."""
     model = nn.Sequential(nn.Linear(8, 8))
@@ -419,6 +436,51 @@ def test_nan_and_scale_buffers_name_their_layer() -> None:
     model = _quantized(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), DELAYED)
     model[1].fp8_scale.fill_(float("nan"))
     assert model[0](torch.ones(2, 16)).isfinite().all() and model(torch.ones(2, 16)).isnan().all()
+
+
+def test_a_scale_is_never_zero_which_says_that_none_is_known() -> None:
+    recipe = TensorRecipe(scale="delayed", history=1, margin=200)
+    _, scales = updated(torch.ones(1, 3), torch.zeros(1, 3, 1), torch.zeros(1, 3), recipe)
+    assert (scales > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"history": 2.5}, "Tensor: history must be an integer, got 2.5"),
+        ({"margin": "1"}, "Tensor: margin must be an integer, got '1'"),
+        ({"power_of_two": "no"}, "Tensor: power_of_two must be True or False, got 'no'"),
+        ({"scale": "last"}, "Tensor: scale must be one of 'current', 'delayed', got 'last'"),
+    ],
+)
+def test_a_recipe_refuses_fields_of_another_kind(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TensorRecipe(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: quantize_model(nn.Linear(4, 4), Row(), target="H100"),
+        lambda: quantize_model(nn.Linear(4, 4), Row(), keep=None),
+        lambda: dequantize_model([nn.Linear(4, 4)]),
+        lambda: update_scales([nn.Linear(4, 4)]),
+        lambda: fp8_all_gather("model"),
+        lambda: shared_weights("model").__enter__(),
+        lambda: watch("model").__enter__(),
+    ],
+)
+def test_arguments_of_another_kind_are_named(call: Callable[[], object]) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^\w+: (model|target|keep) must be a"):
+        call()
+
+
+def test_frozen_weights_are_kept_all_or_none() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).requires_grad_(False)
+    wrong = {f"{i}.weight": Quantized(torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16)) for i in range(2)}
+    with pytest.raises(ValueError, match=r"1\.weight must have shape \[8, 16\]"):
+        keep_frozen(model, wrong)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
 
 
 def test_recipes_by_name_and_value() -> None:
