@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from powertrain.runtime import checks
+
 VALUE = "value.weight"
 
 
@@ -24,9 +26,12 @@ def rewards(model: nn.Module, tokens: Tensor, lengths: Tensor | None = None) -> 
 
     lengths   [B] tokens of each row, the rest is padding; None: all
     Training reads the state that predicts the last token, so a text whose end token was trained on is given without it.
-    Raises ValueError for a model without a value head.
+    Raises ValueError for a model without a value head, and for other lengths.
     """
     last = tokens.new_full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
+    checks.shape("rewards", "lengths", last, tokens.shape[:1], "the rows of tokens")
+    checks.integers("rewards", "lengths", last)
+    checks.indices("rewards", "lengths", last, tokens.shape[1] + 1, first=1)
     return token_rewards(model, tokens).gather(1, last.long()[:, None] - 1)[:, 0]
 
 

@@ -154,9 +154,11 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         op = "SelfAttention"
-        given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        given = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, count in {**given, "sliding_window": sliding_window}.items():
             checks.require(count is None or count >= 1, op, name, "be at least 1", count)
+        # attention itself looks in training alone
+        checks.require(0 <= dropout < 1, op, "dropout", "be in [0, 1)", dropout)
         if sparsity is not None:
             # decoding with a sparsity pattern applies neither
             checks.require(not alibi, op, "alibi", "be False with sparsity", alibi)
@@ -165,6 +167,8 @@ class SelfAttention(nn.Module):
             must = f"be a multiple of num_heads {num_heads} where no head_dim is given"
             raise ValueError(f"SelfAttention: hidden_size must {must}, got {hidden_size}")
         self.hidden_size, self.head_dim = hidden_size, head_dim or hidden_size // num_heads
+        if rotary is not None and rotary.dim > self.head_dim:
+            checks.fail(op, "rotary", f"turn at most the {self.head_dim} channels of a head", rotary.dim)
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads:
             raise ValueError(

@@ -32,6 +32,8 @@ class Layer(nn.Module):
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
+        # the op itself looks in training alone
+        checks.require(0 <= dropout < 1, type(self).__name__, "dropout", "be in [0, 1)", dropout)
         self.dropout = dropout
         self.recompute: Recompute = "none"
 

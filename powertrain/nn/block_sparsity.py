@@ -1,11 +1,12 @@
 """Causal attention to some blocks of earlier positions: windows of blocks, and blocks that all later ones see."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from powertrain.ops.shapes import cdiv
+from powertrain.runtime import kinds
 from powertrain.runtime.kept_tensors import Description, kept
 
 
@@ -33,6 +34,11 @@ class BlockSparsity(Description):
 
     def __post_init__(self) -> None:
         wrong = None
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not kinds.fits(field.type, value):
+                # the comparisons below take numbers
+                raise ValueError(f"model.sparsity.{field.name} must be {kinds.words(field.type)}, got {value!r}")
         if self.block < 1:
             wrong = f"block must be at least 1, got {self.block}"
         elif (self.before is None) == (not self.windows):

@@ -155,12 +155,20 @@ def lora(
     # one that pruning or weight norm computes anew would be lost
     computed = [name for name, layer in chosen.items() if not isinstance(layer.weight, nn.Parameter)]
     checks.require(not computed, "lora", "targets", "name layers whose weight is a parameter", computed[:3])
+    # adapters are in the weight's dtype
+    stored = [f"{name}, {checks.name(m.weight.dtype)}" for name, m in chosen.items() if not _is_computed_in(m.weight)]
+    must = "name layers whose weight is floating point, of 16 bits or more"
+    checks.require(not stored, "lora", "targets", must, stored[:3])
     check_forwards("lora", "targets", chosen)
     # before adapters are put in, whose parameters are to be trained
     model.requires_grad_(False)
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     exchange(model, {m: LoRALinear(m, rank, scale, dropout=dropout, dora=dora) for m in chosen.values()})
     return model
+
+
+def _is_computed_in(weight: Tensor) -> bool:
+    return weight.is_floating_point() and weight.dtype.itemsize >= 2
 
 
 def check_forwards(op: str, argument: str, layers: Mapping[str, nn.Module]) -> None:
@@ -224,11 +232,13 @@ def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Lin
     return chosen
 
 
+@hinted
 def lora_layers(model: nn.Module) -> dict[str, Adapted]:
     """The adapted layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
+@hinted
 def merge_lora(model: nn.Module) -> nn.Module:
     """Every adapted layer of `model` becomes a plain nn.Linear with the merged weight, in place; the model."""
     merged_layers: dict[nn.Module, nn.Module] = {}

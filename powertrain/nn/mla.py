@@ -50,8 +50,10 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         op = "LatentAttention"
-        sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank,
-                 "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim}  # fmt: skip
+        sizes = {
+            "hidden_size": hidden_size, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank,
+            "q_lora_rank": q_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim,
+        }  # fmt: skip
         for name, size in sizes.items():
             checks.require(size is None or size >= 1, op, name, "be at least 1", size)
         checks.sizes(op, qk_nope_head_dim=qk_nope_head_dim)

@@ -181,6 +181,20 @@ def test_wrong_rules(rules: dict[str, Any], words: str) -> None:
         configure(**SIZES, layer_types=("sparse",), sparsity=rules)
 
 
+@pytest.mark.parametrize(
+    "rules, words",
+    [
+        ({"block": 2.5, "before": 1}, "block must be an integer, got 2.5"),
+        ({"windows": 2}, "windows must be a tuple of integers, got 2"),
+        ({"before": 1, "global_blocks": (1, 2)}, r"global_blocks must be .* got \(1, 2\)"),
+        ({"before": 1, "global_rows": "no"}, "global_rows must be True or False, got 'no'"),
+    ],
+)
+def test_rules_of_another_kind(rules: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        BlockSparsity(**rules)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model.sparsity must be given with sparse layers"):
         configure(**SIZES, layer_types=("sparse",))

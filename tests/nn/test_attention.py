@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from powertrain.nn.attention import Context, Rotary, SelfAttention, alibi_slopes
+from powertrain.nn.block import Block
 from powertrain.nn.block_sparsity import BlockSparsity
 from powertrain.nn.cache import CacheRow, KVCache
 from powertrain.nn.mla import LatentAttention
@@ -35,6 +37,10 @@ def test_slopes_are_float32_whatever_the_default_dtype() -> None:
         ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"hidden_size": -12}, "hidden_size must be at least 1, got -12"),
+        # said in a forward before, or in training alone
+        ({"rotary": Rotary(8, 16)}, "rotary must turn at most the 6 channels of a head, got 8"),
+        ({"dropout": 2.0}, r"dropout must be in \[0, 1\), got 2.0"),
         # training took them, decoding did not
         ({"sparsity": BlockSparsity(4, before=1), "alibi": True}, "alibi must be False with sparsity, got True"),
         ({"sparsity": BlockSparsity(4, before=1), "sliding_window": 2}, "sliding_window must be None .* got 2"),
@@ -43,6 +49,11 @@ def test_slopes_are_float32_whatever_the_default_dtype() -> None:
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"SelfAttention: {message}"):
         SelfAttention(**{"hidden_size": 12, "num_heads": 2, **options})
+
+
+def test_dropout_of_layers_is_looked_at_before_training() -> None:
+    with pytest.raises(ValueError, match=r"Block: dropout must be in \[0, 1\), got 1.5"):
+        Block(nn.Identity(), nn.Identity(), nn.Identity(), nn.Identity(), dropout=1.5)
 
 
 _SIZES: dict[str, Any] = {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}

@@ -253,8 +253,20 @@ def test_errors_name_the_argument() -> None:
         powertrain.lora(wrapped)
     with pytest.raises(ValueError, match=r"model must have an nn\.Linear inside to adapt, got Linear"):
         powertrain.lora(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match="merge_lora: model must be a Module, got 'model'"):
+        merge_lora("model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="merge_lora: model must have layers inside, got LoRALinear"):
         merge_lora(LoRALinear(nn.Linear(3, 3), 2, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_only_stored_are_named_and_nothing_is_changed(dtype: torch.dtype) -> None:
+    model = _Block()
+    model.down.weight = nn.Parameter(model.down.weight.to(dtype), requires_grad=False)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"of 16 bits or more, got \['down, {name}'\]"):
+        powertrain.lora(model)
+    assert type(model.up) is nn.Linear and model.up.weight.requires_grad
 
 
 def test_a_forward_of_an_instance_is_not_lost() -> None:

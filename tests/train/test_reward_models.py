@@ -1,6 +1,7 @@
 """Reward models: the value head is loaded, converted both ways, and not lost without a word."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def test_a_run_is_loaded_and_converted_with_its_value_head(options: tuple[str, .
     expected = rewards(model, tokens)
     padded = rewards(model, torch.cat([tokens, tokens], 1), torch.full((3,), 12))
     torch.testing.assert_close(padded, expected, rtol=1e-4, atol=1e-5)
+    for lengths, words in (([3], "shape [3]"), ([0, 3, 3], "be in [1, 13)"), ([3, 3, 13], "be in [1, 13)")):
+        with pytest.raises(ValueError, match=re.escape("rewards: lengths must ") + ".*" + re.escape(words)):
+            rewards(model, tokens, torch.tensor(lengths))
     source = tmp_path / "run"
     for number, kind in enumerate(("powertrain", "hf", "powertrain", "hf")):
         done = convert(open_weights(source), tmp_path / str(number), kind)  # type: ignore[arg-type]
