@@ -65,6 +65,9 @@ def evaluate(
 
 def _error(name: str, ours: Tensor, plain: Tensor, exact: Tensor, slack: int, inputs: float = 0.0) -> Error:
     """inputs: largest eps of the inputs' dtypes."""
+    # an empty result has no error, and another shape would be broadcast
+    shapes = [list(t.shape) for t in (ours, plain, exact)]
+    assert shapes[0] == shapes[1] == shapes[2], f"{name} has shape {shapes[0]}, expected {shapes[1]}, {shapes[2]}"
     if not ours.numel():
         return Error(name, 0.0, 0.0, 0.0)
     exact = exact.double()
