@@ -64,7 +64,7 @@ class BuildHost:
     memory: int
     memory_why: str
     tmp: str
-    disk: int  # free in `tmp`
+    disk: int | None  # free in `tmp`; None: there is no such folder
     gpus: tuple[Gpu, ...]
     gpus_why: str
     nvcc: Nvcc | None
@@ -104,7 +104,7 @@ def look(
         available,
         memory_why,
         tmp,
-        shutil.disk_usage(tmp).free if Path(tmp).is_dir() else 0,
+        shutil.disk_usage(tmp).free if Path(tmp).is_dir() else None,
         gpus,
         gpus_why,
         nvcc,

@@ -6,6 +6,7 @@ Formats, each as its reader parses it: NVTE_CUDA_ARCHS "75;86" (TransformerEngin
 """
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -273,8 +274,13 @@ def _refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
                 f"install the {library} development package, or set {library.upper()}_PATH to the folder above include/"
             )
             refusals.append(Refusal(f"{header} is nowhere that {recipe.name} looks", fix))
+    if host.disk is None:
+        # gcc and Python take /tmp instead, nvcc ends
+        refusals.append(
+            Refusal(f"TMPDIR {host.tmp} is no folder", f"mkdir -p {shlex.quote(host.tmp)}, or unset TMPDIR")
+        )
     # a full disk ends a build after an hour, often with a message about something else
-    if host.disk < recipe.disk * _GIB:
+    elif host.disk < recipe.disk * _GIB:
         problem = f"{host.tmp} has {_gib(host.disk)} free; {recipe.name} wants {recipe.disk:g} GiB"
         refusals.append(Refusal(problem, "set TMPDIR to a folder on a larger disk"))
     return refusals

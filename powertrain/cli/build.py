@@ -219,7 +219,7 @@ def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
         "recipe": f"{plan.recipe.name}: {plan.estimate.bytes / 2**30:.1f} GiB a job ({plan.estimate.why})",
         "cores": f"{host.cores} ({host.cores_why})",
         "memory": f"{host.memory / 2**30:.1f} GiB ({host.memory_why})",
-        "disk": f"{host.disk / 2**30:.1f} GiB free in {host.tmp}",
+        "disk": f"no folder {host.tmp}" if host.disk is None else f"{host.disk / 2**30:.1f} GiB free in {host.tmp}",
         "GPUs": ", ".join(map(str, host.gpus)) or f"none ({host.gpus_why})",
         "nvcc": _nvcc(plan),
         "host compiler": f"{host.compiler.version} {host.compiler.path}" if host.compiler else "none",

@@ -88,6 +88,8 @@ def test_nothing_is_set_for_gpus_that_nobody_named() -> None:
         (replace(MACHINE, python=replace(PYTHON, headers=False)), "python3.11-dev"),
         (replace(MACHINE, headers={**MACHINE.headers, "cudnn.h": None}), "cudnn.h"),
         (replace(MACHINE, disk=GIB), "TMPDIR"),
+        # "0.0 GiB free", and a larger disk to be found
+        (replace(MACHINE, disk=None, tmp="/no such"), "TMPDIR /no such is no folder. Fix: mkdir -p '/no such'"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_fix(host: BuildHost, says: str) -> None:
