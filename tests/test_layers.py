@@ -144,13 +144,28 @@ def _cycle(graph: dict[str, set[str]]) -> list[str]:
     return path[path.index(path[-1]) :]
 
 
+def _with_packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph with what importing a module runs before it: the `__init__` of the packages that it is in, unless the
+    one who imports it is in them too."""
+    whole = {}
+    for name, imports in graph.items():
+        above = {parent for module in imports for parent in _packages(module) if parent in graph}
+        whole[name] = imports | {parent for parent in above if not f"{name}.".startswith(f"{parent}.")}
+    return whole
+
+
+def _packages(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(2, len(parts))]
+
+
 def test_no_import_cycles() -> None:
     files = {_module(file): file for file in FILES if _module(file) != "powertrain"}
     graph = {
         name: _imported(file.read_text(), ("powertrain", *file.relative_to(ROOT).parts[:-1]), set(files))
         for name, file in files.items()
     }
-    assert not (cycle := _cycle(graph)), " -> ".join(cycle)
+    assert not (cycle := _cycle(_with_packages(graph))), " -> ".join(cycle)
 
 
 def test_the_test_sees_cycles() -> None:
@@ -159,6 +174,9 @@ def test_the_test_sees_cycles() -> None:
     assert _imported("LAZY = 'powertrain.b.c'", ("powertrain",), modules) == {"powertrain.b.c"}
     assert set(_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}})) == {"b", "c"}
     assert not _cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    # p.b runs p first, which imports a
+    graph = {"x.a": {"x.p.b"}, "x.p": {"x.p.c"}, "x.p.b": set(), "x.p.c": {"x.a"}}
+    assert not _cycle(graph) and set(_cycle(_with_packages(graph))) == {"x.a", "x.p", "x.p.c"}
 
 
 def test_environment_is_read_in_one_place() -> None:

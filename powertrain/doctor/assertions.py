@@ -2,7 +2,7 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Passage
+from powertrain.doctor.passage import Passage
 
 # what a condition asks -> what it means that it is false, and what to do
 _KINDS = (

@@ -2,7 +2,7 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Passage
+from powertrain.doctor.passage import Passage
 
 _EXPLANATION = re.compile(r"^\s*(?:Explanation|Graph Break Reason|reason): ?(?P<said>.+)")
 _INNER = re.compile(r"(?:[\w.]*(?:Error|Exception|Violation)|AssertionError)\b:? ?(?P<said>.*)")

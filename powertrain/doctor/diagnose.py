@@ -7,10 +7,11 @@ from itertools import islice
 from typing import Literal
 
 from powertrain.doctor.causes import CAUSES, Cause
-from powertrain.doctor.causes.cause import Derive, Passage
+from powertrain.doctor.causes.cause import Derive
 from powertrain.doctor.causes.covers import COVERS
 from powertrain.doctor.literals import literals_of
 from powertrain.doctor.log import Log
+from powertrain.doctor.passage import Passage
 
 Language = Literal["en", "zh"]
 

@@ -2,8 +2,8 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Passage
 from powertrain.doctor.frames import code_line, packages
+from powertrain.doctor.passage import Passage
 
 _NAME = r"[A-Za-z_][\w.]*(?:\([^()]*\))?(?:\[[^\[\]]*\])?"
 

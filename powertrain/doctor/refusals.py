@@ -1,6 +1,6 @@
 """Why none of xFormers' operators takes a call: the reasons below its message, each once, and what to do about them."""
 
-from powertrain.doctor.causes.cause import Passage
+from powertrain.doctor.passage import Passage
 
 # a reason in the text -> what to do; the first that holds comes first
 _ADVICE = (

@@ -4,15 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-
-@dataclass(frozen=True)
-class Passage:
-    """The line that matched, and those around it."""
-
-    above: list[str]
-    line: str
-    below: list[str]
-
+from powertrain.doctor.passage import Passage
 
 Derive = Callable[[dict[str, str], Passage], dict[str, str] | None]
 Confidence = Literal["certain", "likely", "possible"]

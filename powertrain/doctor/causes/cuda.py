@@ -2,9 +2,10 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.causes.gpu import bytes_of
 from powertrain.doctor.cuda_errors import MEANINGS
+from powertrain.doctor.passage import Passage
 
 
 def _number(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:

@@ -2,8 +2,9 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.frames import code_line
+from powertrain.doctor.passage import Passage
 
 _TRANSFORMERS = "https://huggingface.co/docs/transformers/"
 _DATASETS = "https://huggingface.co/docs/datasets/"

@@ -1,6 +1,7 @@
 """The GPU, its driver, and the libraries on it."""
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.passage import Passage
 from powertrain.doctor.refusals import refusals
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"

@@ -2,8 +2,9 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.frames import own_module
+from powertrain.doctor.passage import Passage
 
 # beginnings of names, and the library that declares them
 _LIBRARIES = (

@@ -4,9 +4,10 @@ from functools import partial
 
 from powertrain.doctor import releases
 from powertrain.doctor.assertions import failed_check
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.frames import called, caller, packages, remote_code
 from powertrain.doctor.known_names import RENAMED
+from powertrain.doctor.passage import Passage
 
 _PATTERN = (
     r"cannot import name '(?P<imported>\w+)' from (?:partially initialized module )?'(?P<module>[\w.]+)'|"

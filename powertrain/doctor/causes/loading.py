@@ -1,7 +1,8 @@
 """A built extension, or a package, does not load."""
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.library_names import library_of_module, way_to_module
+from powertrain.doctor.passage import Passage
 from powertrain.doctor.releases import NAMESPACES
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"

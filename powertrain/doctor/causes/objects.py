@@ -3,8 +3,9 @@
 import re
 
 from powertrain.doctor import releases
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.frames import caller, packages
+from powertrain.doctor.passage import Passage
 
 _BUILTIN = {
     "dict", "list", "tuple", "str", "int", "float", "bool", "set", "function", "method", "generator", "bytes", "type",

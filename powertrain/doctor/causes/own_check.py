@@ -2,8 +2,9 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.own_words import statement_and_advice
+from powertrain.doctor.passage import Passage
 
 # a compiler's words about source code are no advice
 _SOURCE = re.compile(r"\.(?:cu|cuh|h|hpp|hxx|cpp|cc|c|inl)[(:]\d+")

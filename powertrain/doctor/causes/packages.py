@@ -2,7 +2,8 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.passage import Passage
 
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"

@@ -1,7 +1,8 @@
 """A shared library, or a symbol, that the loader does not find."""
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.library_names import library_of_symbol, package_of_library
+from powertrain.doctor.passage import Passage
 
 
 def _package(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:

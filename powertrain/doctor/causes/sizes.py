@@ -2,7 +2,8 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.passage import Passage
 from powertrain.doctor.shapes import PATTERN, reading
 
 

@@ -2,7 +2,8 @@
 
 import re
 
-from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.passage import Passage
 
 
 def _batch_numbers(groups: dict[str, str], passage: Passage) -> dict[str, str]:
