@@ -64,7 +64,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 # of a write: the disk is full, the quota or the largest file reached, the terminal gone
 _NO_MORE_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # of a name on the command line that is not looked at before
-_NO_FILE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_NO_FILE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOEXEC)
 _NO_READER = 141  # as shells tell SIGPIPE; 1 would be a command's verdict, such as "damaged"
 
 

@@ -172,10 +172,13 @@ def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
 
 def run_program(command: Sequence[str], seconds: float) -> Ran | None:
     """Run a program with nothing on stdin; at the deadline its whole process group is ended."""
+    # its output is read by us, not on the screen that these speak of
+    screen = ("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE")
+    environment = {name: value for name, value in os.environ.items() if name not in screen}
     try:
         process = subprocess.Popen(
             list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True,
+            errors="replace", start_new_session=True, env=environment,
         )  # fmt: skip
     except (FileNotFoundError, PermissionError):
         return None

@@ -466,6 +466,13 @@ def test_a_copy_that_hangs(tmp_path: Path) -> None:
 # the machine itself
 
 
+def test_programs_are_read_without_the_width_and_colours_of_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of attention looks for a sentence in a table that was one column wide."""
+    monkeypatch.setenv("COLUMNS", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run_program(["sh", "-c", "echo $COLUMNS$FORCE_COLOR."], 10.0) == Ran(0, ".\n")
+
+
 def test_programs_end_at_their_deadline() -> None:
     assert run_program(["no-such-program-anywhere"], 1.0) is None
     assert run_program(["sh", "-c", "echo hello; exit 3"], 10.0) == Ran(3, "hello\n")

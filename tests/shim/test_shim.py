@@ -164,12 +164,17 @@ def test_an_installed_library_is_not_shadowed(environment: dict[str, str], tmp_p
     assert "flash_attn has been imported already" in result.stderr
 
 
-def test_mistakes(environment: dict[str, str]) -> None:
+def test_mistakes(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "script").write_text("echo without a first line that names a shell")
+    (tmp_path / "script").chmod(0o755)
+    script = str(tmp_path / "script")
     for arguments, words in (
-        (["flash", "--", "true"], "'flash_attn'"),
-        (["flash_attn", "--", "no-program"], "on PATH"),
+        (["shim", "flash", "--", "true"], "'flash_attn'"),
+        (["shim", "flash_attn", "--", "no-program"], "on PATH"),
+        (["shim", "flash_attn", "--", script], f"{script}: Exec format error"),
+        (["build", "--offline", "--", script], f"{script}: Exec format error"),
     ):
-        command = [sys.executable, "-m", "powertrain", "shim", *arguments]
+        command = [sys.executable, "-m", "powertrain", *arguments]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
         assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
 
