@@ -406,6 +406,7 @@ class Builder:
         part = os.read(self.build.stdout.fileno(), 1 << 16)
         if not part:
             self.selector.unregister(self.build.stdout)
+            self.build.stdout.close()
             self.ended_output = True
             return
         self.files.write(part)

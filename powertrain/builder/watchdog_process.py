@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from powertrain.builder import watchdog
 
@@ -41,3 +42,7 @@ class WatchdogProcess:
     def end(self) -> None:
         self.tell("over")
         self._process.wait()
+        assert self._process.stdin
+        with suppress(OSError):
+            # of what could not be told
+            self._process.stdin.close()

@@ -337,3 +337,10 @@ def test_earlier_builds_are_listed(box: Box) -> None:
     command = [sys.executable, "-m", "powertrain", "build", "history"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0 and "sh -c true" in done.stdout
+
+
+def test_no_pipe_stays_open(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "powertrain", "build", "--offline", "--force", "--", "true"]
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
