@@ -46,18 +46,18 @@ def mean_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
 
 
 def _check_sequence(op: str, sequence: Tensor, count: int) -> None:
-    """No token is of a sequence behind the last one; all below 0 are of none."""
+    """Raise an error for a sequence index of `count` or more; a negative index means that a token has no sequence."""
     if sequence.device.type == "cpu":
         checks.indices(op, "sequence", sequence.clamp(min=-1), count, first=-1)
 
 
 def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
-    """-log of the probability that the chosen one is preferred, with a share `label_smoothing` of wrong labels."""
+    """-log P(chosen is preferred), where a fraction `label_smoothing` of the labels is assumed wrong."""
     return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
 
 
 def _check_alike(op: str, **tensors: Tensor | None) -> None:
-    """All are floating-point, as 0 - log_probs of integers would be, and have the first one's shape and device."""
+    """Check that all tensors are floating-point and have the shape and device of the first one."""
     _check_floats(op, **tensors)
     given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
     first, like = given[0]
@@ -303,7 +303,7 @@ def policy_loss(
 
 @hinted
 def distillation_loss(divergence: Tensor, sequence: Tensor, *, divisor: Tensor | float | None = None) -> Tensor:
-    """Mean over the tokens of completions of their divergence from a teacher, [].
+    """Divergence of completion tokens from a teacher, averaged over these tokens, [].
 
     divergence  [..., N] as `linear_log_probs(..., teacher=Teacher(x, weight, beta=beta))` gives it: beta 0 is the
                 forward KL divergence, 1 the reverse one, between them the generalized Jensen-Shannon divergence

@@ -29,7 +29,7 @@ from powertrain.train import mesh_shape, ranks
 from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.indexed import IndexedWriter
-from powertrain.train.reporting.metrics import StepRecord
+from powertrain.train.reporting.metrics import PartialSink, StepRecord
 from powertrain.train.run import start
 from powertrain.train.schedule import learning_rate
 
@@ -217,7 +217,7 @@ def small(config: RunConfig, folder: Path) -> RunConfig:
     })  # fmt: skip
 
 
-class _Steps:
+class _Steps(PartialSink):
     """The sink that keeps rates and losses."""
 
     def __init__(self) -> None:
@@ -225,16 +225,6 @@ class _Steps:
 
     def step(self, record: StepRecord) -> None:
         self.records.append(record)
-
-    def evaluation(self, record: Any) -> None: ...
-
-    def task(self, record: Any) -> None: ...
-
-    def kernels(self, table: Any) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def steps_of(run: Run, folder: Path) -> list[StepRecord]:

@@ -111,7 +111,7 @@ def page() -> str:
             "",
             f"{here} of {len(rows)} names.",
             "",
-            "| theirs | ours |",
+            "| name | in powertrain.compat |",
             "|---|---|",
         ]
         lines += [f"| {name} | {'yes' if path else why_not(name)} |" for name, path in rows]

@@ -146,7 +146,7 @@ def test_as_others(library: str) -> None:
         (("explain", "attention", "--as", "xformers", "--set", "A=1"), "--set takes"),
         (("explain", "attention", "--kv-heads", "3"), "multiple"),
         (("explain", "attention", "--backend", "tritn"), "got 'tritn'"),
-        (("doctor", "--kernels", "--fix"), "--kernels stands alone"),
+        (("doctor", "--kernels", "--fix"), "--kernels takes no other option"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[str, ...], words: str) -> None:

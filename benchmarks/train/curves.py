@@ -19,6 +19,7 @@ from powertrain.train.data.loader import Batch, batches
 from powertrain.train.data.sources import open_tokenizer
 from powertrain.train.ranks import Ranks
 from powertrain.train.reporting.chart import line_chart, series
+from powertrain.train.reporting.metrics import PartialSink
 from powertrain.train.run import open_run_data, with_vocabulary
 from powertrain.train.schedule import learning_rate
 from powertrain.train.trainer import Trainer
@@ -35,21 +36,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Losses(list[float]):
+class Losses(list[float], PartialSink):
     """A sink that is the list of losses."""
 
     def step(self, record: Any) -> None:
         self.append(record.loss)
-
-    def evaluation(self, record: Any) -> None: ...
-
-    def task(self, record: Any) -> None: ...
-
-    def kernels(self, table: Any) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def run_config(model: dict[str, Any], *, seed: int = 1234, steps: int = 200, **train: Any) -> RunConfig:

@@ -33,7 +33,7 @@ from powertrain.train.data.sources import open_tokenizer
 from powertrain.train.data.tokenizer import save_tokenizer, train_tokenizer
 from powertrain.train.mesh_shape import check_parallel
 from powertrain.train.ranks import Ranks
-from powertrain.train.reporting.metrics import StepRecord
+from powertrain.train.reporting.metrics import PartialSink, StepRecord
 from powertrain.train.run import build_kernels, open_run_data
 from powertrain.train.schedule import learning_rate
 from powertrain.train.trainer import Trainer
@@ -122,7 +122,7 @@ def run_config(name: str, folder: Path, size: Size, steps: int, seed: int = 1234
     return config
 
 
-class _Steps:
+class _Steps(PartialSink):
     """A sink that keeps losses and times."""
 
     def __init__(self) -> None:
@@ -132,16 +132,6 @@ class _Steps:
     def step(self, record: StepRecord) -> None:
         self.losses.append(record.loss)
         self.seconds.append(record.seconds)
-
-    def evaluation(self, record: Any) -> None: ...
-
-    def task(self, record: Any) -> None: ...
-
-    def kernels(self, table: Any) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def ours(config: RunConfig, device: torch.device) -> tuple[Curve, dict[str, Tensor], Trainer]:

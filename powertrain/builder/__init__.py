@@ -1,4 +1,4 @@
-"""Builds of other projects' CUDA extensions: planned, shown, kept inside the memory there is, never stuck silently.
+"""Builds of other projects' CUDA extensions: planned, monitored, limited to the available memory, stalls explained.
 
 host.py      facts of the machine         recipes.py   resources of known projects
 plan.py      jobs, archs, refusals          run.py       one build, supervised

@@ -1,4 +1,4 @@
-"""Ending: the first real error in a build's output. The last lines of pip are never it."""
+"""The first real error in a build's output. pip's last lines only repeat that the build failed."""
 
 import re
 from collections.abc import Iterable, Iterator

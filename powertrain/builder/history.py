@@ -1,4 +1,4 @@
-"""History: time and memory of earlier builds, in one SQLite file in the user's data folder."""
+"""Time and memory of earlier builds, in one SQLite file in the user's data folder."""
 
 import os
 import sqlite3
@@ -102,7 +102,7 @@ class History:
             where = f"renamed to {aside.name}"
         except OSError as reason:
             where = f"and cannot be renamed ({reason.strerror})"
-        tracing.warn(f"build history {self.file} is damaged ({error}), {where}; statistics of builds start anew")
+        tracing.warn(f"build history {self.file} is damaged ({error}), {where}; statistics start again from nothing")
 
     def add(self, record: Record, units: Sequence[UnitRecord]) -> None:
         values = tuple(_plain(value) for value in vars(record).values())

@@ -1,4 +1,4 @@
-"""Plan: how many compilers at once, for which GPUs, and refusals; made before anything runs.
+"""The plan of a build, made before anything runs: number of parallel compilers, target GPUs, reasons to refuse.
 
 Formats, each as its reader parses it: NVTE_CUDA_ARCHS "75;86" (TransformerEngine's setup.py), CUDAARCHS "75;86"
 (CMake), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS "80;90", families only
@@ -208,7 +208,7 @@ def _isolated(command: Sequence[str], environment: Mapping[str, str], recipe: Re
 
 
 def _torch_refusals(recipe: Recipe, host: BuildHost, isolated: bool) -> list[Refusal]:
-    """What fails before a compiler runs: a torch that is not there, or that has no CUDA."""
+    """Refusals about torch that are known before a compiler runs: torch is missing, or has no CUDA."""
     python = host.python
     if not python or not recipe.torch:
         return []

@@ -1,4 +1,4 @@
-"""Processes: state and memory of a build's process tree, sampled."""
+"""Samples of the state and memory of a build's process tree."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Progress: read from the builder's own lines. pip and uv hide them unless a flag shows them."""
+"""Progress of a build, parsed from the build tool's output, which pip and uv hide unless a flag shows it."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Recipe: resources to build a known project. A number has its source, or is marked as not measured."""
+"""Resources that builds of known projects need. Each number has its source, or is marked as not measured."""
 
 import re
 from collections.abc import Sequence

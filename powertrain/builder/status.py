@@ -1,4 +1,4 @@
-"""State and outcome of a build, and the protocol of what shows them."""
+"""State and outcome of a build, and the protocol of the views that show them."""
 
 from dataclasses import dataclass
 from pathlib import Path

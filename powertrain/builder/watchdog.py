@@ -1,4 +1,4 @@
-"""Watchdog of a killed supervisor: ends every process of its build, paused or not.
+"""Watchdog of a build: if the supervisor is killed, it ends every process of the build, paused or not.
 
 Started as `python -IS watchdog.py` with a pipe from the builder, which writes
 

@@ -1,4 +1,4 @@
-"""Wheels: whether a prebuilt one exists. pip asks its own index; releases on GitHub are known by their names."""
+"""Search for a prebuilt wheel: pip asks its own index; releases on GitHub are recognized by their file names."""
 
 import re
 import subprocess

@@ -175,7 +175,7 @@ def _is_option(word: str) -> bool:
 
 
 def _end_without_output(error: OSError) -> None:
-    """Exit with 2 and a line on stderr where output cannot be written, with 141 where nobody reads it any more."""
+    """Exit with 2 and a line on stderr where output cannot be written, with 141 where its reader has closed it."""
     if error.errno not in (*_NO_MORE_OUTPUT, errno.EPIPE):
         return
     if sys.stdout is sys.__stdout__:
@@ -214,28 +214,28 @@ def main(
     powertrain init                   write a commented run.yml
     powertrain train quickstart       a first run, nothing to download
     powertrain demo                   train a small GPT, kill it, resume it, generate from it
-    powertrain check                  this machine, and every op against float64
-    powertrain check rms_norm rope    some ops only
-    powertrain tour                   common problems, without and with Powertrain
-    powertrain train run.yml          train, resume; a GPT-NeoX YAML is read as it is
-    powertrain generate runs/NAME --prompt "def "   text out of a checkpoint
-    powertrain evaluate runs/NAME --tasks piqa      scores in tasks of lm_eval
-    powertrain convert runs/NAME OUT --to hf        to and from Hugging Face and GPT-NeoX, logits compared
+    powertrain check                  describe this machine, compare every op with float64
+    powertrain check rms_norm rope    the same for some ops
+    powertrain tour                   demonstrate common problems without and with Powertrain
+    powertrain train run.yml          train or resume; also reads GPT-NeoX YAML unchanged
+    powertrain generate runs/NAME --prompt "def "   generate text from a checkpoint
+    powertrain evaluate runs/NAME --tasks piqa      evaluate a checkpoint on lm_eval's tasks
+    powertrain convert runs/NAME OUT --to hf        convert to and from Hugging Face and GPT-NeoX
     powertrain report runs/NAME       write a run's report.html again
-    powertrain lint run.yml           a training config, checked without training
-    powertrain verify runs/NAME       checkpoints and data sets, compared with their checksums
-    powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
+    powertrain lint run.yml           check a training config without training
+    powertrain verify runs/NAME       compare checkpoints and data sets with their checksums
+    powertrain prebuild --arch H100   compile kernels ahead of time, for GPUs that need not be present
     powertrain kernels                list and verify compiled kernels
-    powertrain tune rms_norm          measure this GPU's tiles (only when asked)
-    powertrain build -- pip install ...   another project's CUDA build, with limits
-    powertrain shim flash_attn -- python train.py   other libraries' names, computed by Powertrain
-    powertrain target "RTX 3090 Ti"   facts of a GPU, present or not
-    powertrain env                    environment variables and their values
-    powertrain doctor                 problems of this machine, and their fixes
-    powertrain diagnose train.log     the cause of an error, the line that shows it, and the fix
-    powertrain explain attention      which attention backend a GPU would get, and why not the others
+    powertrain tune rms_norm          measure the tile sizes of an op on this GPU
+    powertrain build -- pip install ...   build another project's CUDA extension within this machine's memory
+    powertrain shim flash_attn -- python train.py   run a program with Powertrain in place of flash-attn
+    powertrain target "RTX 3090 Ti"   show the properties of a GPU, present or not
+    powertrain env                    list environment variables and their values
+    powertrain doctor                 check this machine: problems and their fixes
+    powertrain diagnose train.log     find the cause of an error in a log, and the fix
+    powertrain explain attention      show which attention backend a GPU uses, and why not the others
 
-    `powertrain COMMAND --help` says more about each.
+    `powertrain COMMAND --help` describes each command.
     """
 
 

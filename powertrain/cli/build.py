@@ -1,4 +1,4 @@
-"""`powertrain build -- COMMAND`: a CUDA extension's build, planned and within memory; `powertrain build history`."""
+"""`powertrain build -- COMMAND`: plans and supervises the build of a CUDA extension; `powertrain build history`."""
 
 import os
 import re
@@ -159,7 +159,7 @@ def _print_outcome(console: Console, outcome: "Outcome") -> None:
 
 
 def _wheel(command: Sequence[str], environment: dict[str, str], host: "BuildHost") -> "tuple[Wheel | None, str | None]":
-    """A prebuilt wheel; and why nobody could be asked."""
+    """A prebuilt wheel, and why the search was not possible."""
     from powertrain.builder.recipes import recipe_of
     from powertrain.builder.wheels import NotAnswered, find
 
@@ -173,7 +173,7 @@ def _wheel(command: Sequence[str], environment: dict[str, str], host: "BuildHost
 
 
 def _print_wheel(console: Console, plan: "Plan", wheel: "Wheel | None", unanswered: str | None, offline: bool) -> None:
-    """What pip's index or the project's releases said; nothing if the command takes the wheel, which the plan says."""
+    """Print whether a prebuilt wheel exists; nothing if the command installs it, because the plan says so."""
     recipe = plan.recipe
     if wheel and not wheel.automatic:
         console.print(

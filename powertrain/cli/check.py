@@ -1,4 +1,4 @@
-"""`powertrain check`: facts of this machine, and every op's error and time beside plain PyTorch's."""
+"""`powertrain check`: properties of this machine, and every op's error and time compared with plain PyTorch's."""
 
 import platform
 import time
@@ -41,7 +41,7 @@ def check(
     dtype: Annotated[Dtype, typer.Option(help="of the inputs")] = Dtype.bf16,
     device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
 ) -> None:
-    """Print facts of this machine, then run every op, forward and backward, against its float64 reference.
+    """Describe this machine, then compare every op, forward and backward, with its float64 reference.
 
     The error may be twice plain PyTorch's in the same dtype plus one rounding; over that, the exit code is 1. Times are
     of forward and backward together; the ratio is plain PyTorch's time over ours.

@@ -46,7 +46,7 @@ def convert(
     pipe_parallel_size: Annotated[int, typer.Option(help="GPT-NeoX: 0, a file per rank; 1, a file per layer")] = 1,
     model_parallel_size: Annotated[int, typer.Option(help="GPT-NeoX: tensor-parallel ranks to write for")] = 1,
 ) -> None:
-    """Convert a checkpoint. Source and result are run on a few tokens; if their logits differ nothing is kept.
+    """Convert a checkpoint. Source and result are run on a few tokens; if their logits differ, the result is deleted.
 
     \b
     powertrain convert runs/quickstart quickstart-hf --to hf --dtype bf16

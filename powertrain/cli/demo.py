@@ -100,7 +100,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 def _clear(folder: Path) -> None:
     """An empty folder with the demo's mark: an earlier demo in it is removed; anything else in the way is an error, a
-    run that somebody made too."""
+    run of the user too."""
     # a process that is in it, or a link to it, keeps its folder
     found = [*folder.iterdir()] if folder.exists() else []
     if found and not (folder / _MARK).is_file():

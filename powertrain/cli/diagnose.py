@@ -1,4 +1,4 @@
-"""`powertrain diagnose`: any log or error of this field: its cause, the line that shows it, the fix."""
+"""`powertrain diagnose`: the cause of an error in a log of a build or a training, the line that shows it, the fix."""
 
 import json
 import shlex
@@ -40,7 +40,7 @@ def diagnose(
     lang: Annotated[Language, typer.Option(help="of the answer")] = Language.en,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
-    """Name the cause of an error: builds that hang or die, extensions that do not load, attention, NCCL, drivers.
+    """Find the cause of an error in a log: failed or hanging builds, unloadable extensions, attention, NCCL, drivers.
 
     \b
     powertrain diagnose build.log
@@ -121,7 +121,7 @@ def _show_error(console: Console, text: "Log", lang: Language, known: bool) -> N
 def _show(console: Console, one: "Diagnosis", lang: Language) -> None:
     words = _WORDS[lang.value]
     console.print(f"[bold red]{one.cause.name}[/] ({words[one.cause.confidence]})")
-    console.print(f"  {words['cause']}: {escape(one.says(lang.value))}")
+    console.print(f"  {words['cause']}: {escape(one.message(lang.value))}")
     console.print(f"  {words['line'].format(one.line)}: [dim]{escape(one.evidence[:400])}[/]")
     console.print(f"  {words['fix']}: [bold]{escape(one.fix(lang.value))}[/]")
     console.print(f"  {words['source']}: {one.cause.source}")
@@ -131,7 +131,7 @@ def _as_json(one: "Diagnosis", lang: Language) -> dict[str, object]:
     return {
         "name": one.cause.name,
         "confidence": one.cause.confidence,
-        "cause": one.says(lang.value),
+        "cause": one.message(lang.value),
         "line": one.line,
         "evidence": one.evidence,
         "fix": one.fix(lang.value),

@@ -1,4 +1,4 @@
-"""`powertrain doctor`: problems of this machine; --kernels: every attention backend on all its devices."""
+"""`powertrain doctor`: problems of this machine; --kernels: tests of every attention backend on every device."""
 
 import json
 import time
@@ -54,7 +54,7 @@ def doctor(
 
     if kernels:
         if fix or as_json or only or skip or hostfile or overlap:
-            raise typer.BadParameter("--kernels stands alone: it prints its own table")
+            raise typer.BadParameter("--kernels takes no other option: it prints its own table")
         _kernels()
         return
     if hostfile and overlap:
@@ -151,7 +151,7 @@ def _examine(checks: "list[Check]", machine: "Machine", fix: bool, as_json: bool
 
 
 def _show(console: Console, name: str, finding: "Finding", done: str | None) -> None:
-    console.print(f"[{_STYLE[finding.level]}]{finding.level:8}[/]{name:20} {escape(finding.says)}")
+    console.print(f"[{_STYLE[finding.level]}]{finding.level:8}[/]{name:20} {escape(finding.message)}")
     if finding.level == "ok":
         return
     for line in finding.evidence:

@@ -1,4 +1,4 @@
-"""`powertrain evaluate`: a model's results in tasks of lm_eval."""
+"""`powertrain evaluate`: scores of a model on tasks of lm_eval."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`powertrain explain`: which backend an attention uses on any GPU and why, and what FP8 does to a run."""
+"""`powertrain explain`: the attention backend chosen on any GPU, with reasons, and the effects of FP8 on a run."""
 
 import os
 import re
@@ -69,7 +69,7 @@ def explain(
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the library's environment variables")
     ] = None,
 ) -> None:
-    """Explain on GPUs present or not: which backend an attention uses and why, or what FP8 does to a run's layers.
+    """Show which attention backend a GPU uses and why, or how FP8 changes a run's layers; the GPU need not be present.
 
     fp8: for each linear layer of a config its recipe, or why it stays in bf16, with expected times and memory.
 

@@ -1,4 +1,4 @@
-"""`powertrain explain fp8 run.yml`: what FP8 would do to a run's layers and experts, on any GPU, without that GPU."""
+"""`powertrain explain fp8 run.yml`: expected effects of FP8 on a run's layers and experts; the GPU may be absent."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`powertrain target` and `powertrain env`: facts of a GPU, and settings from the environment."""
+"""`powertrain target` and `powertrain env`: properties of a GPU, and settings from the environment."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ def target(
         str | None, typer.Argument(help="a card, as you or its driver writes it, or an arch", show_default=False)
     ] = None,
 ) -> None:
-    """The facts of a GPU that kernels are planned with, whether it is here or not; without NAME, all cards known.
+    """Show the properties of a GPU from which kernels are planned, present or not. Without NAME: all known cards.
 
     \b
     powertrain target "NVIDIA A100-SXM4-40GB"
@@ -65,7 +65,7 @@ def _cards() -> Table:
 def env(
     markdown: Annotated[bool, typer.Option("--markdown", help="the page docs/environment.md, without values")] = False,
 ) -> None:
-    """Every environment variable of Powertrain: its value now, its default and its meaning."""
+    """List every environment variable of Powertrain with its current value, default and meaning."""
     if markdown:
         print(environment_page(), end="")
         return

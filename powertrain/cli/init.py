@@ -67,7 +67,7 @@ def init(
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace the file")] = False,
 ) -> None:
-    """Write a commented config for `powertrain train`. Asks for what no option gives, on a terminal only.
+    """Write a commented config for `powertrain train`. On a terminal it asks for the values that no option gives.
 
     \b
     powertrain init

@@ -25,7 +25,7 @@ def kernels(
     action: Annotated[Action, typer.Argument(help="list, verify the checksums, or clear the store")] = Action.list,
     pack: Annotated[Path | None, typer.Option(help="look into this pack instead", show_default=False)] = None,
 ) -> None:
-    """List, verify or clear the compiled kernels of this user; `--pack` looks into a pack.
+    """List, verify or delete this user's compiled kernels; `--pack` lists those of a pack.
 
     `verify` moves damaged entries to quarantine (they are compiled again when needed) and then exits with 1.
 

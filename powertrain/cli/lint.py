@@ -1,4 +1,4 @@
-"""`powertrain lint`: a training config looked at without training."""
+"""`powertrain lint`: check of a training config without training."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -30,7 +30,7 @@ def lint(
         bool, typer.Option("--no-files", help="data, tokenizer and checkpoints need not be on this machine")
     ] = False,
 ) -> None:
-    """Check a training config without training: every key, the files that it names, shapes, memory, kernels, and
+    """Check a training config without training: all keys, the files that it names, shapes, memory, kernels, and
     unsupported features of a GPU.
 
     The exit code is 0 if nothing is wrong, 1 if the run cannot work on a named GPU, 2 if the config or a file that it
@@ -94,7 +94,7 @@ CONFIG_WORDS = ("quickstart",)
 
 
 def missing_files(words: list[str]) -> list[str]:
-    """Words of a command line that are neither an override nor a config that is there."""
+    """Arguments of a command line that are neither an override nor an existing config."""
     # "small" stands for small.yml, as in GPT-NeoX's own command line
     known = {*CONFIG_WORDS, *_overrides(words)}
     return [word for word in words if word not in known and not Path(f"{word}.yml").exists()]

@@ -1,4 +1,4 @@
-"""Names on a command line: files that must be there or can be written, and the words for those that are not."""
+"""Checks of paths on a command line: files that must exist or be writable, and the error messages."""
 
 import difflib
 import errno

@@ -1,4 +1,4 @@
-"""`powertrain prebuild`: compile kernels ahead for any GPU, on a machine that may have none, into a pack."""
+"""`powertrain prebuild`: compile kernels for any GPU into a pack, ahead of time, also on a machine without a GPU."""
 
 import runpy
 from pathlib import Path
@@ -36,7 +36,7 @@ def prebuild(
         typer.Option(help="GPUs of a training config's run; default: as few as it takes", min=1, show_default=False),
     ] = None,
 ) -> None:
-    """Compile kernels for any archs, in parallel within this machine's memory, and write them as a pack.
+    """Compile kernels for any GPU archs, in parallel within this machine's memory, and write them as a pack.
 
     Machines that set POWERTRAIN_PACKS to the pack compile none of them. A file is run once for each arch with
     torch's default device set to "meta": its launches are recorded, nothing is computed. Of a training config, ours or

@@ -1,4 +1,4 @@
-"""`powertrain report`: a run's report.html, made anew."""
+"""`powertrain report`: write a run's report.html again."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from powertrain.runtime.console import Console
 def report(
     folder: Annotated[Path, typer.Argument(help="the run's folder: logging.folder of its config")],
 ) -> None:
-    """Write report.html from the files in a run's folder, also during the run or after it was killed.
+    """Write report.html from the files in a run's folder; works during the run and after a kill.
 
     \b
     powertrain report runs/quickstart

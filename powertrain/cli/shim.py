@@ -1,4 +1,4 @@
-"""`powertrain shim NAMES -- COMMAND`: a command that finds our functions under other libraries' names."""
+"""`powertrain shim NAMES -- COMMAND`: run a command whose imports of other libraries give Powertrain's functions."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ def shim(
     command: Annotated[list[str], typer.Argument(help="after --: the command as you would run it")],
     force: Annotated[bool, typer.Option("--force", help="put ours before a library that is installed")] = False,
 ) -> None:
-    """Run an unchanged command in which `import flash_attn` and the like give Powertrain's modules, in all processes.
+    """Run a command in which `import flash_attn` (or another library) gives Powertrain's modules, in all its processes.
 
     \b
     powertrain shim flash_attn -- python train.py

@@ -1,4 +1,4 @@
-"""`powertrain tour`: a screen for each common problem, without and with Powertrain, on this machine."""
+"""`powertrain tour`: demonstrations of common problems, without and with Powertrain, on this machine."""
 
 import os
 import shlex
@@ -53,7 +53,7 @@ def tour(
         typer.Argument(help="one screen only: hang, build, archs, attention, mixed or overlap", show_default=False),
     ] = None,
 ) -> None:
-    """Show common problems on this machine's CPU, without and with Powertrain.
+    """Demonstrate common problems on this machine's CPU, without and with Powertrain.
 
     \b
     hang       a fused-kernel build killed half-way: the next run of torch's loader waits for ever, ours finishes
@@ -279,7 +279,7 @@ def _mixed(console: Console) -> None:
 
 
 def _overlap(console: Console) -> None:
-    console.rule("[bold]Tensor parallelism that overlaps wants MPI, GDRCopy and a fixed number of tokens")
+    console.rule("[bold]Overlapped tensor parallelism needs MPI, GDRCopy and a fixed number of tokens")
     console.print(
         "TransformerEngine's Userbuffers overlap transfers of tensor-parallel ranks with the products. Getting "
         "there has no guide (NVIDIA/TransformerEngine issues 827, 986, 994, 1071).\n"

@@ -31,7 +31,7 @@ def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, overlap: Overlap, row
 
 
 def largest_difference(overlap: Overlap, rows: tuple[int, ...]) -> float:
-    """Of results and gradients on all ranks from one process's, relative to each tensor's largest value."""
+    """Largest difference of results and gradients from one process's, relative to each tensor's largest value."""
     torch.manual_seed(sum(rows))
     shapes = (sum(rows), HIDDEN), (INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
     whole = [torch.randn(*shape, dtype=torch.float64) * shape[1] ** -0.5 for shape in shapes]
@@ -66,7 +66,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def climb_down(mesh: DeviceMesh) -> Overlap:
+def open_overlap_logged(mesh: DeviceMesh) -> Overlap:
     """The transport that serves here, and why not the one above it."""
     say("transports, best first: symmetric (NVLink), pipelined (NCCL's or gloo's sends), sequential")
     try:
@@ -81,7 +81,7 @@ def climb_down(mesh: DeviceMesh) -> Overlap:
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    overlap = climb_down(mesh["tp"])
+    overlap = open_overlap_logged(mesh["tp"])
     compare(overlap, FIRST)
     say(f"\noverlap.explain():\n{overlap.explain()}\n")
     compare(overlap, SECOND)

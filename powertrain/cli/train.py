@@ -1,4 +1,4 @@
-"""`powertrain train`: a config to a trained model; `powertrain generate`: text out of one."""
+"""`powertrain train`: train a model from a config."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""`powertrain tune`: measure this GPU's tiles for an op, within a time the user sets."""
+"""`powertrain tune`: measure tile sizes of an op on this GPU, within a time limit that the user sets."""
 
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ def tune(
     dtype: Annotated[Dtype, typer.Option(help="of the inputs")] = Dtype.bf16,
     seconds: Annotated[float, typer.Option(help="stop after this long")] = 60.0,
 ) -> None:
-    """Measure tiles for an op on this GPU and keep those that are at least 2% faster than the shipped ones.
+    """Measure tile sizes of an op on this GPU and store those that are at least 2% faster than the shipped ones.
 
     They hold for this GPU's model only, and for sizes in the same power of two. Delete the file named at the end to
     go back.

@@ -1,4 +1,4 @@
-"""`powertrain tune attention`: measure the attention backends on this GPU, as a table that the selector reads."""
+"""`powertrain tune attention`: measure the attention backends on this GPU, into a table that the selector reads."""
 
 import subprocess
 import time

@@ -1,4 +1,4 @@
-"""`powertrain verify`: checkpoints and data sets read whole, and compared with the checksums written beside them."""
+"""`powertrain verify`: read checkpoints and data sets completely, and compare them with their stored checksums."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ def _nothing(path: Path) -> str:
 def verify(
     paths: Annotated[list[Path], typer.Argument(help="runs, checkpoints, and prefixes of .bin/.idx data sets")],
 ) -> None:
-    """Read checkpoints and data sets whole, and compare them with their checksums. Ends with 1 if one is damaged.
+    """Read checkpoints and data sets completely and compare them with their checksums. Exits with 1 if one is damaged.
 
     A start of a run compares a checkpoint it resumes, and of a data set all but the .bin's contents.
 

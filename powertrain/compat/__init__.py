@@ -1,4 +1,4 @@
-"""Other libraries' functions under their own names, on ours. docs/migrating.md lists the differences."""
+"""APIs of other libraries, implemented by Powertrain's functions. docs/migrating.md lists the differences."""
 
 from powertrain.runtime.lazy_exports import resolve
 

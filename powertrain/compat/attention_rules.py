@@ -1,4 +1,4 @@
-"""Choices of other libraries for the same attention, and their reasons: their rules, with sources.
+"""Which attention backend other libraries choose for a call, and why: their selection rules, with sources.
 
 A library's rules are a list: a backend's requirement, its failing condition, and the remedy. Read from
 

@@ -1,4 +1,4 @@
-"""Names of other libraries that are not here: why, and the alternatives.
+"""Names of other libraries that `compat` does not have: the reasons, and the alternatives.
 
 docs/names.md is made from this table and from the modules themselves (scripts/peer_names.py);
 tests/compat/test_names.py walks the libraries' public names and fails on one that is neither in a module nor here.

@@ -1,4 +1,4 @@
-"""TransformerEngine's set-up of overlapped tensor parallelism: taken, checked, and nothing is left for it to do.
+"""TransformerEngine's set-up of overlapped tensor parallelism: arguments are checked; no set-up is needed here.
 
     from powertrain.compat.transformer_engine import destroy_ub, initialize_ub
 
@@ -43,8 +43,8 @@ def initialize_ub(
 
     shape     [tokens, hidden size];  tp_size   ranks of tensor parallelism, which divide all ranks
     ub_cfgs   settings by product (qkv_fprop, fc1_dgrad ...), or one such table for each quantization mode
-    use_fp8, quantization_modes   rows of layers that compute in FP8 (`quantize_model`) travel in FP8; of others as they
-                                  are. Both may be called after one initialize_ub: nothing is set here
+    use_fp8, quantization_modes   rows of layers that compute in FP8 (`quantize_model`) are sent in FP8; of others
+                                  as they are. Both may be called after one initialize_ub: nothing is set here
     Raises ValueError naming the argument.
     """
     # NumPy's integers too
@@ -66,7 +66,7 @@ def initialize_ub(
     unneeded += [f"ub_cfgs for {', '.join(names)}"] if names else []
     unneeded += [f"bootstrap_backend {bootstrap_backend}"] if bootstrap_backend else []
     unneeded += ["with_cublasmp"] if with_cublasmp else []
-    carried = "; rows of layers that quantize_model made FP8 travel in FP8" if fp8 else ""
+    carried = "; rows of layers that quantize_model made FP8 are sent in FP8" if fp8 else ""
     # one line for the job
     if not dist.is_initialized() or dist.get_rank() == 0:
         tracing.progress(

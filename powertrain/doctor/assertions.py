@@ -1,4 +1,4 @@
-"""A check that failed: its condition stands in the traceback, whether or not its message says anything."""
+"""A failed assertion or check: its condition is in the traceback, also when the message is empty."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Extension builds that wait for a stale lock: the most common hang in this field.
+"""Extension builds that wait for a stale lock of torch.utils.cpp_extension, a common cause of hangs.
 
 torch.utils.cpp_extension.load guards a build folder with a file `lock` (torch/utils/file_baton.py): whoever makes it
 builds, everybody else waits until it is gone, for ever and in silence. A builder that is killed leaves it behind.
@@ -112,14 +112,16 @@ def _verdict(lock: Lock) -> Finding:
         return Finding("ok", f"{lock.path.parent} is being built by process {pids} since {age}", evidence)
     rename = f"mv {lock.path} {lock.path}.stale"
     if lock.network:
-        says = f"{lock.path.parent} is locked, by nobody on this host; on {lock.network} the owner may be elsewhere"
+        message = f"{lock.path.parent} is locked, by nobody on this host; on {lock.network} the owner may be elsewhere"
         fix = f"if no other host builds it: {rename}"
-        return Finding("warning", says, (*evidence, f"this host is {socket.gethostname()}"), fix)
+        return Finding("warning", message, (*evidence, f"this host is {socket.gethostname()}"), fix)
     if lock.unseen:
-        says = f"{lock.path.parent} is locked by a process that this user may not see, or by nobody"
-        return Finding("warning", says, evidence, f"sudo fuser -v {lock.path}; if nobody holds it: {rename}")
-    says = f"{lock.path.parent} is locked by nobody: its builder died, and whoever loads the extension waits for ever"
-    return Finding("problem", says, evidence, rename, lambda: release(lock))
+        message = f"{lock.path.parent} is locked by a process that this user may not see, or by nobody"
+        return Finding("warning", message, evidence, f"sudo fuser -v {lock.path}; if nobody holds it: {rename}")
+    message = (
+        f"{lock.path.parent} is locked by nobody: its builder died, and every load of the extension waits for ever"
+    )
+    return Finding("problem", message, evidence, rename, lambda: release(lock))
 
 
 def release(lock: Lock) -> str:
@@ -141,4 +143,4 @@ def _age(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-CHECKS = (Check("builds", "does an extension build wait for a lock nobody holds?", builds),)
+CHECKS = (Check("builds", "does an extension build wait for a stale lock?", builds),)

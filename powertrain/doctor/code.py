@@ -55,7 +55,8 @@ def _files(machine: Machine, patterns: tuple[str, ...]) -> list[Path]:
 
 def _verdict(machine: Machine, library: str, held: dict[Path, frozenset[Code]], archs: list[int]) -> Finding:
     everything = frozenset().union(*held.values())
-    says, evidence = f"{library}: {describe(everything)}", tuple(f"{file}: {describe(c)}" for file, c in held.items())
+    message = f"{library}: {describe(everything)}"
+    evidence = tuple(f"{file}: {describe(codes)}" for file, codes in held.items())
     verdicts = {arch: judge(everything, arch) for arch in archs}
     names = {gpu.arch: gpu.name for gpu in machine.gpus}
     verdict = "; ".join(f"your {names[arch]} (sm_{arch}): {words}" for arch, (_, words) in verdicts.items() if words)
@@ -67,12 +68,12 @@ def _verdict(machine: Machine, library: str, held: dict[Path, frozenset[Code]], 
         f'TORCH_CUDA_ARCH_LIST="{" ".join(f"{arch // 10}.{arch % 10}" for arch in archs)}"'
     )
     if "problem" in levels:
-        return Finding("problem", f"{says}; {verdict}", evidence, fix)
+        return Finding("problem", f"{message}; {verdict}", evidence, fix)
     if "warning" in levels:
         return Finding(
-            "warning", f"{says}; {verdict}", evidence, f"{fix} (or wait once: the driver caches its compiles)"
+            "warning", f"{message}; {verdict}", evidence, f"{fix} (or wait once: the driver caches its compiles)"
         )
-    return Finding("ok", f"{says}; {verdict}" if verdict else says, evidence)
+    return Finding("ok", f"{message}; {verdict}" if verdict else message, evidence)
 
 
 def describe(held: frozenset[Code]) -> str:
@@ -100,4 +101,4 @@ def _without(held: dict[Path, frozenset[Code]], arch: int) -> str:
     return f"{lacking} of {len(units)} compiled source files have no code for it" if 0 < lacking < len(units) else ""
 
 
-CHECKS = (Check("code", "which GPUs has each library code for?", code),)
+CHECKS = (Check("code", "for which GPUs does each library have code?", code),)

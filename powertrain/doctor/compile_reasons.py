@@ -1,4 +1,4 @@
-"""The reason inside a message of torch.compile: on its line, or in the lines below."""
+"""The reason that a torch.compile error states, on its own line or in the lines below."""
 
 import re
 

@@ -72,7 +72,7 @@ class Diagnosis:
     evidence: str
     groups: dict[str, str]
 
-    def says(self, language: Language = "en") -> str:
+    def message(self, language: Language = "en") -> str:
         return self._fill(self.cause.cause if language == "en" else self.cause.cause_zh)
 
     def fix(self, language: Language = "en") -> str:

@@ -1,4 +1,4 @@
-"""Do two processes of this machine reach each other? An all-reduce over gloo; over NCCL where there are two GPUs."""
+"""Check that two processes of this machine can communicate: an all-reduce over gloo, over NCCL with two GPUs."""
 
 import re
 import socket
@@ -80,9 +80,9 @@ def _verdict(backend: str, ran: Ran) -> Finding:
         "gloo": "check that 127.0.0.1 is up (ip addr show lo) and that no proxy or firewall takes it",
         "nccl": "NCCL_DEBUG=INFO shows why; try NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1, to find the path at fault",
     }[backend]
-    says = f"two processes do not reach each other over {backend}"
-    says += f" within {SECONDS:.0f} s" if ran.status == 124 else f" (exit status {ran.status})"
-    return Finding("problem", says, tuple(lines[-3:]), fix)
+    message = f"two processes do not reach each other over {backend}"
+    message += f" within {SECONDS:.0f} s" if ran.status == 124 else f" (exit status {ran.status})"
+    return Finding("problem", message, tuple(lines[-3:]), fix)
 
 
-CHECKS = (Check("echo", "do two processes reach each other?", echo),)
+CHECKS = (Check("echo", "can two processes communicate?", echo),)

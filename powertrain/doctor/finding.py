@@ -16,7 +16,7 @@ class Finding:
     returns a description of the change."""
 
     level: Level
-    says: str
+    message: str
     evidence: tuple[str, ...] = ()
     fix: str | None = None  # a command or an instruction
     apply: Callable[[], str] | None = None
@@ -25,14 +25,14 @@ class Finding:
         if self.level not in LEVELS:
             raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {self.level!r}")
         if self.level != "ok" and not self.fix:
-            raise ValueError(f"a {self.level} must come with its fix: {self.says!r} has none")
+            raise ValueError(f"a {self.level} must come with its fix: {self.message!r} has none")
 
     def as_json(self, check: "Check") -> dict[str, Any]:
         return {
             "check": check.name,
-            "asks": check.asks,
+            "asks": check.question,
             "level": self.level,
-            "says": self.says,
+            "says": self.message,
             "evidence": list(self.evidence),
             "fix": self.fix,
             "fixable": self.apply is not None,
@@ -42,7 +42,7 @@ class Finding:
 @dataclass(frozen=True)
 class Check:
     name: str
-    asks: str  # the question it answers
+    question: str  # the question it answers
     run: Callable[[Machine], Iterable[Finding]]
 
 

@@ -19,12 +19,12 @@ _SLOWDOWN, _POWER_CAP = 0x8, 0x4
 def gpus(machine: Machine) -> Iterator[Finding]:
     ran = machine.run(["nvidia-smi", "-L"], 20.0)
     if ran is None:
-        says = "no NVIDIA driver here (no nvidia-smi): every op runs on the CPU, and checks of GPUs are left out"
+        message = "no NVIDIA driver here (no nvidia-smi): every op runs on the CPU, and checks of GPUs are left out"
         if machine.torch_cuda:
             fix = "install NVIDIA's driver; in a container: run it with --gpus all"
-            yield Finding("warning", says, (f"torch is a CUDA {machine.torch_cuda} build",), fix)
+            yield Finding("warning", message, (f"torch is a CUDA {machine.torch_cuda} build",), fix)
         else:
-            yield Finding("ok", says)
+            yield Finding("ok", message)
         return
     if ran.status == 124:
         fix = "sudo dmesg | grep -i xid   # a GPU that fell off the bus; a reboot brings it back"
@@ -60,8 +60,8 @@ def _visible(machine: Machine) -> Iterator[Finding]:
     if not names or "-1" in names:
         yield Finding("warning", "every GPU is hidden from CUDA", evidence, "unset CUDA_VISIBLE_DEVICES")
     elif missing:
-        says = f"GPU {missing[0]} does not exist: CUDA ignores it and every GPU named after it"
-        yield Finding("problem", says, evidence, "unset CUDA_VISIBLE_DEVICES")
+        message = f"GPU {missing[0]} does not exist: CUDA ignores it and every GPU named after it"
+        yield Finding("problem", message, evidence, "unset CUDA_VISIBLE_DEVICES")
 
 
 def driver(machine: Machine) -> Iterator[Finding]:
@@ -74,10 +74,10 @@ def driver(machine: Machine) -> Iterator[Finding]:
     if needed is None:
         return
     if int(installed.split(".")[0]) < needed:
-        says = f"the driver is too old for CUDA {major}: it needs {needed} or newer"
+        message = f"the driver is too old for CUDA {major}: it needs {needed} or newer"
         older = max((m for m, least in MINIMUM_DRIVER.items() if least <= int(installed.split(".")[0])), default=None)
         fix = f"update the driver to {needed} or newer" + (f", or install torch for CUDA {older}" if older else "")
-        yield Finding("problem", says, evidence, fix)
+        yield Finding("problem", message, evidence, fix)
     else:
         yield Finding("ok", f"driver {installed} runs CUDA {machine.torch_cuda}")
 
@@ -91,15 +91,15 @@ def mixed(machine: Machine) -> Iterator[Finding]:
     evidence = tuple(f"GPU {gpu.index}: {gpu.name}, sm_{gpu.arch}, {gpu.memory_mib} MiB" for gpu in found)
     if len(archs) > 1:
         listed = " ".join(f"{arch // 10}.{arch % 10}" for arch in sorted(archs))
-        says = (
+        message = (
             f"mixed archs: {', '.join(f'sm_{arch}' for arch in sorted(archs))}. Libraries that choose a kernel by "
             "'the current device', or were built for one of them, fail on the other"
         )
         fix = f'build extensions with TORCH_CUDA_ARCH_LIST="{listed}"; run one job per kind with CUDA_VISIBLE_DEVICES'
-        yield Finding("warning", says, evidence, fix)
+        yield Finding("warning", message, evidence, fix)
     elif len({gpu.memory_mib for gpu in found}) > 1:
-        says = "GPUs of different memory: data parallelism is bounded by the smallest"
-        yield Finding("warning", says, evidence, "run one job per size with CUDA_VISIBLE_DEVICES")
+        message = "GPUs of different memory: data parallelism is bounded by the smallest"
+        yield Finding("warning", message, evidence, "run one job per size with CUDA_VISIBLE_DEVICES")
     else:
         yield Finding("ok", f"{len(found)} GPUs, all {found[0].name}")
 

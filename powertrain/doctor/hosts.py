@@ -87,7 +87,7 @@ def hosts(machine: Machine, file: Path) -> Iterator[Finding]:
     with ThreadPoolExecutor(16) as pool:
         asked = dict(zip(listed, pool.map(lambda host: ask(machine, host), listed), strict=True))
     for host, answer in asked.items():
-        yield _greeting(host, answer)
+        yield _ssh_finding(host, answer)
     answers = {host: answer for host, answer in asked.items() if isinstance(answer, dict)}
     yield from _versions(answers)
     if len(answers) == len(listed):
@@ -107,12 +107,12 @@ def ask(machine: Machine, host: Host) -> dict[str, Any] | str:
     return last[-1] if last else f"ssh ended with {ran.status}"
 
 
-def _greeting(host: Host, answer: dict[str, Any] | str) -> Finding:
+def _ssh_finding(host: Host, answer: dict[str, Any] | str) -> Finding:
     if isinstance(answer, dict):
         count = len(answer["gpus"])
         if host.slots is not None and 0 < count < host.slots:
-            says = f"{host.name} has {count} GPUs, the file gives it {host.slots} ranks"
-            return Finding("problem", says, fix=f"write slots={count}")
+            message = f"{host.name} has {count} GPUs, the file gives it {host.slots} ranks"
+            return Finding("problem", message, fix=f"write slots={count}")
         return Finding("ok", f"{host.name}: ssh without a password, Python {answer['python']}, {count} GPUs")
     if "Permission denied" in answer or "password" in answer:
         return Finding("problem", f"{host.name} asks for a password", (answer,), f"ssh-copy-id {host.name}")
@@ -204,9 +204,9 @@ def _reach(machine: Machine, listed: list[Host], address: str, port: int) -> Ite
         return
     missed = {host.name: reply.strip() for host, reply in zip(others, replies, strict=True) if "REACHED" not in reply}
     if missed:
-        says = f"{', '.join(missed)} cannot reach {address}:{port}"
+        message = f"{', '.join(missed)} cannot reach {address}:{port}"
         fix = f"open port {port} (and NCCL's) between the hosts; or set MASTER_ADDR to an address they share"
-        yield Finding("problem", says, tuple(f"{host}: {output}" for host, output in missed.items()), fix)
+        yield Finding("problem", message, tuple(f"{host}: {output}" for host, output in missed.items()), fix)
     else:
         yield Finding("ok", f"{address}:{port} is reached from every host")
 

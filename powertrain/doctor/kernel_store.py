@@ -1,4 +1,4 @@
-"""Powertrain's own compiled kernels: whole, ours, and on a disk that links and locks."""
+"""Check of the kernel store: safe permissions, undamaged files, and a local file system."""
 
 from collections.abc import Iterator
 
@@ -22,15 +22,17 @@ def kernel_store(machine: Machine) -> Iterator[Finding]:
     damaged = {key: why for key in keys if (why := _damage(store, key))}
     size = sum(store.path(key).lstat().st_size for key in keys)
     if damaged:
-        says = f"{len(damaged)} of {len(keys)} kernels are damaged; they would be set aside and compiled again"
+        message = f"{len(damaged)} of {len(keys)} kernels are damaged; they would be set aside and compiled again"
         evidence = tuple(f"{store.path(key)}: {why}" for key, why in damaged.items())
-        yield Finding("warning", says, evidence, "powertrain doctor --fix", lambda: _set_aside(store, damaged))
+        yield Finding("warning", message, evidence, "powertrain doctor --fix", lambda: _set_aside(store, damaged))
     else:
         yield Finding("ok", f"{len(keys)} kernels, {size / 2**20:.1f} MiB, all whole, in {root}")
     kind, point = machine.file_system(root)
     if kind in NETWORK_FILE_SYSTEMS:
-        says = f"the kernel store lies on {kind} ({point}): locks between hosts depend on its server"
-        yield Finding("warning", says, fix="set POWERTRAIN_STORE to a folder on a local disk; ship kernels as a pack")
+        message = f"the kernel store lies on {kind} ({point}): locks between hosts depend on its server"
+        yield Finding(
+            "warning", message, fix="set POWERTRAIN_STORE to a folder on a local disk; ship kernels as a pack"
+        )
 
 
 def _damage(store: Store, key: str) -> str | None:
@@ -46,4 +48,4 @@ def _set_aside(store: Store, damaged: dict[str, str]) -> str:
     return "\n".join(f"{store.path(key)}: renamed into {store.root / 'quarantine'}" for key in damaged)
 
 
-CHECKS = (Check("kernel-store", "are Powertrain's compiled kernels whole?", kernel_store),)
+CHECKS = (Check("kernel-store", "are Powertrain's compiled kernels undamaged?", kernel_store),)

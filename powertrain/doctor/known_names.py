@@ -1,4 +1,4 @@
-"""Names that came to, or left, libraries whose releases are not in api_history.json, with the release of the change.
+"""Names added to or removed from libraries that api_history.json does not cover, with the release of each change.
 
 A row: (package on the index, dotted name, "+" added or "-" removed, release of the change, the replacement). A name
 that ends with "." stands for all that is inside it; "f(x)" is the parameter x of f. From the libraries' release notes.

@@ -1,4 +1,4 @@
-"""What gcc, ld, the loader and bash print in other languages, in English: causes are known by their English messages.
+"""Translation of messages of gcc, ld, the loader and bash to English: causes are recognized by English messages.
 
 Messages of pip, torch and CUDA are in English everywhere.
 """

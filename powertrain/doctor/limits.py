@@ -28,11 +28,11 @@ def shared_memory(machine: Machine, size: int | None = None, free: int | None = 
     evidence = (f"/dev/shm: {size / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free",)
     fix = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if size < SHARED_MEMORY:
-        says = "/dev/shm is small: workers of a DataLoader die of a bus error, NCCL of 'No space left on device'"
-        yield Finding("problem" if size <= 64 * 2**20 else "warning", says, evidence, fix)
+        message = "/dev/shm is small: workers of a DataLoader die of a bus error, NCCL of 'No space left on device'"
+        yield Finding("problem" if size <= 64 * 2**20 else "warning", message, evidence, fix)
     elif free < SHARED_MEMORY:
-        says = "/dev/shm is nearly full; killed jobs leave files there"
-        yield Finding("warning", says, evidence, "ls -la /dev/shm   # then delete those of jobs that are gone")
+        message = "/dev/shm is nearly full; killed jobs leave files there"
+        yield Finding("warning", message, evidence, "ls -la /dev/shm   # then delete those of jobs that are gone")
     else:
         yield Finding("ok", evidence[0])
 
@@ -52,11 +52,11 @@ def ulimits(machine: Machine, limits: dict[str, int] | None = None) -> Iterator[
             yield Finding("warning", f"ulimit -{letter} is {soft[name]}: {why}", evidence, f"ulimit -{letter} 65536")
     if 0 <= soft["memlock"] < 64 * 2**20 and any(machine.path("/sys/class/infiniband").glob("*")):
         low = True
-        says = (
+        message = (
             "locked memory is limited, and InfiniBand registers all it sends: NCCL fails with 'Cannot allocate memory'"
         )
         yield Finding(
-            "problem", says, evidence, "docker run --ulimit memlock=-1; else 'memlock unlimited' in limits.conf"
+            "problem", message, evidence, "docker run --ulimit memlock=-1; else 'memlock unlimited' in limits.conf"
         )
     if not low:
         yield Finding("ok", ", ".join(evidence))
@@ -68,9 +68,9 @@ def container(machine: Machine) -> Iterator[Finding]:
     cores, cores_why = jobs.usable_cores(machine.root)
     evidence = (f"{memory / GIB:.1f} GiB available: {memory_why}", f"{cores} {cores_why}")
     if memory < 4 * GIB:
-        says = f"{memory / GIB:.1f} GiB of memory left: one compiler of flash-attn or TransformerEngine takes 3 to 5"
+        message = f"{memory / GIB:.1f} GiB of memory left: one compiler of flash-attn or TransformerEngine takes 3 to 5"
         fix = "raise the container's memory limit, or build with MAX_JOBS=1"
-        yield Finding("warning", says, evidence, fix)
+        yield Finding("warning", message, evidence, fix)
     else:
         yield Finding("ok", f"{memory / GIB:.1f} GiB and {cores} cores to use", evidence)
 
@@ -86,15 +86,15 @@ def disk(machine: Machine) -> Iterator[Finding]:
             continue
         free = shutil.disk_usage(path).free
         if free < DISK:
-            says = f"{name} ({path}) has {free / GIB:.1f} GiB left: a build of flash-attn needs more"
-            yield Finding("warning", says, fix="set TMPDIR to a larger disk, or clear pip's cache: pip cache purge")
+            message = f"{name} ({path}) has {free / GIB:.1f} GiB left: a build of flash-attn needs more"
+            yield Finding("warning", message, fix="set TMPDIR to a larger disk, or clear pip's cache: pip cache purge")
         else:
             yield Finding("ok", f"{name} ({path}) has {free / GIB:.0f} GiB left")
 
 
 CHECKS = (
     Check("shared-memory", "is /dev/shm large enough?", shared_memory),
-    Check("ulimits", "do ulimits stand in the way?", ulimits),
+    Check("ulimits", "are the ulimits large enough?", ulimits),
     Check("container", "how much memory and how many cores may be used?", container),
     Check("disk", "is there space for builds?", disk),
 )

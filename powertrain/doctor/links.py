@@ -25,8 +25,10 @@ def links(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", "NVLink between every pair of GPUs", evidence)
     elif slow:
         (one, other), link = next(iter(slow.items()))
-        says = f"{len(slow)} of {len(pairs)} pairs of GPUs meet over the CPU (GPU {one} and {other}: {link})"
-        yield Finding("warning", says, evidence, "keep tensor parallelism within GPUs joined by NVLink or one switch")
+        message = f"{len(slow)} of {len(pairs)} pairs of GPUs meet over the CPU (GPU {one} and {other}: {link})"
+        yield Finding(
+            "warning", message, evidence, "keep tensor parallelism within GPUs joined by NVLink or one switch"
+        )
     else:
         yield Finding(
             "ok", f"NVLink between {len(nvlink)} of {len(pairs)} pairs, one PCIe tree for the others", evidence
@@ -55,11 +57,11 @@ def _peers(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", "every GPU can read every other's memory (P2P)")
         return
     (one, other), output = next(iter(without.items()))
-    says = (
+    message = (
         f"{len(without)} pairs of GPUs have no peer access (GPU {one} and {other}: {output}): NCCL copies via the CPU"
     )
     fix = "normal for GeForce cards without NVLink; else turn off ACS and the IOMMU in the BIOS"
-    yield Finding("warning", says, tuple(ran.output.rstrip().splitlines()[: len(machine.gpus) + 1]), fix)
+    yield Finding("warning", message, tuple(ran.output.rstrip().splitlines()[: len(machine.gpus) + 1]), fix)
 
 
 def symmetric(machine: Machine) -> Iterator[Finding]:
@@ -95,6 +97,6 @@ def multicast_lacks(machine: Machine) -> Iterator[str]:
 
 
 CHECKS = (
-    Check("links", "how do the GPUs reach each other?", links),
+    Check("links", "how are the GPUs connected?", links),
     Check("symmetric-memory", "can symmetric memory and multicast be used?", symmetric),
 )

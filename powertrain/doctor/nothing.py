@@ -1,4 +1,4 @@
-"""Which value of a line of code is None, and in whose code."""
+"""Which value in a traceback's line of code is None, and which package the code belongs to."""
 
 import re
 

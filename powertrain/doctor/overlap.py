@@ -1,4 +1,4 @@
-"""Can tensor parallelism be overlapped with compute here? For Powertrain, and for TransformerEngine's Userbuffers.
+"""Check whether this machine can overlap tensor parallelism with compute: Powertrain, TransformerEngine's Userbuffers.
 
 Requirements of Userbuffers depend on its version, and its guides do not list them. The facts below are read in
 its source: initialize_ub in module/base.py, build_tools/pytorch.py, pull requests 147, 161, 901, 932 and 986; and in
@@ -33,8 +33,8 @@ print("GBPS", 2**28 / min(times[1:]) / 1e6)
 def hardware(machine: Machine) -> Iterator[Finding]:
     """Two GPUs that read each other's memory, and how fast."""
     if len(machine.gpus) < 2:
-        says = f"{len(machine.gpus)} GPUs here: tensor parallelism, and with it overlap, needs two"
-        yield Finding("warning", says, fix="run this on a machine with two GPUs or more")
+        message = f"{len(machine.gpus)} GPUs here: tensor parallelism, and with it overlap, needs two"
+        yield Finding("warning", message, fix="run this on a machine with two GPUs or more")
         return
     peers = machine.run(["nvidia-smi", "topo", "-p2p", "r"], 20.0)
     pairs = matrix(peers.output) if peers and not peers.status else {}
@@ -60,9 +60,9 @@ def _rate(machine: Machine) -> Iterator[Finding]:
         )
     elif ran is not None:
         output = tuple(ran.output.strip().splitlines()[-2:])
-        says = "a copy from GPU 0 to GPU 1 failed" if ran.status != 124 else "a copy from GPU 0 to GPU 1 hangs"
+        message = "a copy from GPU 0 to GPU 1 failed" if ran.status != 124 else "a copy from GPU 0 to GPU 1 hangs"
         yield Finding(
-            "problem", says, output, "turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1 to live without it"
+            "problem", message, output, "turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1 to live without it"
         )
     elif speeds:
         yield Finding("ok", nominal)
@@ -94,17 +94,17 @@ def _mpi(machine: Machine, version: Version) -> Iterator[Finding]:
     home = machine.variables.get("MPI_HOME")
     rebuild = f"{variable}=1 MPI_HOME=/usr/local/mpi pip install --no-build-isolation transformer_engine[pytorch]"
     if not home or not machine.path(home).joinpath("include/mpi.h").is_file():
-        says = f"MPI_HOME must be MPI's root (include/mpi.h in it) while it is built, got {home or 'nothing'}"
-        yield Finding("problem", says, fix=f"install Open MPI with its headers, then: {rebuild}")
+        message = f"MPI_HOME must be MPI's root (include/mpi.h in it) while it is built, got {home or 'nothing'}"
+        yield Finding("problem", message, fix=f"install Open MPI with its headers, then: {rebuild}")
     if machine.run(["mpiexec", "--version"], 10.0) is None:
         yield Finding("problem", "there is no mpiexec, and ranks must be started by it", fix="install Open MPI")
     if machine.version("mpi4py") is None:
-        says = "mpi4py is missing: it starts MPI before NCCL, in the order that Userbuffers needs"
-        yield Finding("problem", says, fix="pip install mpi4py")
+        message = "mpi4py is missing: it starts MPI before NCCL, in the order that Userbuffers needs"
+        yield Finding("problem", message, fix="pip install mpi4py")
     if version < _NO_MPI and not machine.path("/dev/gdrdrv").exists():
-        says = "GDRCopy's driver is not loaded (/dev/gdrdrv); builds of this age that define GDR (-DGDR) need it"
+        message = "GDRCopy's driver is not loaded (/dev/gdrdrv); builds of this age that define GDR (-DGDR) need it"
         fix = "install GDRCopy and load gdrdrv; or TransformerEngine 1.9 or newer, which needs neither it nor MPI"
-        yield Finding("warning", says, fix=fix)
+        yield Finding("warning", message, fix=fix)
 
 
 def _multicast(machine: Machine) -> Iterator[Finding]:
@@ -116,8 +116,8 @@ def _multicast(machine: Machine) -> Iterator[Finding]:
     elif machine.variables.get("UB_SKIPMC") == "1":
         yield Finding("ok", "no multicast, and UB_SKIPMC=1 says so: CUDA IPC is used", lacks)
     else:
-        says = "no NVLink multicast: initialize_ub stops with an error"
-        yield Finding("problem", says, lacks, "export UB_SKIPMC=1   # CUDA IPC instead of multicast")
+        message = "no NVLink multicast: initialize_ub stops with an error"
+        yield Finding("problem", message, lacks, "export UB_SKIPMC=1   # CUDA IPC instead of multicast")
 
 
 def _connections(machine: Machine) -> Iterator[Finding]:
@@ -125,8 +125,8 @@ def _connections(machine: Machine) -> Iterator[Finding]:
     if value == "1":
         yield Finding("ok", "CUDA_DEVICE_MAX_CONNECTIONS=1")
     else:
-        says = f"CUDA_DEVICE_MAX_CONNECTIONS must be 1, or kernels start in another order; got {value or 'nothing'}"
-        yield Finding("problem", says, fix="export CUDA_DEVICE_MAX_CONNECTIONS=1")
+        message = f"CUDA_DEVICE_MAX_CONNECTIONS must be 1, or kernels start in another order; got {value or 'nothing'}"
+        yield Finding("problem", message, fix="export CUDA_DEVICE_MAX_CONNECTIONS=1")
 
 
 def launch(version: Version, mpi: bool, ranks: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The message of an error that states what to do: its statement and its advice, as the program wrote them."""
+"""An error's own statement and advice, quoted from its message."""
 
 import re
 

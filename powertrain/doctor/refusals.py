@@ -1,4 +1,4 @@
-"""Why none of xFormers' operators takes a call: the reasons below its message, each once, and what to do about them."""
+"""Why no xFormers operator supports a call: the reasons listed below its message, each once, and their remedies."""
 
 from powertrain.doctor.passage import Passage
 

@@ -1,4 +1,4 @@
-"""A name that an installed library does not have: is the library too old for its caller, or too new?
+"""A name that an installed library lacks: whether the library is too old or too new for its caller.
 
 An error like "cannot import name X" proves that the installed release lacks X. Where the releases that have X are known
 (api_history.json, written by scripts/api_history.py, and known_names.py), the installed one is before or after them.

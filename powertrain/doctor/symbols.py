@@ -28,16 +28,18 @@ def undefined(machine: Machine) -> Iterator[Finding]:
     version = machine.version("torch")
     for library, files in extensions.items():
         if evidence := _missing(files, there):
-            says = f"{library} was compiled for another torch than {version}: its import will fail"
+            message = f"{library} was compiled for another torch than {version}: its import will fail"
             fix = f"pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps {library}"
-            yield Finding("problem", says, evidence, fix)
+            yield Finding("problem", message, evidence, fix)
         else:
             yield Finding("ok", f"{library} finds its symbols in torch {version}")
     for folder, files in built.items():
         if evidence := _missing(files, there):
-            says = f"{folder} was built for another torch than {version}; ninja sees its sources unchanged and keeps it"
+            message = (
+                f"{folder} was built for another torch than {version}; ninja sees its sources unchanged and keeps it"
+            )
             aside = partial(_set_aside, folder)
-            yield Finding("problem", says, evidence, f"mv {folder} {folder}.stale", aside)
+            yield Finding("problem", message, evidence, f"mv {folder} {folder}.stale", aside)
 
 
 def _missing(files: list[Path], there: set[bytes]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Versions that do not go together, and libraries that are here twice."""
+"""Incompatible versions of installed libraries, and libraries that are installed twice."""
 
 import re
 from collections.abc import Iterator
@@ -53,10 +53,10 @@ def _unmet(machine: Machine) -> Iterator[Finding]:
         for name in names:
             requirement = pins[package][name]
             needs, have = f"{requirement.name}{requirement.specifier}", machine.version(package)
-            says = f"{name} {machine.version(name)} needs {needs}, here is {have}"
+            message = f"{name} {machine.version(name)} needs {needs}, here is {have}"
             after = f"change {name} first, as said of it here: its new release brings its own {package}"
             fix = _install_for_all(package, stay) if name in stay else after
-            yield Finding("problem", says, (f"Requires-Dist of {name}: {requirement}",), fix)
+            yield Finding("problem", message, (f"Requires-Dist of {name}: {requirement}",), fix)
 
 
 def _pins(machine: Machine) -> dict[str, dict[str, Requirement]]:
@@ -81,9 +81,9 @@ def _install_for_all(package: str, pinned_by: dict[str, Requirement]) -> str:
         together &= requirement.specifier
     if _possible(together):
         return f"pip install '{package}{together}'"
-    told = ", ".join(f"{by}: {requirement.specifier}" for by, requirement in pinned_by.items())
+    pins = ", ".join(f"{by}: {requirement.specifier}" for by, requirement in pinned_by.items())
     return (
-        f"no {package} is right for all that need it ({told}); pip chooses releases that go together if it is given "
+        f"no {package} is right for all that need it ({pins}); pip chooses releases that go together if it is given "
         f"all of them: pip install --upgrade {' '.join(pinned_by)} {package}"
     )
 
@@ -103,11 +103,11 @@ def _holds(specifiers: SpecifierSet, version: str) -> bool:
 
 
 def _known_bad(machine: Machine) -> Iterator[Finding]:
-    for name, range_, other, other_range, says, install, source in KNOWN_BAD:
+    for name, range_, other, other_range, message, install, source in KNOWN_BAD:
         have, beside = machine.version(name), machine.version(other)
         if have and beside and _holds(SpecifierSet(range_), have) and _holds(SpecifierSet(other_range), beside):
             evidence = (f"{name} {have} with {other} {beside}", f"source: {source}")
-            yield Finding("problem", says, evidence, f"pip install '{install}'")
+            yield Finding("problem", message, evidence, f"pip install '{install}'")
 
 
 # parts of CUDA's toolkit: their packages have no suffix from CUDA 13 on, "-cu12" before
@@ -124,10 +124,10 @@ def _two_majors(machine: Machine) -> Iterator[Finding]:
     built_for = {name: cuda for name in sorted(machine.installed) if (cuda := _cuda_of(machine, name, major))}
     others = [name for name, cuda in built_for.items() if cuda != major]
     if others:
-        says = f"packages for another CUDA than torch's {machine.torch_cuda}: {', '.join(others)}"
+        message = f"packages for another CUDA than torch's {machine.torch_cuda}: {', '.join(others)}"
         install = " ".join(_for_cuda(machine, name, major) for name in others)
         fix = f"pip uninstall {' '.join(others)}, then pip install --force-reinstall --no-deps {install}"
-        yield Finding("problem", says, tuple(f"{name} {machine.version(name)}" for name in others), fix)
+        yield Finding("problem", message, tuple(f"{name} {machine.version(name)}" for name in others), fix)
 
 
 def _cuda_of(machine: Machine, name: str, major: int) -> int | None:
@@ -159,13 +159,15 @@ def twice(machine: Machine) -> Iterator[Finding]:
         before = _other_versions(chosen, own or system)
         if before:
             clean = False
-            says = f"{library} is here in several versions, and LD_LIBRARY_PATH puts {before[0].name} before the others"
-            yield Finding("problem", says, _shown(own, chosen, system), "unset LD_LIBRARY_PATH")
+            message = (
+                f"{library} is here in several versions, and LD_LIBRARY_PATH puts {before[0].name} before the others"
+            )
+            yield Finding("problem", message, _shown(own, chosen, system), "unset LD_LIBRARY_PATH")
         elif _other_versions(own + system, own):
             clean = False
-            says = f"{library} is here in several versions; whichever is loaded first serves the whole process"
+            message = f"{library} is here in several versions; whichever is loaded first serves the whole process"
             fix = "import torch before anything else; uninstall the package or system library that torch does not need"
-            yield Finding("warning", says, _shown(own, chosen, system), fix)
+            yield Finding("warning", message, _shown(own, chosen, system), fix)
     if clean:
         yield Finding("ok", f"{', '.join(_TWICE)}: no process can load two versions")
 
@@ -197,6 +199,6 @@ def _shown(*groups: list[Path]) -> tuple[str, ...]:
 
 
 CHECKS = (
-    Check("versions", "do the installed versions go together?", versions),
-    Check("twice", "are there two cuDNNs or CUDA runtimes?", twice),
+    Check("versions", "are the installed versions compatible?", versions),
+    Check("twice", "are two versions of cuDNN or the CUDA runtime installed?", twice),
 )

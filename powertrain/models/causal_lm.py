@@ -1,4 +1,4 @@
-"""The frame of every decoder here: embedding, layers, final norm, head and loss."""
+"""Base class of the decoders: embedding, layers, final norm, head and loss."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,6 +16,7 @@ from powertrain.nn.cache import KVCache
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import autocast_dtype
 
 # FSDP gathers the head's weight only inside its module's forward, so code that needs it is passed in
 # a function of the head's input [B, S, D], its weight [V, D] and its bias
@@ -23,7 +24,7 @@ Read = Callable[[Tensor, Tensor, Tensor | None], Any]
 
 
 class CausalLM(nn.Module):
-    """Tokens to logits, or to the loss; the head never stores the logits while training.
+    """A causal language model: tokens to logits, or to the loss; in training the logits are never stored.
 
     Shapes: B batch, S sequence, V vocabulary.
         forward(tokens [B, S] int64) -> logits [B, S, V]
@@ -154,15 +155,13 @@ class CausalLM(nn.Module):
 
         In the dtype of keys and values: the weights', or autocast's.
         """
-        device, dtype = self.embed.weight.device, self.embed.weight.dtype
-        if torch.is_autocast_enabled(device.type) and dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
+        weight = self.embed.weight
         rows = [layer.cache_row for layer in self.layers]
-        return KVCache(rows, batch, max_length, device=device, dtype=dtype)
+        return KVCache(rows, batch, max_length, device=weight.device, dtype=autocast_dtype(weight) or weight.dtype)
 
 
 class Unsharded:
-    """Sharding of a model's tokens: none. Tensor parallelism has another (parallelize.TokenSharding)."""
+    """The token sharding of a model without sharding. Tensor parallelism replaces it by parallelize.TokenSharding."""
 
     def context(self, tokens: Tensor, context: Context) -> Context:
         """The `Context` of layers for `tokens` [B, S]."""

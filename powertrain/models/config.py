@@ -46,7 +46,7 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_are_possible(self) -> "ModelConfig":
-        """A slip of the keyboard must not build layers for hours, nor overflow a tensor's size."""
+        """Refuse sizes so large that building layers would take hours, or overflow a tensor's size (typing errors)."""
         for name, value in self:
             most = _LARGEST.get(name, 1 << 22)
             if isinstance(value, int) and value > most:

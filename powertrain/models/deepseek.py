@@ -319,7 +319,7 @@ _QUERIES = ("attention.q.weight", "attention.q_up.weight")
 
 
 def _rolled(weight: Tensor, config: Config, direction: int) -> Tensor:
-    """A query projection with each head's rotary rows moved from the end to the front (1) or back (-1)."""
+    """A query projection with each head's rotary rows moved from the end to the front (1) or in reverse (-1)."""
     heads = weight.unflatten(0, (config.num_heads, -1))
     # roll and not permute: the two parts only change places
     return heads.roll(direction * config.qk_rope_head_dim, 1).flatten(0, 1)

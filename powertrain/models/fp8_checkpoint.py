@@ -1,4 +1,4 @@
-"""A model whose frozen weights are the FP8 bytes of a Hugging Face folder: what adapters are trained on."""
+"""Loading of frozen FP8 weights from a Hugging Face folder without dequantization, to train adapters on them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ def load_frozen(model: nn.Module, folder: Path) -> Report:
 
 
 def _ours(config: ModelConfig, tensors: FP8Tensors) -> Iterator[tuple[str, Quantized | str]]:
-    """Weights of ours that the folder stores in FP8: bytes and scales, or why they cannot be kept."""
+    """Our weights that the folder stores in FP8: bytes and scales, or why they cannot stay in FP8."""
     module = architecture(config.architecture)
     for name, shape in huggingface.shapes(config).items():
         found = [tensors.stored(theirs) for theirs, _ in module.hf_parts(config, name, shape) if theirs in tensors]

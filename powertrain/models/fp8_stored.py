@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 def stored_as(values: Mapping[str, Any]) -> Stored | None:
-    """Of a config.json's values; None: nothing is quantized. Raises ValueError naming the key for other formats."""
+    """The FP8 format that a config.json states, or None. Raises ValueError naming the key for unsupported formats."""
     given = values.get("quantization_config")
     if given is None:
         return None

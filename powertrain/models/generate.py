@@ -57,7 +57,7 @@ class Sampler:
         return torch.multinomial(chances, 1, generator=self._generator).squeeze(-1)
 
     def _kept(self, logits: Tensor) -> Tensor:
-        """Logits with -inf where top_k and top_p leave out."""
+        """Logits with -inf for tokens that top_k and top_p exclude."""
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             # compared by value: tokens as likely as the k-th stay, whatever the order that topk gives them
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
@@ -71,7 +71,7 @@ class Sampler:
 
 
 def _number(value: Any) -> float:
-    """A number of any kind; nan for what is none."""
+    """The value as a float if it is a number of any type, else nan."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -79,7 +79,7 @@ def _number(value: Any) -> float:
 
 
 def _integer(value: Any) -> int:
-    """An integer of any kind, NumPy's too; for what is none one below all that are taken."""
+    """The value as an int if it is an integer of any type (also NumPy's), else one below all valid values."""
     try:
         return int(index(value))
     except TypeError:
@@ -199,7 +199,7 @@ def generate(
 
 @dataclass
 class Row:
-    """What followed one prompt.
+    """The generated continuation of one prompt.
 
     tokens      without the one that ended it
     logprobs    of each token, in nats, by the model's own distribution (before temperature, top_k and top_p)

@@ -14,7 +14,7 @@ def required(values: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def only(values: Mapping[str, Any], **expected: Any) -> None:
-    """Raise ValueError naming a key of config.json that is set to something else, which we could not honour."""
+    """Raise ValueError naming a key of config.json whose value is not supported."""
     for name, must in expected.items():
         # a feature at its neutral value needs no code
         if values.get(name) not in (None, must):

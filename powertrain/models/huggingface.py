@@ -141,7 +141,7 @@ def _check_names(config: ModelConfig, module: Any, wanted: set[str], present: se
 
 
 def _check_tied(tensors: Mapping[str, Tensor], embedding: str) -> None:
-    """transformers 5 takes a head that is there with other values, earlier ones left it out."""
+    """Refuse a tied head whose values differ: transformers 5 reads such a head, earlier versions ignore it."""
     for name in _HEADS:
         if name not in tensors:
             continue
@@ -326,7 +326,7 @@ def _kept_config(config: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, An
 
 
 def _reward_config(architectures: list[str]) -> dict[str, Any]:
-    """Keys of config.json of the same architecture as a reward model: one label is one number."""
+    """Keys of config.json that make the same architecture a reward model: one label, a regression value."""
     name = architectures[0].replace(_LANGUAGE, _REWARD)
     return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 

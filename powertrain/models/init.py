@@ -1,4 +1,4 @@
-"""First weights: a parameter's values depend on the seed and its name alone, not on sharding, ranks or order."""
+"""Weight initialization: values depend on the seed and the parameter's name only, not on sharding, ranks or order."""
 
 import hashlib
 import math

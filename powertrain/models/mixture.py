@@ -1,4 +1,4 @@
-"""The frame of decoders with layers of experts: the load balancing loss beside the language model's."""
+"""Base class of decoders with experts: adds the load balancing loss to the language model's loss."""
 
 from typing import Any
 

@@ -42,7 +42,7 @@ from powertrain.nn.tensor_parallel.lora import ColumnParallelLoRA, RowParallelLo
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens
 from powertrain.parallel.context.api import context_parallel
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.transport.heartbeat import CollectiveMismatch, compare_calls, meeting
+from powertrain.parallel.transport.heartbeat import CollectiveMismatch, compare_calls, first_call
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
@@ -153,7 +153,7 @@ def _check_unsharded(model: nn.Module) -> None:
 def _compare_ranks(call: str) -> None:
     """Raise CollectiveMismatch unless all ranks make this call: with meshes that differ gloo ends the process."""
     assert dist.group.WORLD is not None
-    with meeting("parallelize"):
+    with first_call("parallelize"):
         compare_calls(call, dist.group.WORLD)
 
 

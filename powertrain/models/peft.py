@@ -75,7 +75,7 @@ def save_adapter(
 
 
 def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
-    """Put the adapters of PEFT's folder beside the layers of `model`, in place, as `lora` does; the model.
+    """Add the adapters of a PEFT folder to the layers of `model`, in place, as `lora` does; returns the model.
 
     Raises FileNotFoundError, or ValueError naming the file and what does not fit.
     """
@@ -263,7 +263,7 @@ def _check_patterns(name: str, patterns: Any) -> None:
 
 
 def _pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """PEFT's rank_pattern and alpha_pattern: regular expressions of names, or of their ends behind a dot."""
+    """Matches PEFT's rank_pattern and alpha_pattern: regular expressions of a name, or of its end after a dot."""
     for key, value in (patterns or {}).items():
         # so PEFT matches: a name is an expression for itself, and ^ is the name's beginning
         if re.match(rf"(.*\.)?({key})$", name):

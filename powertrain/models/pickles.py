@@ -1,4 +1,4 @@
-"""Files of torch.save from elsewhere: read without executing anything they hold."""
+"""Reading of torch.save files of other programs without executing any code in them."""
 
 import pickle
 import warnings

@@ -51,7 +51,7 @@ def presets() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def configure(**fields: Any) -> ModelConfig:
-    """The config of `architecture=`, or of `preset=` with the other fields laid over it.
+    """The config of `architecture=`, or of `preset=` with the other fields overriding its own.
 
     Raises ValueError (pydantic's ValidationError among them) naming the field, the expected value and the given one.
     """
@@ -61,7 +61,7 @@ def configure(**fields: Any) -> ModelConfig:
         if preset not in known:
             raise ValueError(f"model.preset must be one of {', '.join(known)}, got {preset!r}")
         name, values = known[preset]
-        # its other fields mean nothing there, and would be refused by names that nobody wrote
+        # its other fields mean nothing there, and would be refused by names that the user did not write
         if fields.get("architecture", name) != name:
             got = fields["architecture"]
             raise ValueError(f"model.architecture must be {name} with the preset {preset}, or left out, got {got!r}")

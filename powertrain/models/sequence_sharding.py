@@ -1,4 +1,4 @@
-"""A model's tokens sharded over context-parallel ranks: each reads the batch and keeps its part of every sequence.
+"""Sharding of a model's tokens over context-parallel ranks: each reads the batch and keeps its part of every sequence.
 
 Losses are equal on every rank; each differentiates its own part of them, times the number of ranks, so the average over
 the ranks of a parameter's gradients is the gradient of that loss (FSDP computes it).
@@ -85,7 +85,7 @@ class ContextSharding(Unsharded):
         return self._of_length(tokens.shape[1])
 
     def _part(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """This rank's of an x [B, S] or [S]."""
+        """This rank's part of an x [B, S] or [S]."""
         sharding = self._sharding
         assert sharding is not None
         x = x.expand_as(tokens)

@@ -24,7 +24,7 @@ from powertrain.runtime.positional import hinted
 
 
 class Context(NamedTuple):
-    """Facts of the tokens that layers need beside their states.
+    """What layers need to know about the tokens besides their hidden states.
 
     position_ids   [B, S] int64: where tokens stand, if not at 0, 1, 2 ...
     document_ids   [B, S] int32: tokens see those with their own id only
@@ -54,7 +54,7 @@ def check_states(op: str, x: Tensor, hidden_size: int, context: Context) -> None
 
 
 def check_cached(op: str, context: Context, batch: int, new: int) -> None:
-    """Raise an error unless `new` tokens of each of `batch` sequences can stand behind those in context.cache."""
+    """Raise an error unless context.cache has rows left for `new` tokens of each of `batch` sequences."""
     for name in ("position_ids", "document_ids", "document_starts"):
         if getattr(context, name) is not None:
             # layers count positions from the cache's lengths, and keep no documents apart
@@ -69,7 +69,7 @@ _SCORES_OF_A_CALL = 1 << 14
 
 
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, context: Context, **options: Any) -> Tensor:
-    """`attention` of q [B, S, H, D], k and v [B, S, K, D] in which documents of a row do not see each other."""
+    """`attention` of q [B, S, H, D], k and v [B, S, K, D] where each token sees only its own document."""
     if context.document_starts is None or _short_on_cpu(q, context):
         out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
         return out
@@ -80,7 +80,7 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, context: Context, **option
 
 
 def _short_on_cpu(q: Tensor, context: Context) -> bool:
-    """Whether ids are there and a mask by them takes less time on a CPU than so many sequences."""
+    """Whether document ids are given and masking by them is faster on a CPU than that many packed sequences."""
     if context.document_starts is None or context.document_ids is None or q.device.type != "cpu":
         return False
     B, S, H, _ = q.shape
@@ -88,7 +88,7 @@ def _short_on_cpu(q: Tensor, context: Context) -> bool:
 
 
 def _ids(context: Context, q: Tensor) -> Tensor | None:
-    """document_ids [B, S], from document_starts where those alone are given: packed sequences take no attn_bias."""
+    """document_ids [B, S], if need be from document_starts: packed sequences take no attn_bias."""
     if context.document_ids is not None or context.document_starts is None:
         return context.document_ids
     tokens = torch.arange(q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
@@ -97,7 +97,7 @@ def _ids(context: Context, q: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Rotary(Description):
-    """A rotary embedding as a model states it; `table` makes it, once per device."""
+    """Settings of a rotary embedding; `table` builds the table of cos and sin, once per device."""
 
     dim: int
     max_seqlen: int
@@ -276,7 +276,7 @@ class SelfAttention(nn.Module):
         return out
 
     def _decode_blocks(self, qkv: Tensor, cache: KVCache, sparsity: BlockSparsity) -> Tensor:
-        """New tokens over the cache, of which each position sees its own blocks."""
+        """Attention of new tokens to the cache with block sparsity: each position sees its own set of blocks."""
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         assert values is not None
         new, capacity = qkv.shape[1], keys.shape[1]

@@ -23,7 +23,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Layer(nn.Module):
-    """(x, residual) -> (x, residual) of a decoder's layer: `compute`, repeated in backward as `recompute` says.
+    """Base class of decoder layers: (x, residual) -> (x, residual) by `compute`; `recompute` sets what is recomputed.
 
     Shapes: x and residual [B, S, hidden_size], or a rank's tokens (Context.shape). The residual stream is their sum;
     residual None: x alone, before the first layer.
@@ -60,11 +60,11 @@ class Layer(nn.Module):
 
     @property
     def cache_row(self) -> CacheRow:
-        """What a `KVCache` keeps of a token of this layer."""
+        """What a `KVCache` stores per token for this layer."""
         raise NotImplementedError
 
     def normed(self, norm: Callable[..., Any], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """norm(stream) and the stream itself; x is dropped out before it is added."""
+        """norm(stream) and the stream, where stream = residual + dropout(x)."""
         # with dropout the sum is a kernel of its own; without, the norm's kernel adds it
         if residual is not None and self.dropout and self.training:
             x, residual = bias_dropout_add(x, None, residual, self.dropout), None
@@ -72,7 +72,7 @@ class Layer(nn.Module):
 
 
 class Block(Layer):
-    """Attention and MLP; the stream is taken by the next norm in the same kernel that adds x to it.
+    """Attention and MLP; one kernel adds x to the residual stream and computes the next norm.
 
     attention, mlp            modules that take (x, Context)
     attention_norm, mlp_norm  modules that take (x, residual); with mlp_norm None both halves read attention_norm

@@ -58,7 +58,7 @@ class BlockSparsity(Description):
 
     @property
     def left(self) -> int:
-        """Keys before its own position that a query may see at most; -1: all."""
+        """How many keys before its own position a query may see at most; -1: all."""
         if self.last_of_window or self.global_blocks:
             return -1
         blocks = max(self.windows) - 1 if self.before is None else self.before
@@ -92,7 +92,7 @@ class BlockSparsity(Description):
         return torch.tensor(numbers[:count], dtype=torch.int64, device="cpu")
 
     def keys_seen(self, length: int) -> float:
-        """Keys that a query of a sequence sees on average, of its own block half; 0 in one of no tokens."""
+        """Average number of keys that a query of a sequence sees; half of its own block counts. 0 of no tokens."""
         count = cdiv(length, self.block)
         # a run's summary asks for it, to tell attention's work from the rest
         if not count:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class CacheRow(NamedTuple):
-    """What a layer keeps of a token: kv heads and channels of a key and of a value, and channels of a gMLP's gate.
+    """What a layer caches per token: kv heads, channels of a key and of a value, and channels of a gMLP's gate.
 
     num_kv_heads   0: the layer has no attention
     head_dim_v     None: values are channels of the keys (MLA)
@@ -63,7 +63,7 @@ class KVCache:
             self.values[layer][:, : value.shape[1]] = value  # type: ignore[index]
 
     def advance(self, lengths: Tensor | int) -> None:
-        """After all layers: so many rows more of each sequence are filled."""
+        """Count `new` more filled rows of each sequence; called after all layers have written."""
         self.lengths += lengths
         self.is_empty = False
 

@@ -1,4 +1,4 @@
-"""`fp8_dispatch(model, recipe)`: rows travel to experts that are spread over ranks in FP8."""
+"""`fp8_dispatch(model, recipe)`: sends rows to experts on other ranks in FP8 (expert parallelism)."""
 
 from torch import nn
 
@@ -13,10 +13,10 @@ def fp8_dispatch(model: nn.Module, recipe: Recipe | None) -> Report:
 
         model    with experts (powertrain.nn.moe.Experts) that `Experts.shard` or `parallelize` spread over ranks
         recipe   whose scales rows are rounded by: `Row()` or `Block()` of powertrain.quant; None: as they are again
-    Returns a Report: experts whose rows travel in FP8, and why others' do not.
+    Returns a Report: experts whose rows are sent in FP8, and why others' are not.
 
     Experts then compute with rounded rows, as FP8 products would: not the bits of rows sent in 16 bits, but those of
-    rounding them where they arrive. Results and gradients travel in the rows' dtype (`spread_experts`).
+    rounding them where they arrive. Results and gradients are sent in the rows' dtype (`spread_experts`).
     Every rank makes the same call. Raises ValueError for a model without experts.
     """
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
@@ -35,5 +35,5 @@ def fp8_dispatch(model: nn.Module, recipe: Recipe | None) -> Report:
 
 def _why_not(experts: Experts, recipe: Recipe | None) -> str | None:
     if recipe is not None and not isinstance(recipe, Row | Block):
-        return "rows travel by row and by block only, whose scales are a row's own"
+        return "only recipes by row and by block can send rows: each row then has its own scales"
     return "one rank has all experts: nothing is sent" if experts.overlap is None else None

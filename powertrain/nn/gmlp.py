@@ -153,6 +153,6 @@ class GMLP(Layer):
 
     @property
     def cache_row(self) -> CacheRow:
-        """The gates after their norm, and what the tiny attention has."""
+        """The normalized gates, and the keys and values of the tiny attention."""
         dim, heads = (0, 0) if self.tiny_attention is None else (self.tiny_attention.head_dims[0], 1)
         return CacheRow(heads, dim, dim, gate=self.spatial.channels)

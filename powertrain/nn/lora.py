@@ -61,7 +61,7 @@ class LoRALinear(HasFP8State, Adapted):
 
     @torch.no_grad()
     def reset_adapter(self, generator: torch.Generator | None = None) -> None:
-        """lora_A uniform as nn.Linear's weights are, lora_B 0, the magnitude that of weight: the layer as it was."""
+        """Initialize the adapter so that the layer's output is unchanged: lora_B 0, lora_A as nn.Linear's weight."""
         bound = 1 / math.sqrt(self.in_features)
         self.lora_A.uniform_(-bound, bound, generator=generator)
         # one factor is 0 so that the product is, and the other is not, so that gradients flow
@@ -70,7 +70,7 @@ class LoRALinear(HasFP8State, Adapted):
 
     @torch.no_grad()
     def reset_magnitude(self) -> None:
-        """The magnitude of the rows of weight + scale lora_B lora_A: after either was loaded without it."""
+        """Set `magnitude` to the row norms of weight + scale lora_B lora_A, after either was loaded without it."""
         if self.lora_magnitude is not None:
             self.lora_magnitude.copy_(adapted_norm(self.weight, self.lora_A, self.lora_B, self.scale))
 
@@ -128,7 +128,7 @@ def lora(
     rslora: bool = False,
     dora: bool = False,
 ) -> nn.Module:
-    """Put an adapter beside the linear layers of `model` that `targets` names, in place, and freeze everything else.
+    """Add an adapter to each linear layer of `model` that `targets` names, in place, and freeze everything else.
 
     rank, alpha   the adapter's product is multiplied by alpha / rank
     targets       ends of module names ("q_proj", "attention.qkv"), as PEFT takes them; "all-linear": every nn.Linear
@@ -172,17 +172,14 @@ def _is_computed_in(weight: Tensor) -> bool:
 
 
 def check_forwards(op: str, argument: str, layers: Mapping[str, nn.Module]) -> None:
-    """None of the layers has a forward of its instance, as of accelerate's hooks, which its replacement would lose."""
+    """Refuse layers whose `forward` was set on the instance (as accelerate's hooks do): a replacement would lose it."""
     others = [name for name, layer in layers.items() if not has_own_forward(layer, FP8Linear)]
     must = "have no layer whose forward was set on the instance, by another library"
     checks.require(not others, op, argument, must, others[:3])
 
 
 def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Put layers in the place of others, under all names that these have in the model: `named_modules` gives one.
-
-    They get their hooks too.
-    """
+    """Replace layers under every name that they have in the model (`named_modules` gives one), and move their hooks."""
     for before, layer in layers.items():
         take_hooks(layer, before)
     for parent in list(model.modules()):
@@ -240,7 +237,7 @@ def lora_layers(model: nn.Module) -> dict[str, Adapted]:
 
 @hinted
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Every adapted layer of `model` becomes a plain nn.Linear with the merged weight, in place; the model."""
+    """Replace every adapted layer of `model` by an nn.Linear with the merged weight, in place; returns the model."""
     merged_layers: dict[nn.Module, nn.Module] = {}
     checks.require(not isinstance(model, Adapted), "merge_lora", "model", "have layers inside", type(model).__name__)
     check_forwards("merge_lora", "model", lora_layers(model))
@@ -257,7 +254,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes without its adapters: the reference of preference training, without a copy."""
+    """Context in which the model computes without its adapters: a reference model without a copy of the weights."""
     # only those that are on, so that the end does not switch others on
     layers = [layer for layer in lora_layers(model).values() if layer.enabled]
     for layer in layers:

@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         return self.out(attended.flatten(-2))
 
     def _rotated(self, x: Tensor, context: Context) -> Tensor:
-        """The first channels of every head turned by where the tokens stand."""
+        """x with the first channels of every head rotated by the tokens' positions."""
         cache = context.cache
         # new tokens stand behind those that the cache has
         offset = 0 if cache is None or cache.is_empty else cache.lengths
@@ -153,7 +153,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("bshl,hvl->bshv", out, v_up)
 
     def _up_weight(self, latent: Tensor) -> Tensor:
-        """[N, latent]: what kv_up multiplies latents by, an adapter included."""
+        """[N, latent]: the weight of kv_up, its adapter included."""
         up: Any = self.kv_up
         if isinstance(up, LoRALinear) and up.enabled:
             return up.merged_weight()

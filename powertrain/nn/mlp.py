@@ -22,8 +22,7 @@ _SEEN_BY = (
 
 
 def _is_plain(*layers: nn.Module) -> bool:
-    """Calling these layers does nothing but multiply: no hook sees it, and nobody has replaced `forward`, as those do
-    who keep weights elsewhere until they are needed."""
+    """Whether the layers are plain nn.Linear: no hooks, and no `forward` set on the instance (as offloading does)."""
     if torch.compiler.is_compiling() or _has_any_global_hook():
         return False
     return all(type(layer) is nn.Linear and not any(map(layer.__dict__.get, _SEEN_BY)) for layer in layers)

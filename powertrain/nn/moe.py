@@ -194,7 +194,7 @@ class MoE(nn.Module):
         self.register_load_state_dict_post_hook(_count_from_zero)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: without the last forward's loss, part of a graph that PyTorch refuses to copy."""
+        """The state of a copy, without the last forward's loss: PyTorch refuses to copy tensors of a graph."""
         return {**self.__dict__, "balance_loss": None}
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
@@ -222,7 +222,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float, group: ProcessGroup | None = None) -> None:
-        """After an optimizer step: move the correction bias towards an even load and count anew.
+        """Update the correction bias towards an even load and reset the counts; called after an optimizer step.
 
         group   the process group whose ranks saw other tokens; None: this rank alone
         """
@@ -234,7 +234,7 @@ class MoE(nn.Module):
 
 
 def _count_from_zero(moe: MoE, keys: Any) -> None:
-    """After a state dict whose tensors replace those of the meta device (`assign=True`): `load` is not among them."""
+    """Make `load` real after `load_state_dict(assign=True)` on a meta module: it is not in the state dict."""
     device = moe.router.weight.device
     if moe.load.is_meta and device.type != "meta":
         moe.load = torch.zeros_like(moe.load, device=device)

@@ -47,5 +47,5 @@ class LayerNorm(nn.Module):
 
 
 def _own(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """A weight for x, which is a rank's own part; or a DTensor, and then PyTorch sees to the gradient."""
+    """The weight, its gradient all-reduced if x is one rank's shard. If x is a DTensor, PyTorch does that."""
     return weight if weight is None or isinstance(x, DTensor) else all_reduce_grad(weight)

@@ -84,7 +84,7 @@ _Entry = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 class _Located(NamedTuple):
-    """What the last step of a group of plain tensors found, while they stay where they are."""
+    """State cached from the last step of a group of plain tensors, valid while their addresses do not change."""
 
     facts: list[Any]  # all that its launches depend on but where gradients are
     addresses: list[int]  # of the gradients

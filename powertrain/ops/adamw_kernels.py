@@ -151,7 +151,7 @@ def _adamw_kernel(
 
 
 class Tensors(NamedTuple):
-    """Of the parameters that one launch updates, in one order."""
+    """Tensors of the parameters that one launch updates, all in the same order."""
 
     params: list[Tensor]
     grads: list[Tensor]

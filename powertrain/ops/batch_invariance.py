@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from powertrain.ops.shapes import as_rows, broadcasts
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import disable
+from powertrain.runtime.dispatch import cast_by_autocast, disable
 from powertrain.runtime.sharding import is_dtensor
 
 # products in which cuBLAS or a kernel for large sizes has a part; disabled, these ops call F.linear
@@ -37,7 +37,7 @@ _row_invariant: Any = None
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Inside, a token's results have the same bits whatever other tokens stand around it, how many, and how packed.
+    """Context in which a token's results have the same bits for any other tokens in the batch, and any packing.
 
     It holds for the forward of our models, and of others made of nn.Linear, our `attention` and ops that compute rows
     by themselves: states, logits and log-probabilities of a sequence are equal alone, in a padded batch and in packed
@@ -71,7 +71,7 @@ def is_batch_invariant() -> bool:
 
 
 def rows_apart(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """function(*tensors), in plain PyTorch; inside `batch_invariant` called for each row [..., N] by itself.
+    """function(*tensors), of plain PyTorch; inside `batch_invariant` called for each row [..., N] separately.
 
     On a CPU PyTorch computes the last elements of a tensor by scalar code, whose exp and erf round otherwise.
     """
@@ -99,15 +99,11 @@ class _Products(TorchFunctionMode):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if is_dtensor(input) or is_dtensor(weight):
         refuse_invariant("linear layers of DTensors (tensor parallelism)", "use replicas or FSDP")
-    kind = input.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    input, weight, bias = cast_by_autocast(input, weight, bias)
     if input.shape[-1] != weight.shape[-1]:
         checks.fail("linear", "input", f"have a last dim of {weight.shape[-1]}, weight's", input.shape[-1])
     N = weight.shape[0]
-    if weight.dtype is not input.dtype:
-        checks.fail("linear", "weight", f"have input's dtype {checks.name(input.dtype)}", checks.name(weight.dtype))
+    checks.same_dtype("linear", "input", input, weight=weight)
     if bias is not None:
         fits = bias.dim() < 2 and broadcasts((bias.numel(),), (N,))
         checks.require(fits, "linear", "bias", f"have {N} elements", list(bias.shape))

@@ -41,7 +41,7 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def known(length: int | Tensor | None) -> int | None:
-    """An upper bound of lengths, if the host knows it: reading a tensor would wait for the GPU."""
+    """An upper bound of lengths, if the host knows it without reading a GPU tensor (a synchronization)."""
     return None if isinstance(length, Tensor) else length
 
 
@@ -56,7 +56,7 @@ def gather_pages(
     """
     page_size = cache.shape[1]
     if not cache.shape[0]:
-        # a page of zeros, which nobody owns
+        # a page of zeros, which no sequence owns
         cache = torch.nn.functional.pad(cache, [0, 0] * (cache.dim() - 1) + [0, 1])
     position = torch.arange(length, device=cache.device)
     pages = page_table.long()[:, position // page_size].clamp(0, cache.shape[0] - 1)

@@ -1,4 +1,4 @@
-"""Kernels that start before the one before them on the stream has ended: programmatic dependent launch, from sm_90 on.
+"""Programmatic dependent launch (sm_90 and later): a kernel starts before the preceding one on the stream has ended.
 
 A kernel with the constant STARTS_EARLY is launched as soon as every program of the kernel before has called
 `let_next_kernel_start` or ended; its own threads call `await_kernel_before` ahead of their first access to memory, and

@@ -228,7 +228,7 @@ def _require_finite(total: Tensor, norm_type: float) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by to clip them to `max_norm`: a number on norm's device."""
+    """The factor that clips gradients of this norm to `max_norm`: a number on norm's device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -31,6 +31,7 @@ from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.dispatch import (
     Op,
+    cast_by_autocast,
     falls_back,
     in_functorch,
     is_traced,
@@ -433,19 +434,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Source: Gale et al., arXiv:2211.15841.
     """
     op = "grouped_gemm"
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        x, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (x, weight))
-    checks.floating(op, x=x, weight=weight)
-    checks.same_device(op, "x", x, weight=weight, offsets=offsets)
-    checks.require(x.dim() == 2, op, "x", "be [T, K]", list(x.shape))
-    checks.require(weight.dim() == 3, op, "weight", "be [E, N, K]", list(weight.shape))
-    checks.shape(op, "weight", weight, (*weight.shape[:2], x.shape[1]), "[E, N, last dim of x]")
-    checks.shape(op, "offsets", offsets, weight.shape[:1], "first dim of weight")
-    checks.require(offsets.dtype is torch.int32, op, "offsets", "be int32", checks.name(offsets.dtype))
-    checks.require(
-        weight.dtype is x.dtype, op, "weight", f"have x's dtype {checks.name(x.dtype)}", checks.name(weight.dtype)
-    )
+    x, weight = cast_by_autocast(x, weight)
+    check_groups(op, x, weight, offsets)
     refuse_invariant("grouped_gemm (mixture of experts)", "use a model with dense MLPs")
     kernel = use_kernel(op, x)
     if kernel or (is_traced(x) and not in_functorch()):
@@ -454,6 +444,18 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     refuse_vmap(op, offsets, instead="offsets are read on the host: groups that differ take one call each")
     with without_autocast(x.device):
         return _grouped_gemm_torch(x, weight, offsets)
+
+
+def check_groups(op: str, x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    """Raise ValueError unless the shapes, dtypes and devices are those of a grouped GEMM."""
+    checks.floating(op, x=x, weight=weight)
+    checks.same_device(op, "x", x, weight=weight, offsets=offsets)
+    checks.require(x.dim() == 2, op, "x", "be [T, K]", list(x.shape))
+    checks.require(weight.dim() == 3, op, "weight", "be [E, N, K]", list(weight.shape))
+    checks.shape(op, "weight", weight, (*weight.shape[:2], x.shape[1]), "[E, N, last dim of x]")
+    checks.shape(op, "offsets", offsets, weight.shape[:1], "first dim of weight")
+    checks.require(offsets.dtype is torch.int32, op, "offsets", "be int32", checks.name(offsets.dtype))
+    checks.same_dtype(op, "x", x, weight=weight)
 
 
 def grouped_gemm_dgrad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ from powertrain.ops.cross_entropy_kernels import (
 )
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, cdiv, empty, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, apart_from_autocast, falls_back, use_kernel
+from powertrain.runtime.dispatch import Op, apart_from_autocast, cast_by_autocast, falls_back, use_kernel
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.plain_calls import plain
@@ -440,10 +440,7 @@ def linear_cross_entropy(
     Source: Wijmans et al., arXiv:2411.09009; row blocks after mgmalek/efficient_cross_entropy.
     """
     op = "linear_cross_entropy"
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = cast_by_autocast(x, weight, bias)
     check_loss_arguments(op, target, reduction, label_smoothing, z_loss, softcap)
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.floating(op, x=x, weight=weight, bias=bias)
@@ -452,9 +449,7 @@ def linear_cross_entropy(
     checks.shape(op, "target", target, x.shape[:-1], "x without the last dim")
     checks.shape(op, "bias", bias, weight.shape[:1], "first dim of weight")
     checks.shape(op, "main_grad", main_grad, weight.shape, "shape of weight")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype is not x.dtype:
-            checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(tensor.dtype))
+    checks.same_dtype(op, "x", x, weight=weight, bias=bias)
     if main_grad is not None:
         good = main_grad.dtype is torch.float32 and main_grad.is_contiguous()
         checks.require(good, op, "main_grad", "be float32 and contiguous", checks.name(main_grad.dtype))

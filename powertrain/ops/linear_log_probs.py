@@ -41,7 +41,7 @@ from powertrain.ops.linear_cross_entropy import (
 from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats, new_stats
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, autocast_dtype, cast_by_autocast, falls_back, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
 
 
@@ -387,13 +387,11 @@ def linear_log_probs(
         so.
     Source: Agarwal et al., arXiv:2306.13649 for the divergence between 0 and 1.
     """
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if (dtype := autocast_dtype(x)) is not None:
+        x, weight, bias = cast_by_autocast(x, weight, bias)
         if teacher is not None:
-            taught_bias = None if teacher.bias is None else teacher.bias.to(dtype)
-            teacher = teacher._replace(x=teacher.x.to(dtype), weight=teacher.weight.to(dtype), bias=taught_bias)
+            teacher_bias = None if teacher.bias is None else teacher.bias.to(dtype)
+            teacher = teacher._replace(x=teacher.x.to(dtype), weight=teacher.weight.to(dtype), bias=teacher_bias)
     batch_invariant = batch_invariant or is_batch_invariant()
     check_arguments("linear_log_probs", x, weight, target, bias, temperature, softcap, top_k, teacher, main_grad)
     if not use_kernel("linear_log_probs", x):
@@ -446,9 +444,7 @@ def check_arguments(
     checks.shape(op, "target", target, x.shape[:-1], "x without the last dim")
     checks.shape(op, "bias", bias, weight.shape[:1], "first dim of weight")
     checks.shape(op, "main_grad", main_grad, weight.shape, "shape of weight")
-    for name, tensor in (("weight", weight), ("bias", bias), *teacher_tensors.items()):
-        if tensor is not None and tensor.dtype is not x.dtype:
-            checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(tensor.dtype))
+    checks.same_dtype(op, "x", x, weight=weight, bias=bias, **teacher_tensors)
     checks.require(temperature > 0, op, "temperature", "be above 0", temperature)
     checks.require(softcap is None or softcap >= 0, op, "softcap", "be at least 0 (0: none), or None", softcap)
     V = weight.shape[0] if vocab_size is None else vocab_size

@@ -23,7 +23,7 @@ _WORD = 64  # the scratch's rows are multiples of so many elements
 
 
 class Options(NamedTuple):
-    """Of the distributions; softcap 0: none."""
+    """Options of the two distributions; softcap 0: none."""
 
     ignore_index: int
     temperature: float

@@ -25,7 +25,15 @@ from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.gemm.gemm import gemm
 from powertrain.ops.shapes import acc_dtype, as_rows
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, in_functorch, use_kernel, without_autocast
+from powertrain.runtime.dispatch import (
+    Op,
+    autocast_dtype,
+    cast_by_autocast,
+    falls_back,
+    in_functorch,
+    use_kernel,
+    without_autocast,
+)
 from powertrain.runtime.flops import Shape
 
 
@@ -237,11 +245,9 @@ def lora_linear(
         so.
     Sources: Hu et al., arXiv:2106.09685; Liu et al., arXiv:2402.09353.
     """
-    op, kind = "lora_linear", x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        x_adapter = None if x_adapter is None else x_adapter.to(dtype)
+    op, dtype = "lora_linear", autocast_dtype(x)
+    if dtype is not None:
+        x, weight, bias, x_adapter = cast_by_autocast(x, weight, bias, x_adapter)
         # of 16 bits they may be the layer's own dtype, and not autocast's; float32 ones are taken as they are
         A, B = (t.to(dtype) if t.dtype in _HALVES else t for t in (A, B))
         magnitude = magnitude.to(dtype) if magnitude is not None and magnitude.dtype in _HALVES else magnitude
@@ -257,9 +263,7 @@ def lora_linear(
     checks.shape(op, "magnitude", magnitude, (N,), "first dim of weight")
     checks.shape(op, "x_adapter", x_adapter, x.shape, "shape of x")
     checks.require(abs(scale) < inf, op, "scale", "be finite", scale)
-    for name, tensor in (("weight", weight), ("bias", bias), ("x_adapter", x_adapter)):
-        good = tensor is None or tensor.dtype is x.dtype
-        checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", tensor if good else tensor.dtype)  # type: ignore[union-attr]
+    checks.same_dtype(op, "x", x, weight=weight, bias=bias, x_adapter=x_adapter)
     for name, tensor in (("A", A), ("B", B), ("magnitude", magnitude)):
         good = tensor is None or tensor.dtype in (x.dtype, torch.float32)
         checks.require(good, op, name, f"be {checks.name(x.dtype)} or float32", None if good else tensor.dtype)  # type: ignore[union-attr]

@@ -297,11 +297,11 @@ def _plan_bwd(
     # pipelining keeps all stages but one in shared memory, those of a weight that is read for each row too
     column_bytes = stage_bytes + (weight_bytes if plan.tail or plan.reload else 0)
     row_bytes = plan.block_m * (plan.block_n + plan.tail) * column_bytes
-    room = (target.shared_per_block // plan.programs - 4096) // row_bytes
+    rows_in_shared_memory = (target.shared_per_block // plan.programs - 4096) // row_bytes
     blocks = cdiv(M, plan.block_m)
     # a program's partial sums cost as much as a row of its own
     programs = min(max(cdiv(blocks, 4), min(blocks, target.num_sms)), plan.programs * target.num_sms)
-    return plan._replace(programs=programs, pipeline=min(plan.pipeline, max(1, room + 1)))
+    return plan._replace(programs=programs, pipeline=min(plan.pipeline, max(1, rows_in_shared_memory + 1)))
 
 
 _FEW = 512  # rows

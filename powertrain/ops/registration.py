@@ -1,4 +1,4 @@
-"""All ops at once, for programs that call them by name."""
+"""Registration of all ops with PyTorch, for exported programs, which call them by name."""
 
 import pkgutil
 from importlib import import_module

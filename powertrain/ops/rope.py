@@ -100,7 +100,7 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | 
 
 
 def _sharding(q: Any, k: Any, layout: str, **positions: Any) -> Any:
-    """By heads; by sequences of a batch where positions are the same in all."""
+    """Shards by heads, or by the sequences of a batch if all have the same positions."""
     R, _P, S = placements()
     for at in [R, *map(S, [q.ndim - 2, *_batch_dims(layout, **positions)])]:
         yield [at, R if k is None else at], {"q": at, "k": at}

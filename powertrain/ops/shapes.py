@@ -1,4 +1,4 @@
-"""Shapes as kernels want them."""
+"""Arithmetic on shapes, and conversion of tensors to the 2D forms that kernels take."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Tables on the device through which one kernel serves many tensors: where they are, and their chunks."""
+"""Device tables of addresses and chunks, through which one kernel processes many tensors."""
 
 import functools
 from collections.abc import Sequence

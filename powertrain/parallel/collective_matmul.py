@@ -88,7 +88,7 @@ def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
 
 @marks_broken
 def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
-    """dx of this rank's rows, and dw_i: x travels here behind the product for dx, and dx from here behind dw_i."""
+    """dx of this rank's rows, and dw_i: x is gathered during the GEMM for dx, and dx is sent during those for dw_i."""
     *tensors, need_x, need_w, counts, key, into_main = rest
     overlap, rows = find(key), RowCounts(tuple(counts))
     # a weight without any gradient takes part in neither product
@@ -103,7 +103,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
         # saved x is this rank's rows only: gathering again costs less memory than keeping [M, K]
         gathering = Collected(transport, x, rows) if in_sequence else transport.gather(x, rows, keep=True)
 
-    # called while dx's parts travel
+    # called while dx's parts are sent
     def weight_grads() -> None:
         if gathering is None:
             return
@@ -138,7 +138,7 @@ def _all_gather_flops(w0: Shape, w1: Shape | None, w2: Shape | None, counts: Seq
 
 
 def _grads_flops(need_x: bool, need_w: Sequence[bool], **arguments: Any) -> int:
-    """Of `all_gather_gemm` and `replicated_gemm`, for those outputs that have a gradient."""
+    """FLOPs of the backward of `all_gather_gemm` and `replicated_gemm`, for outputs that have a gradient."""
     pairs = [(arguments[f"w{n}"], arguments[f"dy{n}"]) for n in range(3)]
     terms = zip(pairs, need_w, strict=True)
     return sum(2 * dy[0] * prod(w) * (need_x + need) for (w, dy), need in terms if w and dy)
@@ -380,7 +380,7 @@ def _as_list(value: Any) -> tuple[list[Any], bool]:
 
 
 def _alone(x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> list[Tensor]:
-    """The products of a group of one rank."""
+    """The GEMMs of a group of one rank."""
     # autograd's own linear knows no main_grad
     # a group of one rank needs no transport
     mains = [getattr(w, "main_grad", None) for w in weights]

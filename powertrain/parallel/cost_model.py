@@ -1,4 +1,4 @@
-"""Choice for a product and its collective: overlapped, in one kernel or in chunks, or sequential.
+"""Cost model of a GEMM and its collective: overlapped (in one kernel or in chunks), or in sequence.
 
 The times are predicted, not measured: a product by the waves of 128 x 256 tiles it takes on the device's SMs, a
 transfer by the link rate that was measured when the transport was opened. All ranks have the same numbers, so all
@@ -47,7 +47,7 @@ class Product(NamedTuple):
 
 
 class Planner:
-    """Chooses once for each product, and caches the choice."""
+    """Chooses once for each kind and size of GEMM, and caches the choice."""
 
     def __init__(self, transport: Transport, rates: Rates | None = None) -> None:
         self.transport, self.rates = transport, rates
@@ -83,7 +83,7 @@ class Planner:
 
 
 def product_seconds(rows: int, width: int, depth: int, rates: Rates) -> float:
-    """Of [rows, depth] x [depth, width], by whole waves of tiles."""
+    """Predicted seconds of a GEMM [rows, depth] x [depth, width], in whole waves of tiles."""
     # a product's time grows by whole waves: a few tiles more than the SMs cost as much as twice the tiles
     waves = -(-(-(-rows // _TILE_M) * -(-width // _TILE_N)) // rates.sms)
     # every tile of a wave takes the time of one
@@ -119,7 +119,7 @@ def _bytes_per_peer(product: Product, size: int) -> int:
 
 
 def _pipeline(product: float, step: float, size: int) -> float:
-    """Seconds until the last of `size` products ends, one of which needs nothing to travel, the others a step each."""
+    """Seconds until the last of `size` GEMMs ends: the first needs no transfer, each of the others one step."""
     # this rank's own rows are here
     ended = product + _PRODUCT_START
     for peer in range(1, size):

@@ -1,4 +1,4 @@
-"""Routes of rows to the ranks of their experts: how many go where, which are multiplied at once, and a capacity."""
+"""Routes of rows to the ranks of their experts: row counts per rank, rows multiplied together, and a capacity limit."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from powertrain.runtime.nodes import ON_ONE_RANK, once_differentiable
 
 
 class ExpertRows(NamedTuple):
-    """Rows of one source that are multiplied at once: those for some of this rank's experts.
+    """Rows from one source rank that one grouped GEMM multiplies: those for some of this rank's experts.
 
     rows, experts   which of the source's rows, and of the experts;  ends [experts] int32: each one's end in those rows
     """
@@ -62,7 +62,7 @@ class Route(NamedTuple):
         return Route(splits, theirs.clamp(max=capacity), *_with_capacity(ends, num_rows, size, capacity))
 
     def pad(self, rows: Tensor) -> Tensor:
-        """The rows as they are sent."""
+        """The rows in the order and with the padding in which they are sent."""
         return rows if self.source_rows is None else _Pad.apply(rows, self.source_rows, self.slots)
 
     def unpad(self, rows: Tensor) -> Tensor:

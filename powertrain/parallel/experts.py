@@ -20,7 +20,7 @@ its rows before they are sent; the experts compute with the rounded rows, the bi
 
     rows = rounded(x, once for each of its experts)        drows = the gradient of the rounded rows, in their dtype
 
-Results, and everything in backward, travel in the rows' dtype.
+Results, and everything in backward, are sent in the rows' dtype.
 
 Sources: Lepikhin et al., GShard, arXiv:2006.16668 (all-to-all, capacity); Gale et al., MegaBlocks, arXiv:2211.15841
 (dropless, grouped products).
@@ -41,6 +41,7 @@ from powertrain.parallel.transport.base import SplitSizes
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH
 from powertrain.quant.recipe import Block, Row
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import cast_by_autocast
 from powertrain.runtime.nodes import ON_ONE_RANK, once_differentiable, refuse_graph
 from powertrain.runtime.positional import hinted
 
@@ -70,7 +71,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Rounded(torch.autograd.Function):
-    """Rows as their experts would receive them."""
+    """Rounds rows to FP8 and back, as sending them in FP8 would; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, format: FP8Rows) -> Tensor:
@@ -132,7 +133,7 @@ def dispatch(
         x         [T, H]  as `moe_permute` takes it; T may differ between ranks, and be 0
         experts   [T, k]  int32 or int64 in [0, E), from `moe_route`
         capacity  rows from this rank to each rank, the same on all; None: as many as there are. See the module
-        wire      a recipe of powertrain.quant by whose scales rows travel, and are rounded: Row() or Block(); None: as
+        wire      a recipe of powertrain.quant by whose scales rows are rounded and sent: Row() or Block(); None: as
                   they are
     Returns the rows for this rank's experts; apply those to `rows` with `offsets`, then `combine`.
     Memory: this rank's T*k rows and those received, twice. Saved: indices.
@@ -171,7 +172,7 @@ def _mlp(rows: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor) -> Tensor
 
 
 class _Overlapped(torch.autograd.Function):
-    """rows as they are sent -> their experts' results."""
+    """Autograd function: rows in sending order -> the results of their experts."""
 
     @staticmethod
     def forward(
@@ -277,7 +278,7 @@ def _exchange_experts(
 def _overlaps(
     way: Way, route: Route, overlap: Overlap, num_experts: int, row_bytes: int, wants_gradients: bool
 ) -> bool:
-    """The same on every rank."""
+    """Whether to overlap transfers with GEMMs; decided from numbers that are equal on every rank."""
     if way != "auto":
         return way == "overlapped"
     rows = sum(map(sum, route.splits.rows))
@@ -324,9 +325,7 @@ def spread_experts(
     Raises ValueError naming the argument, the expected value and the given one; PeerTimeout if a rank is gone.
     """
     op = "spread_experts"
-    kind = rows.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and rows.dtype is not torch.float64:
-        rows, gate_up, down = (t.to(torch.get_autocast_dtype(kind)) for t in (rows, gate_up, down))
+    rows, gate_up, down = cast_by_autocast(rows, gate_up, down)
     _check(op, rows, offsets, gate_up, down, overlap, capacity, way)
     check_wire(op, wire)
     format = _format(wire, rows)

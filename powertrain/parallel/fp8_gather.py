@@ -3,9 +3,9 @@
     fp8_all_gather_gemm        y_i = gather(x) w_iᵀ      x's rows are sharded; w_i's rows (features out) are this rank's
 
 It is `all_gather_gemm` (collective_matmul.py) whose products, forward and backward, are those of `fp8_linear`. An
-element has the scale that it would have after gathering (fp8_operands.py), so x travels in FP8, rank by rank. In
-backward it travels once more, as xᵀ for dW: by tensor the same bytes; by row and block its scales are of 128 tokens, so
-it travels in FP8 if each rank's first token is a multiple of 128, else x as it is.
+element has the scale that it would have after gathering (fp8_operands.py), so x is sent in FP8, rank by rank. In
+backward it is sent once more, as xᵀ for dW: by tensor the same bytes; by row and block its scales are of 128 tokens, so
+it is sent in FP8 if each rank's first token is a multiple of 128, else x as it is.
 
 Saved: what backward sends, x in one byte an element or x, and the weights with their scales.
 """
@@ -25,13 +25,13 @@ from powertrain.parallel.fp8_operands import (
     E4M3,
     HOW_SCHEMA,
     GradCopies,
-    How,
+    Scaling,
     X,
     bias_grad,
     fold_of,
-    how_of,
     product_alone,
     scales_of,
+    scaling_of,
     weight_columns,
     weight_grad,
     weight_rows,
@@ -65,31 +65,31 @@ _PADDING = (None,) * MAX_WEIGHTS
 #    -> (y0, y1, y2, sent, x_inv, w_scale)
 
 
-def _sends_fp8(how: How, counts: Sequence[int]) -> bool:
+def _sends_fp8(scaling: Scaling, counts: Sequence[int]) -> bool:
     """Whether xᵀ of each rank's rows is a part of that of all rows."""
-    return how.by == "tensor" or all(count % GROUP == 0 for count in counts[:-1])
+    return scaling.by == "tensor" or all(count % GROUP == 0 for count in counts[:-1])
 
 
-def _sent_format(how: How) -> PartFormat:
-    return PartFormat("tensor" if how.by == "tensor" else "group", E4M3)
+def _sent_format(scaling: Scaling) -> PartFormat:
+    return PartFormat("tensor" if scaling.by == "tensor" else "group", E4M3)
 
 
 @marks_broken
 def _gather_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
     *biases, counts, key, by, gradients, power_of_two, fast, keep = rest
-    how, overlap, rows = How(by, gradients, power_of_two, fast), find(key), RowCounts(tuple(counts))
+    scaling, overlap, rows = Scaling(by, gradients, power_of_two, fast), find(key), RowCounts(tuple(counts))
     weights = present(w0, w1, w2)
     with without_autocast(x.device):
-        x_scale, *w_scales = scales_of(overlap, how, [x, *weights])
+        x_scale, *w_scales = scales_of(overlap, scaling, [x, *weights])
         both = keep and by == "tensor"
-        copies = how.quantized(x, X, x_scale, columns=both)
-        made = [weight_rows(w, how, scale) for w, scale in zip(weights, w_scales, strict=True)]
+        copies = scaling.quantized(x, X, x_scale, columns=both)
+        made = [weight_rows(w, scaling, scale) for w, scale in zip(weights, w_scales, strict=True)]
         ys = _gather_results(x, weights, counts)
-        _gather_multiply(copies.rows, x.shape[1], [w for w, _ in made], biases, rows, overlap, ys, how)
+        _gather_multiply(copies.rows, x.shape[1], [w for w, _ in made], biases, rows, overlap, ys, scaling)
         sent = x.new_empty((0, 16), dtype=torch.uint8)
-        if keep and _sends_fp8(how, counts):
-            columns = copies.columns if both else how.quantized(x, COLUMNS, rows=False).columns
-            sent = _sent_format(how).pack(columns)
+        if keep and _sends_fp8(scaling, counts):
+            columns = copies.columns if both else scaling.quantized(x, COLUMNS, rows=False).columns
+            sent = _sent_format(scaling).pack(columns)
     scales = torch.cat([scale for _, scale in made]) if keep else x.new_empty(0, dtype=torch.float32)
     x_inv = copies.scale_inv.clone() if both else x.new_empty(0, dtype=torch.float32)
     return *(*ys, *_PADDING)[:MAX_WEIGHTS], sent, x_inv, scales
@@ -97,10 +97,10 @@ def _gather_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tupl
 
 def _gather_multiply(
     q: Quantized, K: int, weights: Sequence[Quantized], biases: Sequence[Maybe], rows: RowCounts, overlap: Overlap,
-    ys: Tensors, how: How,
+    ys: Tensors, scaling: Scaling,
 ) -> None:  # fmt: skip
     """ys[i] = gather(q) weights[i]ᵀ + biases[i], each rank's rows as they come."""
-    form = PartFormat(how.granularities[X], E4M3)
+    form = PartFormat(scaling.granularities[X], E4M3)
     units = RowCounts(tuple(form.units(count, K) for count in rows.counts))
     product = Product("gather", rows.total, sum(w.data.shape[0] for w in weights), K, E4M3)
     gathering = gather_parts(form.pack(q), units, product, overlap, keep=False)
@@ -108,7 +108,7 @@ def _gather_multiply(
     for rank in gathering.order:
         part = form.unpack(gathering.wait(rank), rows.counts[rank], K, q.scale_inv)
         for w, bias, out in zip(weights, biases, outs, strict=False):
-            fp8_gemm(part, w, bias=bias, out=out[rank], fast=how.fast)
+            fp8_gemm(part, w, bias=bias, out=out[rank], fast=scaling.fast)
     gathering.finish(ys)
 
 
@@ -118,19 +118,21 @@ def _gather_results(x: Tensor, weights: Tensors, counts: Sequence[int]) -> list[
 
 def _gather_outputs(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
     *_, counts, _, by, gradients, power_of_two, fast, keep = rest
-    how, weights = How(by, gradients, power_of_two, fast), present(w0, w1, w2)
+    scaling, weights = Scaling(by, gradients, power_of_two, fast), present(w0, w1, w2)
     ys = (*_gather_results(x, weights, counts), *_PADDING)[:MAX_WEIGHTS]
-    sends = keep and _sends_fp8(how, counts)
-    sent = x.new_empty((_sent_format(how).units(x.shape[1], x.shape[0]) if sends else 0, 16), dtype=torch.uint8)
+    sends = keep and _sends_fp8(scaling, counts)
+    sent = x.new_empty((_sent_format(scaling).units(x.shape[1], x.shape[0]) if sends else 0, 16), dtype=torch.uint8)
     per_weight = {"tensor": len(weights), "row": sum(w.shape[0] for w in weights), "block": 0}[by]
     none = x.new_empty(0, dtype=torch.float32)
     return *ys, sent, none.new_empty(int(keep and by == "tensor")), none.new_empty(int(keep) * per_weight)
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
-    x, w0, w1, w2, _, _, _, ctx.counts, ctx.key, *ctx.how, _ = inputs
+    x, w0, w1, w2, _, _, _, ctx.counts, ctx.key, *ctx.scaling, _ = inputs
     *_, sent, x_inv, scales = output
-    save_for_backward(ctx, None if _sends_fp8(How(*ctx.how), ctx.counts) else x, w0, w1, w2, sent, x_inv, scales)
+    save_for_backward(
+        ctx, None if _sends_fp8(Scaling(*ctx.scaling), ctx.counts) else x, w0, w1, w2, sent, x_inv, scales
+    )
     ctx.mark_non_differentiable(*present(sent, x_inv, scales))
 
 
@@ -142,7 +144,7 @@ def _gather_backward(ctx: Any, *grads: Maybe) -> tuple[Maybe, ...]:
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
     operands = (x, sent, x_inv, scales, w0, w1, w2, *dys)
-    dx, *dws = _gather_grads_op(*operands, need_x, need_w, ctx.counts, ctx.key, *ctx.how, ctx.into_main)
+    dx, *dws = _gather_grads_op(*operands, need_x, need_w, ctx.counts, ctx.key, *ctx.scaling, ctx.into_main)
     dbs = [bias_grad(dy) if n and dy is not None else None for dy, n in zip(dys, need_b, strict=True)]
     dws = [d if n and dy is not None else None for d, n, dy in zip(dws, need_w, dys, strict=True)]
     return (dx if need_x else None, *dws, *dbs, *(None,) * 7)
@@ -151,7 +153,7 @@ def _gather_backward(ctx: Any, *grads: Maybe) -> tuple[Maybe, ...]:
 @marks_broken
 def _gather_grads(x: Maybe, sent: Tensor, x_inv: Tensor, scales: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     *tensors, need_x, need_w, counts, key, by, gradients, power_of_two, fast, into_main = rest
-    how, overlap, rows = How(by, gradients, power_of_two, fast), find(key), RowCounts(tuple(counts))
+    scaling, overlap, rows = Scaling(by, gradients, power_of_two, fast), find(key), RowCounts(tuple(counts))
     # a weight without any gradient takes part in neither product
     terms = pairs_with_grad(tensors)
     weights, K = present(*tensors[:MAX_WEIGHTS]), tensors[0].shape[1]
@@ -159,15 +161,15 @@ def _gather_grads(x: Maybe, sent: Tensor, x_inv: Tensor, scales: Tensor, *rest: 
     of_weight = scales.split(sizes)
     dws: list[Maybe] = [None] * MAX_WEIGHTS
     with without_autocast(scales.device):
-        dy_scales = scales_of(overlap, how, [dy for *_, dy in terms], gradients) if terms else []
-        folds = [fold_of(how, of_weight[i]) for i, *_ in terms]
+        dy_scales = scales_of(overlap, scaling, [dy for *_, dy in terms], gradients) if terms else []
+        folds = [fold_of(scaling, of_weight[i]) for i, *_ in terms]
         grads = [
-            GradCopies(dy, how, scale, fold) for (*_, dy), scale, fold in zip(terms, dy_scales, folds, strict=True)
+            GradCopies(dy, scaling, scale, fold) for (*_, dy), scale, fold in zip(terms, dy_scales, folds, strict=True)
         ]
         wanted = [(i, w, grad) for (i, w, _), grad in zip(terms, grads, strict=True) if need_w[i]]
-        gathered = _start_columns(x, sent, x_inv, how, rows, K, overlap) if wanted else None
+        gathered = _start_columns(x, sent, x_inv, scaling, rows, K, overlap) if wanted else None
 
-        # called while dx's parts travel
+        # called while dx's parts are sent
         def weight_grads() -> None:
             if gathered is None:
                 return
@@ -179,7 +181,7 @@ def _gather_grads(x: Maybe, sent: Tensor, x_inv: Tensor, scales: Tensor, *rest: 
         if not (need_x and terms):
             weight_grads()
             return (None, *dws)
-        transposed = [weight_columns(w, how, of_weight[i]) for i, w, _ in terms]
+        transposed = [weight_columns(w, scaling, of_weight[i]) for i, w, _ in terms]
 
         def compute(out: Tensor, part: slice) -> None:
             for n, (grad, w_t) in enumerate(zip(grads, transposed, strict=True)):
@@ -200,21 +202,21 @@ def _multiply(a: Quantized, b: Quantized, out: Tensor, *, add: bool) -> None:
 
 
 def _start_columns(
-    x: Maybe, sent: Tensor, x_inv: Tensor, how: How, rows: RowCounts, K: int, overlap: Overlap
+    x: Maybe, sent: Tensor, x_inv: Tensor, scaling: Scaling, rows: RowCounts, K: int, overlap: Overlap
 ) -> Callable[[], tuple[Quantized, Callable[[Tensors], None]]]:
     """Start to bring xᵀ [K, M] here; what waits for it, and its `finish`."""
     if x is not None:
         product = Product("gather", rows.total, K, K, x.dtype)
         gathering = gather_parts(x, rows, product, overlap, keep=True)
     else:
-        form = _sent_format(how)
+        form = _sent_format(scaling)
         units = RowCounts(tuple(form.units(K, count) for count in rows.counts))
         gathering = gather_parts(sent, units, Product("gather", rows.total, K, K, E4M3), overlap, keep=False)
 
     def wait() -> tuple[Quantized, Callable[[Tensors], None]]:
         parts = [gathering.wait(rank) for rank in gathering.order]
         if x is not None:
-            return how.quantized(gathering.whole, COLUMNS, rows=False).columns, gathering.finish
+            return scaling.quantized(gathering.whole, COLUMNS, rows=False).columns, gathering.finish
         there = dict(zip(gathering.order, parts, strict=True))
         found = [form.unpack(there[rank], K, count, x_inv) for rank, count in enumerate(rows.counts)]
         return _side_by_side(found, rows), gathering.finish
@@ -305,14 +307,14 @@ def fp8_all_gather_gemm(
     A weight with `main_grad` gets its gradient added there. One rank: `fp8_linear`.
     Raises ValueError naming the argument; PeerTimeout if a rank is gone.
     """
-    op, how = "fp8_all_gather_gemm", how_of("fp8_all_gather_gemm", recipe)
+    op, scaling = "fp8_all_gather_gemm", scaling_of("fp8_all_gather_gemm", recipe)
     weights, biases = list(weights), list(biases) if biases is not None else [None] * len(weights)
     x, operands = checked_operands(op, x, weights, biases)
     if overlap.size == 1:
         pairs = zip(present(*operands[:MAX_WEIGHTS]), operands[MAX_WEIGHTS:], strict=False)
-        return [product_alone(x, w, bias, how) for w, bias in pairs]
+        return [product_alone(x, w, bias, scaling) for w, bias in pairs]
     counts = overlap.rows(x.shape[0], rows).counts
     overlap.transport.compare(f"{op} by {recipe}", counts, [x[:0], *operands])
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *operands[:MAX_WEIGHTS]))
-    ys = _gather_op(x, *operands, list(counts), overlap.key_for(layer), *how, keep)
+    ys = _gather_op(x, *operands, list(counts), overlap.key_for(layer), *scaling, keep)
     return list(ys[: len(weights)])

@@ -32,8 +32,8 @@ X, W, DY, COLUMNS = range(4)  # roles: places in a recipe's granularities
 HOW_SCHEMA = "SymInt[] counts, str key, str by, str grad_format, bool power_of_two, bool fast"
 
 
-class How(NamedTuple):
-    """A recipe, as ops take it."""
+class Scaling(NamedTuple):
+    """The fields of a recipe that ops take as arguments."""
 
     by: str
     grad_format: str
@@ -42,7 +42,7 @@ class How(NamedTuple):
 
     @property
     def granularities(self) -> tuple[str, str, str, str]:
-        """Of x, w, dy for dgrad, and of dyᵀ and xᵀ."""
+        """Granularities of x, w, dy for dgrad, and of dyᵀ and xᵀ."""
         return GRANULARITIES[self.by]
 
     def quantized(self, x: Tensor, role: int, scale: Tensor | None = None, **options: Any) -> Copies:
@@ -56,46 +56,48 @@ class How(NamedTuple):
         return copies
 
 
-def scales_of(overlap: Overlap, how: How, tensors: Sequence[Tensor], format: str = "e4m3") -> list[Tensor | None]:
-    """By tensor, of tensors of which every rank has a part; else None each."""
-    if how.by != "tensor":
+def scales_of(
+    overlap: Overlap, scaling: Scaling, tensors: Sequence[Tensor], format: str = "e4m3"
+) -> list[Tensor | None]:
+    """Per-tensor scales of tensors that are sharded over the ranks; None for other granularities."""
+    if scaling.by != "tensor":
         return [None] * len(tensors)
-    return list(whole_scales(overlap, list(tensors), [format] * len(tensors), how.power_of_two))
+    return list(whole_scales(overlap, list(tensors), [format] * len(tensors), scaling.power_of_two))
 
 
-def weight_rows(w: Tensor, how: How, scale: Tensor | None) -> tuple[Quantized, Tensor]:
-    """For fprop, and the scale that backward needs: by block none."""
-    copies = how.quantized(w, W, scale, columns=False)
+def weight_rows(w: Tensor, scaling: Scaling, scale: Tensor | None) -> tuple[Quantized, Tensor]:
+    """The weight quantized for fprop, and the scale that backward needs (none by block)."""
+    copies = scaling.quantized(w, W, scale, columns=False)
     return copies.rows, copies.scale
 
 
-def weight_columns(w: Tensor, how: How, scale: Tensor) -> Quantized:
-    """For dgrad: by row w's scales are in dy."""
-    columns = how.quantized(w, W, None if how.by == "block" else scale, rows=False).columns
-    return columns._replace(scale_inv=scale.new_ones(w.shape[1])) if how.by == "row" else columns
+def weight_columns(w: Tensor, scaling: Scaling, scale: Tensor) -> Quantized:
+    """The weight quantized for dgrad; by row, w's scales are folded into dy."""
+    columns = scaling.quantized(w, W, None if scaling.by == "block" else scale, rows=False).columns
+    return columns._replace(scale_inv=scale.new_ones(w.shape[1])) if scaling.by == "row" else columns
 
 
-def fold_of(how: How, scale: Tensor) -> Maybe:
-    return scale.reciprocal() if how.by == "row" else None
+def fold_of(scaling: Scaling, scale: Tensor) -> Maybe:
+    return scale.reciprocal() if scaling.by == "row" else None
 
 
 class GradCopies:
-    """dy [M, N], all rows of it here: its rows' copy part by part, its columns' at once."""
+    """Quantized copies of a complete dy [M, N]: row-wise in parts, column-wise at once."""
 
-    def __init__(self, dy: Tensor, how: How, scale: Tensor | None, fold: Maybe) -> None:
-        self.dy, self.how, self.fold = dy, how, fold
+    def __init__(self, dy: Tensor, scaling: Scaling, scale: Tensor | None, fold: Maybe) -> None:
+        self.dy, self.scaling, self.fold = dy, scaling, fold
         # one pass for both copies, where their scales are the same
-        self.both = how.quantized(dy, DY, scale, gradient=True) if how.by == "tensor" else None
+        self.both = scaling.quantized(dy, DY, scale, gradient=True) if scaling.by == "tensor" else None
 
     def rows(self, part: slice) -> Quantized:
         if self.both is not None:
             return Quantized(self.both.data[part], self.both.scale_inv)
-        return self.how.quantized(self.dy[part], DY, gradient=True, fold=self.fold, columns=False).rows
+        return self.scaling.quantized(self.dy[part], DY, gradient=True, fold=self.fold, columns=False).rows
 
     def columns(self) -> Quantized:
         if self.both is not None:
             return self.both.columns
-        return self.how.quantized(self.dy, COLUMNS, gradient=True, rows=False).columns
+        return self.scaling.quantized(self.dy, COLUMNS, gradient=True, rows=False).columns
 
 
 def weight_grad(dy_t: Quantized, x_t: Quantized, weight: Tensor, into_main: bool) -> Maybe:
@@ -115,17 +117,17 @@ def bias_grad(dy: Tensor) -> Tensor:
     return dy.sum(0, dtype=acc_dtype(dy.dtype)).to(dy.dtype)
 
 
-def how_of(op: str, recipe: Recipe) -> How:
+def scaling_of(op: str, recipe: Recipe) -> Scaling:
     is_recipe = isinstance(recipe, Recipe)
     good = is_recipe and not recipe.is_delayed
     got = str(recipe) if is_recipe else repr(recipe)
     checks.require(good, op, "recipe", "be Tensor() with the current scale, Row() or Block()", got)
-    return How(recipe.by, grad_format(recipe), recipe.power_of_two, recipe.fast)
+    return Scaling(recipe.by, grad_format(recipe), recipe.power_of_two, recipe.fast)
 
 
-def product_alone(x: Tensor, weight: Tensor, bias: Maybe, how: How) -> Tensor:
-    """The product of a group of one rank."""
+def product_alone(x: Tensor, weight: Tensor, bias: Maybe, scaling: Scaling) -> Tensor:
+    """The GEMM of a group of one rank."""
     return fp8_linear(
-        x, weight, bias, by=how.by, grad_format=how.grad_format, power_of_two=how.power_of_two, fast=how.fast,  # type: ignore[arg-type]
-        main_grad=getattr(weight, "main_grad", None),
+        x, weight, bias, by=scaling.by, grad_format=scaling.grad_format,  # type: ignore[arg-type]
+        power_of_two=scaling.power_of_two, fast=scaling.fast, main_grad=getattr(weight, "main_grad", None),
     )  # fmt: skip

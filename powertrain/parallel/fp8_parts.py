@@ -1,4 +1,4 @@
-"""One rank's part of an FP8 operand, as it travels: data, then scales, in units of 16 bytes.
+"""The format in which one rank's part of an FP8 operand is sent: data, then scales, in units of 16 bytes.
 
     operand    [R, C] with one scale for all ("tensor"), for each row ("row") or for 128 in a row ("group")
     part       uint8 [units, 16]: data [R, C padded to 16]; the scales of rows [R] or groups [C / 128, R], not of a
@@ -29,7 +29,7 @@ class PartFormat(NamedTuple):
         return {"tensor": 0, "row": R, "group": R * cdiv(C, GROUP)}[self.by]
 
     def units(self, R: int, C: int) -> int:
-        """16 bytes each, of an operand [R, C]."""
+        """Size of a part [R, C] in units of 16 bytes."""
         return R * padded(C) // ALIGN + cdiv(4 * self._scales(R, C), ALIGN)
 
     def pack(self, q: Quantized) -> Tensor:

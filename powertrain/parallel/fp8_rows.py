@@ -1,4 +1,4 @@
-"""Rows that travel in FP8: their data, then their scales, as the bytes of one row.
+"""The format of rows that are sent in FP8: each row's data, then its scales, as bytes.
 
     row       data of C elements, padded to whole 16; then one float32 (`Row()`), or one for each 128 elements
               (`Block()`); padded to whole 16 bytes
@@ -29,7 +29,7 @@ def check_wire(op: str, wire: Recipe | None) -> None:
 
 @dataclass(frozen=True)
 class FP8Rows:
-    """How rows [n, columns] of a dtype travel: rounded to e4m3 by the scales of `wire`."""
+    """Packs rows [n, columns] of a dtype for sending: rounded to e4m3 with the scales of `wire`."""
 
     wire: Row | Block
     columns: int

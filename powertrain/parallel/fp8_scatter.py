@@ -3,7 +3,7 @@
     fp8_gemm_reduce_scatter    y = scatter(sum(x wᵀ))    w's columns (features in) are this rank's; y's rows are sharded
 
 It is `gemm_reduce_scatter` (collective_matmul.py) whose products, forward and backward, are those of `fp8_linear`, with
-scales as in fp8_operands.py. Parts of y travel in x's dtype. In backward dy travels in FP8 by tensor only: by row and
+scales as in fp8_operands.py. Parts of y are sent in x's dtype. In backward dy is sent in FP8 by tensor only: by row and
 block it would be two FP8 copies, as many bytes as dy.
 
 Saved: xᵀ in FP8, the weight and its scales.
@@ -26,13 +26,13 @@ from powertrain.parallel.fp8_operands import (
     DY,
     E4M3,
     HOW_SCHEMA,
-    How,
+    Scaling,
     X,
     bias_grad,
     fold_of,
-    how_of,
     product_alone,
     scales_of,
+    scaling_of,
     weight_columns,
     weight_grad,
     weight_rows,
@@ -60,25 +60,25 @@ from powertrain.runtime.nodes import ON_ONE_RANK, refuse_graph
 @marks_broken
 def _scatter_fwd(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str, *rest: Any) -> tuple[Tensor, ...]:
     *options, keep = rest
-    how, overlap, rows = How(*options), find(key), RowCounts(tuple(counts))
+    scaling, overlap, rows = Scaling(*options), find(key), RowCounts(tuple(counts))
     with without_autocast(x.device):
-        x_scale, w_scale = scales_of(overlap, how, [x, w])
-        weight, scale = weight_rows(w, how, w_scale)
-        both = how.quantized(x, X, x_scale, columns=keep) if how.by == "tensor" else None
+        x_scale, w_scale = scales_of(overlap, scaling, [x, w])
+        weight, scale = weight_rows(w, scaling, w_scale)
+        both = scaling.quantized(x, X, x_scale, columns=keep) if scaling.by == "tensor" else None
 
         def compute(out: Tensor, part: slice) -> None:
             if both is None:
-                q = how.quantized(x[part], X, columns=False).rows
+                q = scaling.quantized(x[part], X, columns=False).rows
             else:
                 q = Quantized(both.data[part], both.scale_inv)
-            fp8_gemm(q, weight, out=out, fast=how.fast)
+            fp8_gemm(q, weight, out=out, fast=scaling.fast)
 
         product = Product("scatter", rows.total, w.shape[0], x.shape[1], x.dtype)
         y = scatter_parts(compute, x, product, rows, overlap, bias=bias)
         if not keep:
             none = scale.new_empty(0)
             return y, none.new_empty(0, dtype=E4M3), none, none
-        columns = (how.quantized(x, COLUMNS, rows=False) if both is None else both).columns
+        columns = (scaling.quantized(x, COLUMNS, rows=False) if both is None else both).columns
     return y, columns.data, columns.scale_inv, scale
 
 
@@ -86,17 +86,17 @@ def _scatter_outputs(
     x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str, *rest: Any
 ) -> tuple[Tensor, ...]:
     *options, keep = rest
-    how, (M, K), none = How(*options), x.shape, x.new_empty(0, dtype=torch.float32)
+    scaling, (M, K), none = Scaling(*options), x.shape, x.new_empty(0, dtype=torch.float32)
     y = x.new_empty((counts[find(key).rank], w.shape[0]))
     if not keep:
         return y, none.new_empty(0, dtype=E4M3), none, none.new_empty(0)
-    x_inv = none.new_empty(1) if how.by == "tensor" else none.new_empty((cdiv(M, GROUP), K)).T
-    scale = none.new_empty({"tensor": 1, "row": w.shape[0], "block": 0}[how.by])
+    x_inv = none.new_empty(1) if scaling.by == "tensor" else none.new_empty((cdiv(M, GROUP), K)).T
+    scale = none.new_empty({"tensor": 1, "row": w.shape[0], "block": 0}[scaling.by])
     return y, none.new_empty((K, padded(M)), dtype=E4M3), x_inv, scale
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, w, _, ctx.counts, ctx.key, *ctx.how, _ = inputs
+    _, w, _, ctx.counts, ctx.key, *ctx.scaling, _ = inputs
     _, x_t, x_inv, scale = output
     save_for_backward(ctx, None, w, x_t, x_inv, scale)
     ctx.mark_non_differentiable(x_t, x_inv, scale)
@@ -110,7 +110,7 @@ def _scatter_backward(ctx: Any, dy: Maybe, *_: Any) -> tuple[Maybe, ...]:
     _, w, x_t, x_inv, scale = saved_tensors(ctx)
     need = ctx.needs_input_grad[:3]
     operands = (dy.contiguous(), w, x_t, x_inv, scale)
-    grads = _scatter_grads_op(*operands, need, ctx.counts, ctx.key, *ctx.how, ctx.into_main)
+    grads = _scatter_grads_op(*operands, need, ctx.counts, ctx.key, *ctx.scaling, ctx.into_main)
     return *(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), *(None,) * 7
 
 
@@ -121,12 +121,12 @@ def _scatter_grads(
 ) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
     """dx = gather(dy) w as dy's rows arrive; dw and db from all of them. need: of dx, dw and db."""
     *options, into_main = rest
-    how, overlap, rows = How(*options), find(key), RowCounts(tuple(counts))
+    scaling, overlap, rows = Scaling(*options), find(key), RowCounts(tuple(counts))
     need_x, need_w, need_b = need
     with without_autocast(dy.device):
-        arriving = _ArrivingGrad(dy, how, rows, overlap, fold_of(how, scale), keep=need_w or need_b)
+        arriving = _ArrivingGrad(dy, scaling, rows, overlap, fold_of(scaling, scale), keep=need_w or need_b)
         dx = None
-        w_t = weight_columns(w, how, scale) if need_x else None
+        w_t = weight_columns(w, scaling, scale) if need_x else None
         if w_t is not None:
             dx = dy.new_empty((rows.total, w.shape[1]))
             outs = rows.split(dx)
@@ -143,13 +143,15 @@ def _scatter_grads(
 class _ArrivingGrad:
     """dy [m, N] of every rank, on its way: by tensor in FP8, else as it is."""
 
-    def __init__(self, dy: Tensor, how: How, rows: RowCounts, overlap: Overlap, fold: Maybe, *, keep: bool) -> None:
-        self.dy, self.how, self.all_rows, self.fold, self.overlap = dy, how, rows, fold, overlap
-        self.N, self.form, self.scale_inv = dy.shape[1], PartFormat("tensor", DTYPES[how.grad_format]), None
+    def __init__(
+        self, dy: Tensor, scaling: Scaling, rows: RowCounts, overlap: Overlap, fold: Maybe, *, keep: bool
+    ) -> None:
+        self.dy, self.scaling, self.all_rows, self.fold, self.overlap = dy, scaling, rows, fold, overlap
+        self.N, self.form, self.scale_inv = dy.shape[1], PartFormat("tensor", DTYPES[scaling.grad_format]), None
         shard, units = dy, rows
-        if how.by == "tensor":
-            (scale,) = scales_of(overlap, how, [dy], how.grad_format)
-            q = how.quantized(dy, DY, scale, gradient=True, columns=False).rows
+        if scaling.by == "tensor":
+            (scale,) = scales_of(overlap, scaling, [dy], scaling.grad_format)
+            q = scaling.quantized(dy, DY, scale, gradient=True, columns=False).rows
             self.scale_inv = q.scale_inv
             shard, units = self.form.pack(q), RowCounts(tuple(self.form.units(m, self.N) for m in rows.counts))
         product = Product("gather", rows.total, self.N, self.N, shard.dtype)
@@ -162,12 +164,12 @@ class _ArrivingGrad:
         """One rank's, of what `wait` returned."""
         if self.scale_inv is not None:
             return self.form.unpack(part, self.all_rows.counts[rank], self.N, self.scale_inv)
-        return self.how.quantized(part, DY, gradient=True, fold=self.fold, columns=False).rows
+        return self.scaling.quantized(part, DY, gradient=True, fold=self.fold, columns=False).rows
 
     def columns(self) -> Quantized:
         """dyᵀ of all rows, once all were waited for."""
         if self.scale_inv is None:
-            return self.how.quantized(self.handle.whole, COLUMNS, gradient=True, rows=False).columns
+            return self.scaling.quantized(self.handle.whole, COLUMNS, gradient=True, rows=False).columns
         whole = self.form.unpack(self.handle.whole, self.all_rows.total, self.N, self.scale_inv)
         return Quantized(fp8_transpose(whole.data, self.N), self.scale_inv)
 
@@ -239,16 +241,16 @@ def fp8_gemm_reduce_scatter(
         x        [M, K], weight [N, K], bias [N]: as of `gemm_reduce_scatter`, and so are rows and layer
         recipe             as of `fp8_all_gather_gemm`
     Returns y [m, N]. Numerics, backward and errors as there: each rank's part is `fp8_linear`'s product, rounded to x's
-    dtype, and parts are added in float32. By tensor dy travels in FP8 in backward.
+    dtype, and parts are added in float32. By tensor dy is sent in FP8 in backward.
     Memory: saves x in one byte an element.
     """
-    op, how = "fp8_gemm_reduce_scatter", how_of("fp8_gemm_reduce_scatter", recipe)
+    op, scaling = "fp8_gemm_reduce_scatter", scaling_of("fp8_gemm_reduce_scatter", recipe)
     x, (weight, _, _, bias, *_) = checked_operands(op, x, [weight], [bias])  # type: ignore[assignment]
     if overlap.size == 1:
-        return product_alone(x, weight, bias, how)
+        return product_alone(x, weight, bias, scaling)
     rows = checked_shares(op, x, rows, overlap)
     overlap.transport.compare(f"{op} by {recipe}", tuple(rows), [x[:0], weight, bias])
     keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    y = _scatter_op(x, weight, bias, list(rows), overlap.key_for(layer), *how, keep)
+    y = _scatter_op(x, weight, bias, list(rows), overlap.key_for(layer), *scaling, keep)
     found: Tensor = y[0] if isinstance(y, tuple) else y
     return found

@@ -8,6 +8,7 @@ from torch import Tensor
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.overlapped_products import MAX_WEIGHTS, Maybe, Tensors
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import autocast_dtype
 
 
 def checked_operands(op: str, x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> tuple[Tensor, list[Maybe]]:
@@ -15,8 +16,7 @@ def checked_operands(op: str, x: Tensor, weights: Tensors, biases: Sequence[Mayb
     checks.require(x.dim() == 2, op, "x", "be [rows, features]", list(x.shape))
     checks.require(0 < len(weights) <= MAX_WEIGHTS, op, "weight", f"be 1 to {MAX_WEIGHTS} tensors", len(weights))
     checks.require(len(biases) == len(weights), op, "bias", f"have an entry per weight ({len(weights)})", len(biases))
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [_cast(w, dtype) for w in weights]
         biases = [None if bias is None else bias.to(dtype) for bias in biases]
     checks.floating(op, x=x)
@@ -51,10 +51,7 @@ def _refuse(op: str, x: Tensor, w: Tensor, bias: Maybe) -> None:
     checks.shape(op, "weight", w, (w.shape[0], x.shape[1]), "features out, x's features")
     checks.shape(op, "bias", bias, (w.shape[0],), "the weight's first dim")
     checks.same_device(op, "x", x, weight=w, bias=bias)
-    for name, t in (("weight", w), ("bias", bias)):
-        good = t is None or t.dtype is x.dtype
-        got = t if t is None else checks.name(t.dtype)
-        checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", got)
+    checks.same_dtype(op, "x", x, weight=w, bias=bias)
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The ranks of one group, and how rows travel between them while they compute."""
+"""`Overlap`: the transport and the cost model of one group of ranks."""
 
 import atexit
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from powertrain.parallel.cost_model import Planner
 from powertrain.parallel.transport.base import RowCounts, Transport
-from powertrain.parallel.transport.heartbeat import compare_calls, meeting
+from powertrain.parallel.transport.heartbeat import compare_calls, first_call
 from powertrain.parallel.transport.select import NAMES, open_transport
 from powertrain.runtime import checks
 
@@ -54,7 +54,7 @@ class Overlap:
         checks.one_of("Overlap", "transport", transport, NAMES)
         if group.size() > 1:
             # ranks that open different transports would wait for each other's first message
-            with meeting("Overlap"):
+            with first_call("Overlap"):
                 compare_calls(f"Overlap(transport={transport!r}, strict={strict}, debug={debug})", group)
         self = object.__new__(cls)
         self._adopt(open_transport(group, transport, strict=strict, debug=debug), group.group_name)
@@ -63,7 +63,7 @@ class Overlap:
 
     @classmethod
     def over(cls, transport: Transport, key: str) -> "Overlap":
-        """Over a transport that was made elsewhere: a rank of powertrain.parallel.transport.simulated."""
+        """An Overlap over an existing transport, such as a rank of powertrain.parallel.transport.simulated."""
         self = object.__new__(cls)
         self._adopt(transport, key)
         return self
@@ -113,7 +113,7 @@ class Overlap:
         return counts
 
     def __deepcopy__(self, _: object) -> "Overlap":
-        """Itself: copies of a model travel over the same group."""
+        """Returns self: copies of a model communicate over the same group."""
         return self
 
     def explain(self) -> str:
@@ -135,7 +135,7 @@ def close_all() -> None:
 
 @atexit.register
 def _detach_all() -> None:
-    """Threads and process groups end before the interpreter does: one that ends later may take the process with it."""
+    """At exit: end threads and release process groups before the interpreter ends; later this can crash the process."""
     for overlap in list(_open.values()):
         overlap.transport.detach()
         overlap.__dict__.pop("group", None)

@@ -1,4 +1,4 @@
-"""Products of one rank's rows at a time, overlapped with their transfers, and the gradients of their weights."""
+"""GEMMs of one rank's rows at a time, overlapped with the rows' transfers, and the gradients of weights."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -107,7 +107,7 @@ def scatter_parts(
 
 
 def marks_broken(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks the transport broken if a call fails half-way: a later call must not receive its rows."""
+    """Decorator: an exception marks the transport broken, because a later call could receive this call's rows."""
 
     @wraps(function)
     def call(*args: Any) -> Any:

@@ -397,7 +397,7 @@ def _padding_marks(
 
 
 def _packed_rows(function: Any) -> tuple[Tensor, Any] | None:
-    """Of a mask function of packed rows: which sequence each token is in, [b, queries], and the function within one.
+    """Parts of a mask function of packed rows: each token's sequence [b, queries], and the mask within a sequence.
 
     transformers finds such rows by positions that start again, and joins two functions. Their variables have no other
     name; `_agrees` compares the result with the mask that the functions make.

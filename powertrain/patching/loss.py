@@ -233,7 +233,7 @@ def _difference(model: Any, fused: _Loss) -> float | str:
 
 
 def _hidden_states(hidden: Tensor) -> Any:
-    """What a base model returns, with every field that a causal language model may look at."""
+    """An output of a base model with every field that a causal language model may read."""
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
     class Outputs(BaseModelOutputWithPastAndCrossAttentions):

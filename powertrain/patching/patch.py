@@ -208,7 +208,7 @@ def _switch_attention(model: Any) -> None:
 
 
 class _Formers(list[tuple[Any, str]]):
-    """Of a patched model: (config, its implementation before). A process that unpickles it gets ours registered."""
+    """(config, previous attention implementation) of a patched model. Unpickling it registers our implementation."""
 
     def __reduce__(self) -> Any:
         return _unpickled, (list(self),)

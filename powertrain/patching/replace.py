@@ -34,7 +34,7 @@ class Part:
 
 @dataclass
 class Report:
-    """What `patch` did: `replaced` and `left`, in the order of the model's modules."""
+    """Result of `patch`: the parts that were `replaced` and `left`, in the order of the model's modules."""
 
     model: nn.Module = field(repr=False)
     replaced: list[Part] = field(default_factory=list)

@@ -28,7 +28,7 @@ _SHARE = 0.7  # of the datasheet's bandwidth that quantizing reaches, by docs/lo
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one layer, forward and backward: milliseconds, and bytes saved for backward beside those of bfloat16."""
+    """Expected milliseconds and bytes saved for backward of one layer, forward and backward, in FP8 and bfloat16."""
 
     fprop: float
     dgrad: float
@@ -48,7 +48,7 @@ class Expected:
 
 
 def _bytes(recipe: Recipe) -> tuple[int, int]:
-    """Moved an element of bfloat16: of x and dy, both copies; of W, forward and backward together."""
+    """Bytes moved per bfloat16 element to quantize x or dy (both copies), and W (forward and backward together)."""
     if recipe.by != "tensor":
         return 6, 6
     # by the last call's scale a tensor whose exponent has changed takes 4 more; that is not foreseen
@@ -56,7 +56,7 @@ def _bytes(recipe: Recipe) -> tuple[int, int]:
 
 
 def expected(M: int, N: int, K: int, recipe: Recipe, target: Target) -> Expected | None:
-    """M tokens times a weight [N, K]; None where no rate was measured: off sm_90."""
+    """The costs of M tokens times a weight [N, K]; None without measured rates (other archs than sm_90)."""
     if target.arch != 90:
         return None
     operations = 2e-9 * M * N * K * _SMS / target.num_sms

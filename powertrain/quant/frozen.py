@@ -122,7 +122,7 @@ def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
 
     The three products are FP8 by that recipe, the weight's operand being the stored bytes: nothing is quantized again.
     Whatever else reads the weight gets its values, in the dtype that it had. It takes one byte an element, its
-    transposed copy exists in backward only. x and dy are quantized; the dW that nobody needs is not computed.
+    transposed copy exists in backward only. x and dy are quantized; dW is not needed and not computed.
     `dequantize_model` makes plain weights of the values.
     Raises ValueError naming a weight of another shape or dtype, or that there is not. Not for FSDP and torch.compile.
     """

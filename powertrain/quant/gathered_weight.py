@@ -1,4 +1,4 @@
-"""A weight that ranks gathered as FP8 bytes and scales: an unsharded parameter of FSDP2 (powertrain/quant/wire.py)."""
+"""Tensor subclass of a weight that FSDP2 has all-gathered as FP8 bytes and scales (powertrain/quant/wire.py)."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _VIEWS = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default}
 
 
 class GatheredWeight(Tensor):
-    """[N, K] of the model's dtype, held as FP8 data and scales; FP8 products read these, all else the rounded values.
+    """[N, K] of the model's dtype, stored as FP8 data and scales; FP8 GEMMs read these, other ops the rounded values.
 
     The memory of its data is FSDP's: it is freed when the weight is resharded. `FrozenWeight` (frozen.py) has its own.
     """

@@ -1,4 +1,4 @@
-"""GroupedProducts: layers whose products are grouped GEMMs (experts), in FP8 where that is expected to be faster."""
+"""GroupedProducts: layers of grouped GEMMs (experts), computed in FP8 if that is expected to be faster."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""KeepsGates: feed-forward modules that can keep gate and up in FP8 for backward (ops/fp8/gated.py)."""
+"""KeepsGates: gated MLPs that can save gate and up in FP8 for backward (ops/fp8/gated.py)."""
 
 from torch import nn
 

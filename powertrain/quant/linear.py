@@ -28,7 +28,7 @@ LAST = "fp8_last"
 
 
 class FP8State(nn.Module):
-    """Of one linear layer's FP8 products: the recipe, delayed scaling's buffers, copies of a weight that calls share.
+    """FP8 state of one linear layer: the recipe, buffers of delayed scaling, cached quantized copies of the weight.
 
     Delayed scaling has the buffers fp8_amax [3], fp8_amax_history [3, history] and fp8_scale [3]; a state dict without
     them loads too. They stay float32 whatever dtype the model is cast to. Largest magnitudes are recorded in training
@@ -47,7 +47,7 @@ class FP8State(nn.Module):
     _copied: tuple[Any, int, int] = (lambda: None, -1, -1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy or pickle, which makes copies of its own weight."""
+        """The state of a copy or pickle, without the cached quantized weight."""
         return {**{k: v for k, v in self.__dict__.items() if k != "_copied"}, "copies": None}
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
@@ -74,8 +74,8 @@ class FP8State(nn.Module):
             self.register_buffer(name, now)
 
     def repeats(self, role: int) -> Tensor | None:
-        """Of x (0), weight (1) or dy (2): the share of quantizations that found another scale than the one before and
-        quantized again, [1] float32 on the layer's device; None: the recipe keeps no last scale."""
+        """Share of the quantizations of x (0), weight (1) or dy (2) that were repeated, as their scale differed from
+        the last one: [1] float32 on the layer's device, or None if the recipe keeps no last scale."""
         last = getattr(self, LAST, None)
         return None if last is None else repeated_share(last[role])
 
@@ -167,7 +167,7 @@ class FP8State(nn.Module):
 
 
 class HasFP8State(nn.Linear):
-    """A class derived from nn.Linear whose weight's product is `fp8.product` where `fp8` is not None: of adapters.
+    """Base class of adapted linear layers: their frozen weight is multiplied by `fp8.product` if `fp8` is not None.
 
     The weight is frozen, so it is quantized once, and again after it changed (not where FSDP shards it: its copies
     would undo the sharding). Two bytes an element beside the weight's own. PyTorch does not count writes
@@ -188,18 +188,18 @@ class HasFP8State(nn.Linear):
 
 
 def _unfreeze(layer: nn.Linear) -> None:
-    """Of a weight that is held in FP8 (`keep_frozen`) make a plain one of its values."""
+    """Replace a weight that is stored in FP8 (`keep_frozen`) by a plain parameter of its values."""
     if isinstance(layer.weight, GatheredWeight) and layer.weight.is_frozen:
         layer.weight = nn.Parameter(layer.weight.rounded(), requires_grad=False)
 
 
 class TakesRecipe(nn.Linear):
-    """A class derived from nn.Linear that computes its products by `fp8_recipe` itself: of sharded layers."""
+    """Base class of sharded linear layers, which apply `fp8_recipe` in their own forward."""
 
     fp8_recipe: Recipe | None = None  # None: no FP8
 
     def why_not_fp8(self, recipe: Recipe) -> str | None:
-        """Why its products cannot be FP8 by a recipe, or None."""
+        """Why the layer's GEMMs cannot use a recipe, or None."""
         raise NotImplementedError
 
     def own_size(self) -> tuple[int, int]:

@@ -34,7 +34,7 @@ LEAST_WIDTH = 670
 
 @dataclass(frozen=True)
 class Part:
-    """One linear layer: its name in the model, and its recipe or why it stays as it is."""
+    """One linear layer of a report: its name, and its recipe or the reason why it is not quantized."""
 
     name: str
     recipe: Recipe | None = None
@@ -82,7 +82,7 @@ def quantize_model(
     Our experts (`powertrain.nn.moe.Experts`), unless they are spread over ranks, compute by `Row()` or `Block()` in
     calls whose number of rows makes that faster by expectation (`powertrain explain fp8`), in 16 bits in others.
     Layers sharded over tensor ranks (`parallelize`, ColumnParallelLinear) compute by `Tensor()` with the current scale,
-    `Row()` or `Block()` if they have sequence parallelism; their rows travel in FP8.
+    `Row()` or `Block()` if they have sequence parallelism; their rows are sent in FP8.
     Also left: other classes derived from nn.Linear; PEFT's adapters, whose layers are named as without them in `keep`;
     layers whose forward was set on the instance; on a GPU, layers too narrow for FP8 to be faster; on a GPU without FP8
     products, all layers. On the CPU FP8 is emulated, for tests.
@@ -146,7 +146,7 @@ def _refuse(model: nn.Module, report: Report, unknown: list[str]) -> None:
 
 
 def _keep_gates(model: nn.Module, report: Report) -> None:
-    """Let gated MLPs whose gate and up are quantized keep these in FP8 from now on."""
+    """Make gated MLPs whose gate and up are quantized save these in FP8 for backward."""
     for name, module in model.named_modules():
         halves: list[Any] = [getattr(module, half, None) for half in ("gate", "up")]
         if isinstance(module, KeepsGates) and all(map(_is_quantized, halves)):
@@ -173,7 +173,7 @@ def _revert(module: nn.Module) -> None:
 
 @contextmanager
 def shared_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, each weight is quantized once, in its first forward, for all forwards and backwards: those of one step.
+    """Context of one optimizer step: each weight is quantized once, in its first forward, for all micro-batches.
 
     For gradient accumulation: nothing may change the weights inside. Costs two bytes an element of the weights while it
     lasts. Layers whose weights FSDP shards quantize each time, as those bytes would undo the sharding (with
@@ -195,7 +195,7 @@ def shared_weights(model: nn.Module) -> Iterator[None]:
 
 
 class _Facts:
-    """Of a model: tied weights, modules that hold experts, its blocks, its output layer."""
+    """Properties of a model: tied weights, modules with experts, its blocks, its output layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self.embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -213,7 +213,7 @@ class _Facts:
 
 
 def _kept(name: str, module: nn.Module, keep: tuple[str, ...], facts: _Facts, matched: set[str]) -> str | None:
-    """The entry of keep that holds a layer back, in words; every entry that fits goes into `matched`."""
+    """Why `keep` excludes a layer, or None; all entries that match the layer are added to `matched`."""
     plain = _WRAPPED.sub("", name)
     parent, _, own = plain.rpartition(".")
     block = re.match(rf"{re.escape(facts.blocks)}\.(\d+)(\.|$)", name) if facts.blocks else None
@@ -233,7 +233,7 @@ def _fits(entry: str, *names: str) -> bool:
 
 
 def _why_wrapped(name: str, module: nn.Module, facts: _Facts) -> str | None:
-    """Why a layer stays that other libraries have put in, or wrapped, or None."""
+    """Why a layer that another library added or wrapped is not quantized, or None."""
     parents = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
     if any(parent in facts.adapted and not name.startswith(f"{parent}.base_layer") for parent in parents):
         return "it is part of an adapter"
@@ -243,7 +243,7 @@ def _why_wrapped(name: str, module: nn.Module, facts: _Facts) -> str | None:
 
 
 def _why_not(module: nn.Linear | GroupedProducts, recipe: Recipe, target: Target | None) -> str | None:
-    """Why a layer is not changed to FP8, or None."""
+    """Why a layer is not quantized, or None."""
     if isinstance(module, GroupedProducts):
         device = next(module.parameters()).device
         if target is None and device.type == "cuda":
@@ -265,7 +265,7 @@ def _why_not(module: nn.Linear | GroupedProducts, recipe: Recipe, target: Target
 
 
 def why_not_width(N: int, K: int, target: Target) -> str | None:
-    """Why a weight [N, K] stays as it is on `target`, or None."""
+    """Why a weight [N, K] is not quantized on `target`, or None."""
     if not target.has_fp8:
         return f"sm_{target.arch} has no FP8 products"
     width = N * K / max(1, N + K)

@@ -29,7 +29,7 @@ _ROWS = 2048  # of an operand that are compared, evenly spaced; all of it is qua
 
 
 class Reading(NamedTuple):
-    """One operand of one layer, the worst of all calls that were watched.
+    """Errors of one operand of one layer: the largest of all measured calls.
 
     amax        its largest magnitude, NaN if one is
     underflow   share of its values that are not 0 and became 0
@@ -55,7 +55,7 @@ class Reading(NamedTuple):
 
 
 class Readings:
-    """Readings of a watch, kept on the device until `list()` reads them."""
+    """The readings of a `watch`, kept on the device until `list()` reads them."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], Tensor] = {}  # [4]: the worst so far
@@ -140,7 +140,7 @@ def _compared(x: Tensor, copies: Copies, format: str) -> Tensor:
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[Readings]:
-    """Inside, the operands of every FP8 layer's forward and backward are measured; results are the same bits.
+    """Context that measures the operands of every FP8 layer in forward and backward; results keep their bits.
 
     Of a gated MLP that keeps gate and up in FP8 (`quantize_model(keep="fp8")`) these two are measured too, in the role
     "kept". Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode

@@ -107,7 +107,7 @@ def _sharded_weights(model: nn.Module) -> dict[nn.Module, _Sharded]:
 
 
 def _why_not(layer: FP8Linear, sharded: _Sharded | None) -> str | None:
-    """Why a layer's weight is gathered as before, or None."""
+    """Why a layer's weight is not gathered in FP8, or None."""
     if sharded is None:
         return "FSDP2 does not shard its weight"
     param = sharded.param
@@ -146,7 +146,7 @@ class _Gather:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the gathered weight."""
+        """The dtype of the gathered weight."""
         dtype: torch.dtype = self.owner._get_fsdp_state()._mp_policy.param_dtype or self.local.dtype
         return dtype
 
@@ -164,7 +164,7 @@ class _Gather:
         self.param._init_extensions()
 
     def undo(self) -> None:
-        """Gather as before."""
+        """Restore the gather in the model's dtype."""
         self.layer.gather = None
         self._forget()
         for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):

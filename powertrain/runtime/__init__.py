@@ -1,1 +1,1 @@
-"""Infrastructure of every kernel: settings, targets, compilation, storage, launch, dispatch. Names no op."""
+"""Infrastructure shared by all kernels: settings, targets, compilation, storage, launch, dispatch. It names no op."""

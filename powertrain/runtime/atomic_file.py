@@ -20,7 +20,7 @@ unfinished: set[Path] = set()
 
 
 def is_still_at(file: IO[Any], path: Path) -> bool:
-    """Whether an open file is the one of that name: not once it, or a folder above it, was removed, moved or replaced.
+    """Whether an open file is still the one at `path`: false after it, or a parent folder, was removed or replaced.
 
     A file system that does not answer counts as one on which nothing has moved.
     """
@@ -94,7 +94,7 @@ class AtomicFile:
         return True
 
     def discard(self) -> None:
-        """Forget the bytes; nothing happens after `publish`."""
+        """Drop the temporary file; no effect after `publish`."""
         # `close` flushes the buffer, which fails on a full disk as it did before, and closes the file all the same
         with suppress(OSError):
             self.file.close()

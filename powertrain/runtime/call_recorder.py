@@ -1,4 +1,4 @@
-"""What one eager call does: its allocations, launches and calls of PyTorch's ops, for runtime/replay.py."""
+"""Recorder of one eager call's allocations, launches and calls of PyTorch's ops, for runtime/replay.py."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,7 +56,7 @@ def observed_call(inputs: list[Tensor]) -> Iterator["Recorder"]:
 
 
 class OpRun(NamedTuple):
-    """A forward of an op of ours that was not part of another's."""
+    """One forward of a Powertrain op that was not called by another one's forward."""
 
     op: Any
     args: Sequence[Any]
@@ -67,7 +67,7 @@ class OpRun(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Sees the steps of one call, and whether anything else happens."""
+    """Records the steps of one call, and whether it has any other effect."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def tape_of(self, run: OpRun, stream: int) -> Tape:
-        """Of one op, as a function of the tensors among its arguments. Raises NotReplayable."""
+        """The tape of one op, a function of its tensor arguments. Raises NotReplayable."""
         steps = self.steps[run.first : run.end]
         args = list(tensors_in(run.args))
         if not run.is_differentiated and _are_graphed(steps, args):
@@ -192,11 +192,11 @@ class Recorder(TorchDispatchMode):
         return any(run.is_differentiated for run in self.runs) or _are_graphed(self.steps, self.inputs)
 
     def tape_of_all(self, result: Any, stream: int) -> Tape:
-        """Of the whole call, as a function of its inputs. Raises NotReplayable."""
+        """The tape of the whole call, a function of its inputs. Raises NotReplayable."""
         return Tape("call", self.inputs, result, self.steps, self._seen, stream, self.autocasts())
 
     def op_tape(self, _result: Any, stream: int) -> Tape | None:
-        """Of a call of one op of ours."""
+        """The tape of a call that consists of one Powertrain op."""
         if self.failure is None and len(self.runs) != 1:
             self.failure = f"it calls {len(self.runs)} ops"
         return self.attempt(lambda: self.tape_of(self.runs[0], stream))
@@ -233,7 +233,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def index_of(things: Iterable[Any], thing: Any) -> int | None:
-    """By identity: == of tensors compares elements."""
+    """Index of an object, found by identity, because == of tensors compares elements."""
     return next((index for index, other in enumerate(things) if other is thing), None)
 
 

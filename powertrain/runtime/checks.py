@@ -66,6 +66,13 @@ def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) ->
             fail(op, argument, f"be on {first}'s device {tensor.device}", other.device)
 
 
+def same_dtype(op: str, first: str, tensor: Tensor, **others: Tensor | None) -> None:
+    """Each tensor given has the dtype of `tensor`, the argument named `first`."""
+    for argument, other in others.items():
+        if other is not None and other.dtype is not tensor.dtype:
+            fail(op, argument, f"have {first}'s dtype {name(tensor.dtype)}", name(other.dtype))
+
+
 def described(value: object) -> str:
     """A value, short enough for an error."""
     if isinstance(value, Tensor):
@@ -96,7 +103,7 @@ def last_dim(op: str, argument: str, value: object, size: int) -> None:
 
 
 def fail_stride(op: str, argument: str, tensor: Tensor) -> NoReturn:
-    """Of a tensor whose last dim has another stride than 1: a sparse one says 0."""
+    """Raise the error for a tensor whose last dim does not have stride 1; sparse tensors report stride 0."""
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         fail(op, argument, "be a dense tensor", f"a tensor of layout {layout}")

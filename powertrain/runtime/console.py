@@ -1,4 +1,4 @@
-"""The console of every command."""
+"""The console that every command prints to."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Signals that wait for the end of an import."""
+"""Deferral of signal handlers to the end of an import."""
 
 import signal
 import threading

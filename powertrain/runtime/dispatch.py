@@ -40,7 +40,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def in_functorch() -> bool:
-    """Inside torch.func.grad, jvp, vmap and their kin. They trace PyTorch's functions, plain ones too, in eager calls;
+    """Inside torch.func.grad, jvp, vmap and similar transforms. They trace PyTorch's functions in eager calls too;
     values that vmap does not batch can be read."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -56,7 +56,7 @@ def wants_grad(*tensors: Tensor | None) -> bool:
 
 
 def _is_in_grad() -> bool:
-    """Inside torch.func.grad, vjp or jvp. Dynamo enters the transforms that it traces."""
+    """Whether torch.func.grad, vjp or jvp is active. Dynamo enters the transforms that it traces."""
     stack = torch._C._functorch.get_interpreter_stack()
     kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return stack is not None and any(one.key() in kinds for one in stack)
@@ -85,7 +85,9 @@ def is_batched(x: Tensor) -> bool:
 
 _NO_VMAP = "{name}: vmap is not implemented; add the batch dimension to the tensors; {instead}"
 
-_NO_FUNC = f"{{name}}: torch.func.grad and its kin are not implemented; use torch.autograd.grad; {nodes.PLAIN}"
+_NO_FUNC = (
+    f"{{name}}: torch.func.grad and similar transforms are not implemented; use torch.autograd.grad; {nodes.PLAIN}"
+)
 
 
 _NO_FORWARD_MODE = f"{{name}}: forward-mode differentiation is not implemented; {nodes.PLAIN}"
@@ -123,7 +125,7 @@ class _Scalar(torch.autograd.Function):
 
 
 class Op:
-    """One function on tensors in three guises: direct, autograd.Function, and torch.library op `powertrain::name`.
+    """An op in three forms: direct call, autograd.Function, and torch.library op `powertrain::name`.
 
     schema         torch.library schema, e.g. "rms_norm_fwd(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)"
     forward        allocates the outputs and launches the kernels; outputs never alias inputs; one that is not wanted
@@ -333,7 +335,7 @@ def _changed() -> None:
 
 
 class disable:
-    """Send ops to plain PyTorch: `disable("rope")` from now on, or `with disable("rope"):` for a while.
+    """Compute ops with plain PyTorch: `disable("rope")` from now on, or `with disable("rope"):` inside a block.
 
     It holds for the whole process, autograd's threads included: for every call made while at least one `disable` of the
     op is in force, in whatever order they end and on whatever thread. A backward goes the way its forward went; ops
@@ -372,7 +374,7 @@ _spans = False
 
 @contextmanager
 def named_spans(wanted: bool = True) -> Iterator[None]:
-    """Inside, a profiler sees every call of a public op as a span `powertrain.NAME`."""
+    """Context in which a profiler records every call of a public op as a span `powertrain.NAME`."""
     global _spans
     before, _spans = _spans, wanted
     try:
@@ -493,6 +495,22 @@ def _python_number(value: Any) -> Any:
         return value
     # a longdouble's item is itself
     return float(value) if isinstance(value, np.longdouble) else value.item()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which torch.autocast computes matrix products of x; None where it does not cast x."""
+    kind = x.device.type
+    # autocast never casts float64; the meta device has no autocast
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def cast_by_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """x and the other operands of a matrix product in `autocast_dtype(x)`; unchanged where that is None."""
+    dtype = autocast_dtype(x)
+    operands = (x, *others)
+    return operands if dtype is None else tuple(None if t is None else t.to(dtype) for t in operands)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

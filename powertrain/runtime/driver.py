@@ -23,8 +23,6 @@ IMAGE_ERRORS = {
     222: "PTX newer than the driver",
 }
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_NUM_REGS = 4
-_LOCAL_BYTES = 3
 _EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -42,7 +40,6 @@ def _cuda() -> Any:
     library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
-    library.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
     library.cuCtxGetCurrent.argtypes = [pointer]
@@ -96,8 +93,6 @@ class Function:
 
     handle: int
     module: int
-    registers: int
-    stack_bytes: int
 
 
 def load(image: bytes, name: str, shared: int, device: int) -> Function:
@@ -116,11 +111,8 @@ def load(image: bytes, name: str, shared: int, device: int) -> Function:
             code = cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared)
         if code:
             raise LaunchError(f"kernel {name} with {shared} bytes of shared memory on cuda:{device}: {describe(code)}")
-    facts = ctypes.c_int(), ctypes.c_int()
-    cuda.cuFuncGetAttribute(ctypes.byref(facts[0]), _NUM_REGS, handle)
-    cuda.cuFuncGetAttribute(ctypes.byref(facts[1]), _LOCAL_BYTES, handle)
     assert handle.value is not None and module.value is not None
-    return Function(handle.value, module.value, facts[0].value, facts[1].value)
+    return Function(handle.value, module.value)
 
 
 @cache

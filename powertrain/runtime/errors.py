@@ -1,4 +1,4 @@
-"""Errors of the runtime. An error that a caller can fix is a ValueError; these are the others."""
+"""Errors about kernels and machines. Wrong arguments raise ValueError instead."""
 
 
 class PowertrainError(RuntimeError):
@@ -14,7 +14,7 @@ class CompileTimeout(CompileError):
 
 
 class WarmUpFirst(PowertrainError):
-    """A launch inside CUDA-graph capture would have had to compile."""
+    """A kernel would have to be compiled inside a CUDA graph capture."""
 
 
 class LaunchError(PowertrainError):

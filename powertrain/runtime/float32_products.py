@@ -1,4 +1,4 @@
-"""Whether products of float32 may be in TF32.
+"""Whether float32 matrix products may use TF32.
 
 PyTorch has two ways to say so: torch.set_float32_matmul_precision, with its alias allow_tf32, and from 2.9 on
 torch.backends.cuda.matmul.fp32_precision, with its default torch.backends.fp32_precision. The getters of the older way

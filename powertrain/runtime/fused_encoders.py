@@ -1,4 +1,4 @@
-"""PyTorch's Transformer encoders: outside of training they give the weights of their layers to one fused function.
+"""PyTorch's Transformer encoders: in evaluation they pass their layers' weights to one fused function.
 
 What our layers do with a weight (an adapter, FP8, a rank's part) would have no effect there.
 """

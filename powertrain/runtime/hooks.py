@@ -1,4 +1,4 @@
-"""Hooks of a module that another one replaces, and what other libraries set on instances."""
+"""Transfer of hooks to a module's replacement, and detection of a `forward` set on the instance."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Tensors of constants, such as tables of angles: made by the first call, used by all later ones."""
+"""Cache of constant tensors, such as rotary tables: made by the first call, used by all later ones."""
 
 import functools
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def kept(count: int) -> Callable[[F], F]:
                 return make(*args)
 
         def name_of(*args: Any) -> str:
-            """Of the attribute that holds the result for these arguments."""
+            """Name of the attribute that holds the result for these arguments."""
             result = once(*args)
             name = f"{full_name}_{id(result)}".replace(".", "_")
             tensors: tuple[Any, ...] = (result,) if isinstance(result, Tensor) else result

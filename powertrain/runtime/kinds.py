@@ -1,4 +1,4 @@
-"""What an argument may be by its annotation, and the words for it."""
+"""Type checks of arguments by their annotations, and the annotations in words for error messages."""
 
 import collections.abc
 import inspect
@@ -36,7 +36,7 @@ def annotations(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def scalars(function: Callable[..., Any]) -> dict[str, frozenset[type] | None]:
-    """By parameter, in order: the types that a number, a flag or a text must have to need no second look; None for
+    """For each parameter, in order: the types of numbers, flags and texts that need no further check; None for
     parameters that take other things."""
     return {name: _scalar_types(annotation) for name, annotation in annotations(function).items()}
 

@@ -1,4 +1,4 @@
-"""The one way a kernel is launched.
+"""Kernel launches: specialization, argument packing, and the call of the driver.
 
     @kernel(aligned=("N",))
     def _scale_kernel(x_ptr, y_ptr, stride_xm, N, scale, BLOCK_N: tl.constexpr): ...

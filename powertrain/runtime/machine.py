@@ -45,7 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Files under `root`, other tools' environment variables, installed packages, and a way to run programs.
+    """Access to files under `root`, environment variables of other tools, installed packages and programs.
 
     run(command, seconds) gives None where there is no such program.
     """

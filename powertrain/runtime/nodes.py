@@ -1,4 +1,4 @@
-"""Autograd's nodes of an op: the one that runs its forward whole, and the one that repeats a recording of it."""
+"""Autograd nodes of an op: one that runs its forward, and one that replays a recording of it."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The arguments of launches that follow one another, in one buffer.
+"""Packing of the arguments of consecutive launches into one buffer.
 
 Addresses change from call to call: each is packed once, whatever kernels take it, all by one call of struct. The
 others, most of them, are written when the buffer is made.

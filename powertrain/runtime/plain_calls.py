@@ -58,7 +58,7 @@ def observed(tensors: Sequence[Tensor], call: Callable[[], Any]) -> tuple[Any, C
 
 @functools.cache
 def _in_places(count: int, taken: tuple[int | None, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of a function of some of `count` tensors, or None, the function of all of them."""
+    """Decorator that turns a function of some of `count` tensors (None: absent) into a function of all of them."""
     if taken == tuple(range(count)):
         return lambda function: function
     given = ", ".join("None" if place is None else f"t{place}" for place in taken)

@@ -130,7 +130,7 @@ def wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def hint(op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
-    """What was meant by the first value that no positional parameter takes; None if every value has one.
+    """The error for the first positional value that belongs to a keyword-only parameter; None if there is none.
 
     A number or text in the place of a tensor behind the first counts as such a value: `rms_norm(x, weight, 1e-5)` means
     eps.

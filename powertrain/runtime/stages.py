@@ -1,4 +1,4 @@
-"""An op of a replayed call that autograd differentiates: its forward, and what it keeps for its backward.
+"""Stage: a differentiated op of a replayed call, its forward and the tensors that it saves for its backward.
 
 The op's `setup_context` is asked once, about the recorded call: the tensors that it keeps are arguments or results, its
 other attributes constants of the signature. From then on a generated function keeps the same of other tensors, and the
@@ -96,7 +96,7 @@ class Stage:
         return tuple(needs)
 
     def gradients(self, of_op: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Of the node's arguments, from those of the op's."""
+        """The gradients of the node's arguments, taken from those of the op's arguments."""
         return (None, *(of_op[place] for place in self._places))
 
 

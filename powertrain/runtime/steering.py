@@ -1,4 +1,4 @@
-"""Changes to what steers calls for the whole process: settings, `disable`, tuned tiles, `record` and `emulate`.
+"""The `epoch`: a new one for each change of what all calls depend on (`disable`, tuned tiles, `record`, `emulate`).
 
 Recordings of calls (runtime/replay.py) are valid for one `epoch`, and not while `unsettled`.
 """

@@ -297,7 +297,7 @@ class _Source:
         return name
 
     def _find(self, x: Tensor) -> _Part | None:
-        """What x is a part of; None: a tensor from outside the call."""
+        """The base and layout of which x is a view; None if x comes from outside the call."""
         storage, layout = x.untyped_storage()._cdata, _Layout.of(x)
         bases = self._bases.get(storage)
         if bases is None:

@@ -1,4 +1,4 @@
-"""Tensor maps made on the host: the descriptors by which TMA finds the tiles of a tensor, as arguments of a launch.
+"""TMA descriptors (tensor maps) made on the host and passed to kernels as launch arguments.
 
 A kernel's parameter `q_desc` takes `tensor_map(q, shape, strides, block)`. Made on the device, a descriptor costs a
 kernel 0.8 us before its first load, one after the other (one H200), and attention's kernels have three to nine.

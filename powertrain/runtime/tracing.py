@@ -1,4 +1,4 @@
-"""A log of decisions, each once: which kernel, for which device, compiled or loaded, in how many milliseconds.
+"""Log of kernel choices and compiles, each reported once: kernel, device, compiled or loaded, milliseconds.
 
 `trace()` returns them; POWERTRAIN_LOG=info|debug prints them to stderr, or to POWERTRAIN_LOG_FILE.
 """

@@ -1,4 +1,4 @@
-"""No garbage collections while much is made that stays."""
+"""Disabling of garbage collection while many long-lived objects are created."""
 
 import gc
 from collections.abc import Iterator

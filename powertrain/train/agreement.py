@@ -1,4 +1,4 @@
-"""The same outcome on every rank, a value or an error, so that no rank waits in a collective for one that failed.
+"""Functions that give every rank the same result or the same error, so that no rank waits for one that failed.
 
 Work that can raise on one rank before a collective goes through one of these. `group` is None for one process.
 """

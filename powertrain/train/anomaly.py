@@ -20,7 +20,7 @@ class SpikeWatch:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
 
     def median_if_spike(self, loss: float) -> float | None:
-        """The median that this loss stands out from, or None; the first 20 losses are never spikes."""
+        """The median of the last losses if this loss is a spike, else None; the first 20 losses are never spikes."""
         median = statistics.median(self._losses) if len(self._losses) >= _FEWEST else None
         if self.factor and median is not None and loss > self.factor * median:
             return median

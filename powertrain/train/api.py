@@ -12,8 +12,7 @@ from powertrain.train import mesh_shape, ranks
 from powertrain.train.checkpoint.store import find
 from powertrain.train.config.reader import Run, read_config, run_of
 from powertrain.train.config.schema import RunConfig
-from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
+from powertrain.train.reporting.metrics import EvaluationRecord, PartialSink, Sink, StepRecord
 from powertrain.train.reporting.run_summary import about
 from powertrain.train.reporting.screen import screen
 from powertrain.train.reporting.sinks import check, open_sinks
@@ -50,7 +49,7 @@ def train(
     fresh: bool = False,
     quiet: bool = False,
 ) -> TrainResult:
-    """Train on this CPU, this GPU, or as one rank of torchrun, srun or mpiexec; go on where the run's folder ends.
+    """Train on this CPU, this GPU, or as one rank of torchrun, srun or mpiexec; resumes from the run's folder.
 
     config      a YAML file (ours or GPT-NeoX's), a dictionary with its sections, or a RunConfig
     overrides   "train.steps=100" and the like, laid over a file or dictionary
@@ -109,8 +108,8 @@ def _read(config: str | Path | Mapping[str, Any] | RunConfig, overrides: Sequenc
     return run_of(config, overrides)
 
 
-class _Last:
-    """The last numbers of a run."""
+class _Last(PartialSink):
+    """Sink that keeps the last metrics of a run."""
 
     def __init__(self) -> None:
         self.loss: float | None = None
@@ -121,11 +120,3 @@ class _Last:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations[record.name] = record.loss
-
-    def task(self, record: TaskRecord) -> None: ...
-
-    def kernels(self, table: KernelTable) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...

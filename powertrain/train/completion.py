@@ -106,7 +106,7 @@ Text = Callable[[Sequence[int]], str]
 
 
 def text_behind(tokenizer: Tokenizer, prompt: Sequence[int]) -> Text:
-    """What makes text of tokens that follow a prompt: alone, their first word would lose its space to decoders that
+    """A function that decodes tokens after a prompt: alone, their first word would lose its space to decoders that
     begin every text without one (Llama's)."""
     context, said = prompt, tokenizer.decode(prompt)
     # the last tokens do, if they begin with a whole character

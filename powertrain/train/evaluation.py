@@ -1,4 +1,4 @@
-"""Scores of texts by a model: the three requests of lm_eval, from text to log-probabilities.
+"""Scoring of texts by a model: lm_eval's three request types, from text to log-probabilities.
 
     loglikelihood            of a continuation after a context, and whether it is what greedy decoding gives
     loglikelihood_rolling    of a whole text, in windows of the model's length; each token is scored once
@@ -81,8 +81,8 @@ class Scorer:
             alike.setdefault(repr(sorted(options.items())), []).append(index)
         for indices in alike.values():
             completer = self._completer(requests[indices[0]][1])
-            room = self.max_length - completer.count_after(0)
-            prompts = {i: completer.tokens_of(requests[i][0])[-room:] for i in indices}
+            max_prompt_length = self.max_length - completer.count_after(0)
+            prompts = {i: completer.tokens_of(requests[i][0])[-max_prompt_length:] for i in indices}
             for batch in _batches(sorted(indices, key=lambda i: len(prompts[i])), self.batch_size):
                 self._stop_if_asked()
                 for i, row in zip(batch, completer.rows([prompts[i] for i in batch]), strict=True):

@@ -1,4 +1,4 @@
-"""Effects of FP8 on a run: each linear layer's recipe or why it stays, with expected times and memory; the same of
+"""Effects of FP8 on a run: each linear layer's recipe or why it has none, with expected times and memory; the same of
 experts' products, and bytes of the rows sent to them. Without a GPU."""
 
 import re
@@ -52,7 +52,7 @@ class SentRows:
     ranks          that share the experts
     rows           on the mean
     plain, fp8     bytes of one row in the run's precision, and in FP8 with its scales and padding; None: by tensor
-    is_fp8         they travel in FP8 (fp8.wire)
+    is_fp8         they are sent in FP8 (fp8.wire)
     """
 
     name: str
@@ -64,7 +64,7 @@ class SentRows:
     is_fp8: bool
 
     def bytes_(self, is_fp8: bool) -> tuple[int, int]:
-        """Of all these layers: to the experts, and on all four ways."""
+        """Bytes sent by all these layers: to the experts, and in all four transfers (to and back, twice)."""
         there = self.count * self.rows * (self.fp8 if is_fp8 and self.fp8 is not None else self.plain)
         return there, there + 3 * self.count * self.rows * self.plain
 
@@ -119,7 +119,7 @@ def _experts_per_token(config: RunConfig) -> int:
 
 
 def sent_rows(config: RunConfig) -> tuple[SentRows, ...]:
-    """Of a run whose experts are spread over ranks (parallel.expert); () of others."""
+    """The rows that a run sends to experts on other ranks (parallel.expert); () for other runs."""
     ranks, recipe = config.parallel.expert, recipe_of(config.fp8)
     if ranks == 1:
         return ()
@@ -129,7 +129,7 @@ def sent_rows(config: RunConfig) -> tuple[SentRows, ...]:
     for name, module in build(config.model).named_modules():
         if isinstance(module, Experts):
             found[re.sub(r"\.\d+\.", ".*.", name), module.gate_up.shape[2]] += 1
-    # only these have scales of a row's own, which can travel with it
+    # only these have scales per row, which can be sent with it
     wire = recipe if isinstance(recipe, Row | Block) else None
     # a rank's own share of the rows stays
     sent, is_fp8 = rows - rows // ranks, config.fp8.wire == "fp8" and wire is not None

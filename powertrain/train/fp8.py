@@ -44,7 +44,7 @@ def quantize(model: nn.Module, config: FP8Config, target: Target | None = None) 
 
 
 class Wires(NamedTuple):
-    """What travels in FP8: weights of layers, and rows to experts, None: there are none; tokens of layers sharded over
+    """What is sent in FP8: weights of layers, and rows to experts, None: there are none; tokens of layers sharded over
     tensor ranks, so many."""
 
     gathered: Report | None = None
@@ -99,7 +99,7 @@ def is_statistic(name: str) -> bool:
 
 
 def summary(report: Report, wires: Wires = Wires()) -> str:  # noqa: B008
-    """How many layers compute in FP8, which weights and rows travel in FP8, and each reason why others do not."""
+    """How many layers compute in FP8, which weights and rows are sent in FP8, and each reason why others are not."""
     recipes = {str(part.recipe) for part in report.quantized}
     lines = [f"fp8: {len(report.quantized)} linear layers by {' and '.join(sorted(recipes)) or 'no recipe'}"]
     if report.kept:
@@ -111,7 +111,7 @@ def summary(report: Report, wires: Wires = Wires()) -> str:  # noqa: B008
         lines.append(f"fp8.wire: the weights of {len(wires.gathered.quantized)} of them are gathered in FP8")
         lines += _reasons(wires.gathered, "are not")
     if wires.dispatched is not None:
-        lines.append(f"fp8.wire: rows travel in FP8 to the experts of {len(wires.dispatched.quantized)} layers")
+        lines.append(f"fp8.wire: rows are sent in FP8 to the experts of {len(wires.dispatched.quantized)} layers")
         lines += _reasons(wires.dispatched, "do not")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The watch over a run's FP8 layers: measures their operands, logs the worst, and moves a layer whose errors stay too
+"""Monitor of a run's FP8 layers: measures their operands, logs the worst, and moves a layer whose errors stay too
 large to the next safer recipe.
 
     tensor, tensor-delayed -> row -> block -> 16 bits
@@ -31,7 +31,7 @@ _SAFETY = ["tensor-delayed", "tensor", "row", "block", "none"]
 
 
 class FP8Watch:
-    """Of one run's model.
+    """The monitor of one run's model.
 
     note     takes a line for the log
     group    ranks whose readings count together, so that all move the same layers; None: this process alone

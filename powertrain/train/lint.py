@@ -1,4 +1,4 @@
-"""A run looked at without running it: shapes, memory, the kernels and the attention backend it gets, on any GPU.
+"""Static check of a run: shapes, memory, kernels and attention backend, for any GPU, without training.
 
 One training step is taken on the meta device, which computes nothing and needs no GPU; kernels that it would launch are
 recorded for the GPU asked about (runtime/recording.py), and the tensors that autograd saves are counted.
@@ -306,7 +306,7 @@ def _saved(config: RunConfig) -> _Saved:
 
 
 def _memory(config: RunConfig, model: Any, activations: dict[str, int], world_size: int) -> Memory:
-    """Of one rank. One process: 16-bit weights beside fp32 masters; sharded: fp32 shards, gathered in 16 bits."""
+    """Memory of one rank. One process: 16-bit weights and fp32 masters; sharded: fp32 shards, gathered in 16 bits."""
     parallel, train = config.parallel, config.train
     share = largest_share(model, parallel.pipeline, parallel.virtual_stages)
     elements = sum(p.numel() for p in model.parameters()) * share / parallel.tensor

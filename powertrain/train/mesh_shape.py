@@ -1,4 +1,4 @@
-"""The shape of the device mesh that a config asks for, and what it cannot train; no process group is needed."""
+"""The device mesh shape of a config, and settings that it does not support; needs no process group."""
 
 import math
 from typing import Any

@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stepped(NamedTuple):
-    """Of one step, on the device: the gradients' norm before clipping, and 1.0 if the step was skipped."""
+    """Results of one step on the device: the gradient norm before clipping, and 1.0 if the step was skipped."""
 
     grad_norm: Tensor
     skipped: Tensor
@@ -125,7 +125,7 @@ class Optimizer:
         return Stepped(norm, skipped)
 
     def _factor(self, norm: Tensor) -> Tensor | None:
-        """What clips and unscales the gradients, or None where nothing does."""
+        """The factor that clips and unscales the gradients, or None if there is none."""
         factor = clip_factor(norm, self.max_norm) if self.max_norm else None
         if self.scaler is None:
             return factor

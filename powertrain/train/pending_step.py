@@ -1,4 +1,4 @@
-"""A step whose numbers are still being computed by the device."""
+"""A step whose metrics the device is still computing."""
 
 import torch
 from torch import Tensor

@@ -214,7 +214,7 @@ class _Stage(nn.Module):
         return self._scaled(share)
 
     def shape_of(self, batch: Batch) -> tuple[int, ...]:
-        """Of the residual stream of a batch: [B, S, D], or this rank's tokens of it."""
+        """Shape of the residual stream of a batch: [B, S, D], or that of this rank's tokens."""
         sharding, tokens = self.part.sharding, batch.tokens
         packed = Context(batch.position_ids, batch.document_ids, document_starts=batch.document_starts)
         sharding.context(tokens, packed)

@@ -44,7 +44,7 @@ _MOST_PORT = 65535
 # of the compared facts
 _SIZE = "number of ranks"
 # seconds that the first rank stays, after an error, for the others to read it
-_FAREWELL = 10.0
+_END_TIMEOUT = 10.0
 
 
 class RendezvousError(RuntimeError):
@@ -365,7 +365,7 @@ def naming_lost_ranks(ranks: Ranks) -> Iterator[None]:
 
 
 def _may_be_of_another(error: Exception) -> bool:
-    """Whether it is what a collective raises when a rank is gone."""
+    """Whether the error may be what a collective raises when another rank is gone."""
     if isinstance(error, (dist.DistError, PeerTimeout)):
         return True
     return (
@@ -464,11 +464,11 @@ def _rendezvous(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) ->
     store.set(f"facts {launch_env.rank}", json.dumps(facts))
     if launch_env.rank == 0:
         _compare_ranks(store, launch_env.world_size, seconds)
-    _wait(lambda: [] if store.check(["verdict"]) else [0], seconds + _FAREWELL, launch_env.rank)
+    _wait(lambda: [] if store.check(["verdict"]) else [0], seconds + _END_TIMEOUT, launch_env.rank)
     verdict = json.loads(store.get("verdict"))
     readers = store.add("readers", 1)
     if verdict["error"]:
-        deadline = time.monotonic() + _FAREWELL
+        deadline = time.monotonic() + _END_TIMEOUT
         # rank 0 hosts the store: it stays until the others have read the error
         while launch_env.rank == 0 and readers < verdict["present"] and time.monotonic() < deadline:
             time.sleep(0.05)

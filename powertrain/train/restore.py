@@ -1,4 +1,4 @@
-"""Where a run begins: at its own checkpoint, at one of an unfinished GPT-NeoX training, or with weights at step 0."""
+"""The initial state of a run: its own checkpoint, one of an unfinished GPT-NeoX training, or weights at step 0."""
 
 import math
 from collections.abc import Iterator
@@ -171,7 +171,7 @@ class Restorer:
         return ours
 
     def _left_out(self, weights: Weights) -> str:
-        """Words for a value head that this run has no place for."""
+        """A note about a value head that this run does not use."""
         objective = self.config.train.objective
         if not weights.has_value or objective == "reward":
             return ""
@@ -270,7 +270,7 @@ class Restorer:
                 raise ValueError(
                     f"optimizer.{name} must be {theirs.get(name)} as in {checkpoint}, which holds {holds}, "
                     f"got {getattr(ours, name)}; "
-                    "another logging.folder with checkpoint.load and checkpoint.load_optimizer: false begins it anew"
+                    "a new logging.folder with checkpoint.load and checkpoint.load_optimizer: false starts afresh"
                 )
 
     def _refuse_other_head(self, facts: dict[str, Any], checkpoint: Path) -> None:
@@ -294,12 +294,12 @@ _OLD_ADAPTER = "model.value.lora_A"
 
 
 def _objective_of(facts: dict[str, Any]) -> str:
-    """Of the run that a checkpoint's facts describe; one without the key is of an earlier version."""
+    """The objective of a checkpoint's run; checkpoints of earlier versions do not have the key."""
     return str(((facts.get("config") or {}).get("train") or {}).get("objective", "pretrain"))
 
 
 def _other_objective(facts: dict[str, Any], config: RunConfig, checkpoint: Path) -> str:
-    """Words for a run that goes on with another objective; "": it does not."""
+    """A note about a run that continues with another objective; "" if the objective is the same."""
     theirs, ours = _objective_of(facts), config.train.objective
     if theirs == ours:
         return ""

@@ -1,4 +1,4 @@
-"""From a config to a trained model: ranks, kernels, data, the trainer, and those who watch it."""
+"""Builds and starts a run from a config: ranks, kernels, data, model, trainer, and the sinks of its metrics."""
 
 import os
 import signal
@@ -296,8 +296,8 @@ _SAME = 2.0
 def stop_on_signals(trainer: Trainer, *, is_last: bool = False, quiet: bool = False) -> Iterator[None]:
     """Signals that ask the process to end, once or repeated, end the run after the current step, with a checkpoint.
 
-    Only a second Ctrl-C, two seconds after the first, ends it at once. A signal that somebody handles, or ignores
-    (nohup), is left to them; SIGTERM and SIGINT are not.
+    Only a second Ctrl-C, two seconds after the first, ends it at once. A signal that the program handles, or that is
+    ignored (nohup), is left alone; SIGTERM and SIGINT are not.
     is_last   the process ends after it: a signal that comes once more while it does must not make a failure of it
     quiet     the first signal is not acknowledged on stderr
     """

@@ -1,4 +1,4 @@
-"""The signals that ask a process to end, and children that leave them to their parent."""
+"""Signals that ask a process to end, and child processes that ignore them, because the parent handles them."""
 
 import signal
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Low precision on a CPU whose matrix products are slower in it than in fp32: measured, and said."""
+"""Warning about a 16-bit precision whose matrix products, measured on this CPU, are slower than in fp32."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""lm_eval's tasks, on a model of Powertrain."""
+"""Evaluation of a Powertrain model on lm_eval's tasks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

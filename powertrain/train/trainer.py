@@ -1,4 +1,4 @@
-"""The loop: forward, backward, clip and step, log, maybe evaluate, maybe save."""
+"""The training loop: forward, backward, clip, optimizer step, log, evaluation, checkpoint."""
 
 import contextlib
 import math
@@ -198,7 +198,7 @@ class Trainer:
         return f"ended early, after step {self.progress.step} of {self.config.train.steps} ({reason}); {then}"
 
     def _order(self) -> contextlib.AbstractContextManager[None]:
-        """Of a forward's sums: the same whatever the batch, if configured."""
+        """Context of a forward: `batch_invariant`, if it is configured."""
         return batch_invariant() if self.config.train.batch_invariant else contextlib.nullcontext()
 
     def _ends(self) -> bool:
@@ -471,7 +471,7 @@ class Trainer:
         self._clock = Moment(self.ranks.device)
 
     def _learning_rate(self, step: int) -> float:
-        """Of this step. GPT-NeoX's schedules stand still while steps are skipped (DeepSpeed)."""
+        """The learning rate of a step. GPT-NeoX's schedules do not advance in skipped steps (DeepSpeed)."""
         schedule = self.config.schedule
         taken = step if schedule.clamp == "safe" else step - self.progress.skipped
         return learning_rate(taken, self.config.optimizer.lr, schedule, self.config.train.steps)
@@ -569,7 +569,7 @@ class Trainer:
                 self._failed_sinks.add(sink)
                 # where stderr is full or closed too
                 with contextlib.suppress(OSError):
-                    tracing.warn(f"{type(sink).__name__}: {one_line(error)}; the training goes on without it")
+                    tracing.warn(f"{type(sink).__name__}: {one_line(error)}; training continues without it")
 
     def _note(self, text: str) -> None:
         self._emit("note", text)

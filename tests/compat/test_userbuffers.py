@@ -54,6 +54,6 @@ def test_wrong_arguments(options: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("options", [{"use_fp8": True}, {"quantization_modes": [Mode.NONE, Mode.FP8]}], ids=str)
 def test_fp8_is_taken_and_said(options: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     initialize_ub([8, 4], 1, **options)
-    assert "rows of layers that quantize_model made FP8 travel in FP8" in capfd.readouterr().err
+    assert "rows of layers that quantize_model made FP8 are sent in FP8" in capfd.readouterr().err
     initialize_ub([8, 4], 1, quantization_modes=[Mode.NONE])
     assert "FP8" not in capfd.readouterr().err

@@ -249,7 +249,7 @@ def test_rows_travel_in_fp8_to_the_experts_of_a_run(two: dict[str, dict[str, Any
     assert plain["losses"] != wire["losses"]
     torch.testing.assert_close(wire["losses"], plain["losses"], rtol=1e-2, atol=0)
     (note,) = (note for note in wire["notes"] if note.startswith("fp8: "))
-    assert "fp8.wire: rows travel in FP8 to the experts of 1 layers" in note
+    assert "fp8.wire: rows are sent in FP8 to the experts of 1 layers" in note
 
 
 def test_what_travels_between_tensor_ranks_is_explained(two: dict[str, dict[str, Any]]) -> None:

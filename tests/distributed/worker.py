@@ -21,7 +21,7 @@ from powertrain.train.data.packed import IGNORED, Sample
 from powertrain.train.data.tokenizer import ByteTokenizer
 from powertrain.train.ranks import Ranks, arrange, connect, disconnect, read_launch_env
 from powertrain.train.reporting import kernel_profile
-from powertrain.train.reporting.metrics import StepRecord
+from powertrain.train.reporting.metrics import PartialSink, StepRecord
 from powertrain.train.trainer import Trainer, TrainingStopped
 
 SEQ_LENGTH, GLOBAL_BATCH, STEPS = 12, 8, 4
@@ -58,7 +58,7 @@ class Tokens:
         return Sample(tokens[:-1], labels, None)
 
 
-class Losses:
+class Losses(PartialSink):
     """A sink that keeps each step's loss and gradient norm, and what else is said."""
 
     def __init__(self) -> None:
@@ -72,14 +72,8 @@ class Losses:
     def evaluation(self, record: Any) -> None:
         self.evaluations.append(record.loss)
 
-    def task(self, record: Any) -> None: ...
-
-    def kernels(self, table: Any) -> None: ...
-
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-    def close(self) -> None: ...
 
 
 def run_config(case: dict[str, Any], dp_size: int) -> RunConfig:

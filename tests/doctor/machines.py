@@ -55,4 +55,4 @@ def install_torch(machine: Machine, version: str, cuda: str | None, *requires: s
 
 
 def told(findings: object) -> str:
-    return "\n".join(f"{f.level}: {f.says} | {' | '.join(f.evidence)} | {f.fix}" for f in findings)  # type: ignore[attr-defined]
+    return "\n".join(f"{f.level}: {f.message} | {' | '.join(f.evidence)} | {f.fix}" for f in findings)  # type: ignore[attr-defined]

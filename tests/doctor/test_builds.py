@@ -42,7 +42,7 @@ def _lock(folder: Path) -> Path:
 
 def test_nothing_is_locked(here: Machine) -> None:
     (finding,) = builds.builds(here)
-    assert finding.level == "ok" and "no build is locked" in finding.says
+    assert finding.level == "ok" and "no build is locked" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_nothing_is_locked(here: Machine) -> None:
 def test_a_stale_lock_is_found_and_renamed(here: Machine, tmp_path: Path, folder: str) -> None:
     lock = _lock(tmp_path / folder)
     (finding,) = builds.builds(here)
-    assert finding.level == "problem" and "locked by nobody" in finding.says and str(lock) in (finding.fix or "")
+    assert finding.level == "problem" and "locked by nobody" in finding.message and str(lock) in (finding.fix or "")
     assert lock.exists(), "finding it must change nothing"
     assert finding.apply and "renamed to lock.stale-" in finding.apply()
     assert not lock.exists() and len(list(lock.parent.glob("lock.stale-*"))) == 1
@@ -91,7 +91,7 @@ def test_a_live_builder_is_left_alone(here: Machine, tmp_path: Path) -> None:
     descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)  # as torch's FileBaton takes it
     try:
         (finding,) = builds.builds(here)
-        assert finding.level == "ok" and f"being built by process {os.getpid()}" in finding.says
+        assert finding.level == "ok" and f"being built by process {os.getpid()}" in finding.message
         assert stale.apply and "left alone" in stale.apply() and lock.exists()
     finally:
         os.close(descriptor)
@@ -102,7 +102,7 @@ def test_a_network_file_system_is_not_judged_from_here(tmp_path: Path) -> None:
     (tmp_path / "proc/self/mounts").write_text(f"server:/home {tmp_path} nfs4 rw 0 0\n")
     _lock(tmp_path / "work/megatron/fused_kernels/build")
     (finding,) = builds.builds(machine(tmp_path))
-    assert finding.level == "warning" and finding.apply is None and "nfs4" in finding.says
+    assert finding.level == "warning" and finding.apply is None and "nfs4" in finding.message
 
 
 def test_processes_that_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

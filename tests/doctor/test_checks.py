@@ -40,7 +40,7 @@ def test_a_check_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
 
     checks = [Check("broken", "?", broken), Check("fine", "?", lambda machine: [Finding("ok", "fine")])]
     (_, first), (_, second) = examine(checks, machine(tmp_path))
-    assert first.level == "problem" and "KeyError: 'torch'" in first.says and second.says == "fine"
+    assert first.level == "problem" and "KeyError: 'torch'" in first.message and second.message == "fine"
 
 
 def test_a_problem_needs_a_fix() -> None:
@@ -68,7 +68,7 @@ def test_gpus_are_listed(tmp_path: Path) -> None:
 )
 def test_a_sick_driver(tmp_path: Path, ran: Ran, words: str) -> None:
     (finding,) = gpus.gpus(machine(tmp_path, answers={"nvidia-smi -L": ran}))
-    assert finding.level == "problem" and words in finding.says
+    assert finding.level == "problem" and words in finding.message
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_clocks(tmp_path: Path, reasons: str, level: str, words: str) -> None:
     answers = {"clocks_event_reasons": Ran(2, "Field is not valid"), "clocks_throttle_reasons": Ran(0, "")}
     answers["clocks_throttle_reasons"] = Ran(0, f"0, {reasons}, 84, 900, 1980\n")
     (finding,) = gpus.clocks(machine(tmp_path, H100, answers=answers))
-    assert finding.level == level and words in finding.says
+    assert finding.level == level and words in finding.message
 
 
 # GPU code of libraries
@@ -134,15 +134,15 @@ def test_code_for_these_gpus(tmp_path: Path) -> None:
     _library(here, "xformers/_C.so", [entry(2, 80, 0x11), entry(2, 90, 0x11)])
     (finding,) = code.code(here)
     assert finding.level == "problem"
-    assert "xformers: sm_80, sm_90; no PTX; your NVIDIA GeForce RTX 2080 (sm_75): no code, will fail" in finding.says
-    assert "RTX 3090 (sm_86): runs the code of sm_80" in finding.says and '"7.5 8.6"' in (finding.fix or "")
+    assert "xformers: sm_80, sm_90; no PTX; your NVIDIA GeForce RTX 2080 (sm_75): no code, will fail" in finding.message
+    assert "RTX 3090 (sm_86): runs the code of sm_80" in finding.message and '"7.5 8.6"' in (finding.fix or "")
 
 
 def test_ptx_alone_is_a_warning(tmp_path: Path) -> None:
     here = machine(tmp_path, H100)
     _library(here, "flash_attn_2_cuda.so", [entry(1, 75, 0x8011)])
     (finding,) = code.code(here)
-    assert finding.level == "warning" and "PTX 7.5 only: the driver will compile it" in finding.says
+    assert finding.level == "warning" and "PTX 7.5 only: the driver will compile it" in finding.message
 
 
 def test_source_files_without_code_are_counted(tmp_path: Path) -> None:
@@ -214,12 +214,12 @@ def test_whether_a_version_is_in_all_specifiers(specifiers: str, possible: bool)
 
 @pytest.mark.parametrize("row", versions.KNOWN_BAD, ids=lambda row: f"{row[0]}-{row[2]}")
 def test_known_bad_combinations(tmp_path: Path, row: tuple[str, ...]) -> None:
-    name, range_, other, other_range, says, *_ = row
+    name, range_, other, other_range, message, *_ = row
     here = machine(tmp_path)
     bad = {"<2.1.1": "2.0.0", "==2.6.3": "2.6.3", ">=2": "2.1.0", "==9.10.0.*": "9.10.0.56"}
     install(here, name, bad[range_])
     install(here, other, {">=1.0": "2.3.0", ">=2.5": "2.8.0", "<2.3": "2.2.0"}[other_range])
-    assert says in told(versions.versions(here))
+    assert message in told(versions.versions(here))
 
 
 def test_combinations_that_go_together(tmp_path: Path) -> None:
@@ -273,10 +273,10 @@ def test_two_cudnns(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / name).write_text(name)
     (finding,) = versions.twice(here)
-    assert finding.level == "warning" and "cuDNN is here in several versions" in finding.says
+    assert finding.level == "warning" and "cuDNN is here in several versions" in finding.message
     assert len(finding.evidence) == 2 and "9.2.0" in finding.evidence[1]
     (finding,) = versions.twice(replace(here, variables={"LD_LIBRARY_PATH": "/usr/local/cuda-12.4/lib64:"}))
-    assert finding.level == "problem" and finding.fix == "unset LD_LIBRARY_PATH" and "9.1.0" in finding.says
+    assert finding.level == "problem" and finding.fix == "unset LD_LIBRARY_PATH" and "9.1.0" in finding.message
 
 
 def test_the_same_library_twice_is_fine(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_kernel_store_on_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_links(tmp_path: Path, link: str, level: str, words: str) -> None:
     answers = {"topo -m": Ran(0, TOPOLOGY.format(link=link)), "topo -p2p": Ran(0, TOPOLOGY.format(link="OK"))}
     first, peers = links.links(machine(tmp_path, H100, H100, answers=answers))
-    assert first.level == level and words in first.says and peers.level == "ok"
+    assert first.level == level and words in first.message and peers.level == "ok"
 
 
 def test_the_matrix_has_each_pair_of_gpus_once() -> None:
@@ -404,7 +404,7 @@ def test_multicast(tmp_path: Path) -> None:
 @pytest.mark.slow  # two imports of torch
 def test_two_processes_reach_each_other() -> None:
     finding = next(iter(echo.echo(Machine.here())))
-    assert finding.level == "ok" and "over gloo" in finding.says
+    assert finding.level == "ok" and "over gloo" in finding.message
 
 
 def test_a_rank_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +415,7 @@ def test_a_rank_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     install_torch(here, "2.11.0", None)
     monkeypatch.setattr(echo, "SECONDS", 0.5)
     (finding,) = echo.echo(here)
-    assert finding.level == "problem" and "do not reach each other over gloo within" in finding.says
+    assert finding.level == "problem" and "do not reach each other over gloo within" in finding.message
     assert "RuntimeError: no route" in finding.evidence
 
 

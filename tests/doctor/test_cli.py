@@ -97,7 +97,7 @@ def test_json(faked: list[str]) -> None:
         (("doctor", "--only", "gpu"), "unknown check 'gpu'; known: gpus, driver"),
         (("doctor", "--hostfile", "/no/such/file"), "no such file"),
         (("doctor", "--hostfile", "/dev/null", "--overlap"), "choose one of"),
-        (("doctor", "--kernels", "--json"), "--kernels stands alone"),
+        (("doctor", "--kernels", "--json"), "--kernels takes no other option"),
     ],
 )
 def test_mistakes_are_named(args: tuple[str, ...], words: str) -> None:
@@ -117,12 +117,12 @@ def test_mistakes_are_named(args: tuple[str, ...], words: str) -> None:
 def test_the_attention_check(tmp_path: Path, ran: Ran, level: str, words: str) -> None:
     (check,) = doctor._contributed()
     (finding,) = check.run(machine(tmp_path, answers={"doctor --kernels": ran}))
-    assert finding.level == level and words in told([finding]) and "└" not in finding.says
+    assert finding.level == level and words in told([finding]) and "└" not in finding.message
 
 
 def test_every_check_has_a_name_of_its_own() -> None:
     names = [check.name for check in checks.CHECKS]
-    assert len(set(names)) == len(names) and all(check.asks.endswith("?") for check in checks.CHECKS)
+    assert len(set(names)) == len(names) and all(check.question.endswith("?") for check in checks.CHECKS)
 
 
 def test_the_page_lists_every_check() -> None:

@@ -30,10 +30,10 @@ def test_literal_texts(name: str, text: str) -> None:
     assert first.cause.name == name
     assert first.evidence and first.evidence in re.sub(r" +", " ", text) + text
     for language in ("en", "zh"):
-        assert first.says(language) and first.fix(language)
+        assert first.message(language) and first.fix(language)
     if "{" in first.cause.cause and all(f"?P<{key}>" in first.cause.pattern for key in first.groups):
         assert not re.search(
-            r"\{(?!" + "|".join(set(_groups(first.cause.pattern)) - set(first.groups)) + r")\w+\}", first.says()
+            r"\{(?!" + "|".join(set(_groups(first.cause.pattern)) - set(first.groups)) + r")\w+\}", first.message()
         )
 
 
@@ -66,7 +66,7 @@ def test_cases_from_the_wild(case: dict[str, str]) -> None:
         return
     assert found and found[0].cause.name == case["cause"], [one.cause.name for one in found]
     for one in found:
-        assert not re.search(r"\{\w+\}", one.says() + one.says("zh")), one.says()
+        assert not re.search(r"\{\w+\}", one.message() + one.message("zh")), one.message()
 
 
 def test_cases_are_of_threads_and_differ() -> None:
@@ -136,7 +136,7 @@ def test_a_cause_comes_before_its_consequences() -> None:
 def test_lines_and_colors() -> None:
     (one,) = diagnose("first\n\x1b[31mnvcc fatal   : Unsupported gpu architecture 'compute_120'\x1b[0m\nlast\n")
     assert (one.line, one.evidence) == (2, "nvcc fatal   : Unsupported gpu architecture 'compute_120'")
-    assert "does not know compute_120" in one.says() and "不认识 compute_120" in one.says("zh")
+    assert "does not know compute_120" in one.message() and "不认识 compute_120" in one.message("zh")
 
 
 @pytest.mark.parametrize("text", [
@@ -226,26 +226,26 @@ def test_a_probe_of_cmake_is_no_error() -> None:
 def test_a_warning_is_no_line_of_code() -> None:
     (one,) = diagnose("/opt/te/__init__.py:10: UserWarning: Detected a Jax (found = 2)\n"
                       "RuntimeError: shape '[2, 8, 128]' is invalid for input of size 1024")  # fmt: skip
-    assert "Jax" not in one.says()
+    assert "Jax" not in one.message()
 
 
 def test_a_line_of_a_log_is_no_line_of_code() -> None:
     (one,) = diagnose(" [WARNING]  using untested triton version (3.5.0), only 1.0.0 is known to be compatible\n"
                       "RuntimeError: The size of tensor a (512) must match the size of tensor b (513)")  # fmt: skip
-    assert "triton" not in one.says() and "512" in one.says()
+    assert "triton" not in one.message() and "512" in one.message()
 
 
 @pytest.mark.parametrize(("found", "cuda", "index"), [("11040", "11.4", "cu118"), ("12020", "12.2", "cu126")])
 def test_the_torch_for_an_old_driver(found: str, cuda: str, index: str) -> None:
     (one,) = diagnose(f"RuntimeError: The NVIDIA driver on your system is too old (found version {found}).")
-    assert f"({cuda})" in one.says() and one.fix().endswith(f"/whl/{index}")
+    assert f"({cuda})" in one.message() and one.fix().endswith(f"/whl/{index}")
 
 
 def test_batch_sizes_on_the_next_line() -> None:
     """GPT-NeoX breaks its message there."""
     (one,) = diagnose("AssertionError: Check batch related parameters. train_batch_size is not equal to "
                       "micro_batch_per_gpu * gradient_acc_step * world_size \n32 != 4 * 1 * 4")  # fmt: skip
-    assert one.says().endswith(": 32 != 4 * 1 * 4")
+    assert one.message().endswith(": 32 != 4 * 1 * 4")
 
 
 @pytest.mark.parametrize(
@@ -269,13 +269,13 @@ def test_the_package_of_a_missing_module_is_named(module: str, fix: str) -> None
 
 def test_the_standard_of_cpp_that_torch_wants_is_named() -> None:
     (found,) = diagnose("error: #error You need C++20 to compile PyTorch")
-    assert "-std=c++20" in found.fix() and "C++20" in found.says()
+    assert "-std=c++20" in found.fix() and "C++20" in found.message()
 
 
 def test_a_spinner_is_read_to_its_end() -> None:
     (one,) = diagnose("Building wheel for transformer-engine (setup.py) ... -\rBuilding wheel for transformer-engine "
                       "(setup.py) ... \\\r")  # fmt: skip
-    assert one.cause.name == "wheel-stuck" and "transformer-engine compiles" in one.says()
+    assert one.cause.name == "wheel-stuck" and "transformer-engine compiles" in one.message()
 
 
 def test_a_long_line_takes_no_time() -> None:

@@ -23,7 +23,7 @@ def test_a_fresh_text(case: dict[str, str]) -> None:
     found = diagnose(case["text"])
     assert (found[0].cause.name if found else "unknown") == case["cause"], [one.cause.name for one in found]
     for one in found:
-        for words in (one.says(), one.fix(), one.says("zh"), one.fix("zh")):
+        for words in (one.message(), one.fix(), one.message("zh"), one.fix("zh")):
             assert words and not re.search(r"\{\w+\}", words), words
     if not found:
         first_error(case["text"])

@@ -72,7 +72,7 @@ def test_hosts_that_are_ready(check: Callable[..., list[Finding]], tmp_path: Pat
 def test_hosts_that_refuse(check: Callable[..., list[Finding]], case: str, words: str, fix: str) -> None:
     findings = check("node1\nnode2\n", f"node2) echo '{case}' >&2; exit 255;;")
     (problem,) = [finding for finding in findings if finding.level == "problem"]
-    assert words in problem.says and fix in (problem.fix or "") and problem.evidence == (case,)
+    assert words in problem.message and fix in (problem.fix or "") and problem.evidence == (case,)
 
 
 def test_versions_that_differ(check: Callable[..., list[Finding]]) -> None:
@@ -112,7 +112,7 @@ def test_hostfiles(tmp_path: Path) -> None:
 
 def test_a_wrong_hostfile_is_a_problem(check: Callable[..., list[Finding]]) -> None:
     (finding,) = check("node1 = 8\n")
-    assert finding.level == "problem" and "hosts:1" in finding.says
+    assert finding.level == "problem" and "hosts:1" in finding.message
 
 
 def test_uneven_hosts_have_no_torchrun_line() -> None:

@@ -71,7 +71,7 @@ def test_tables_are_well_formed() -> None:
 
 
 @pytest.mark.parametrize(
-    "lines, asks",
+    "lines, expected",
     [
         (['  File "/x/lib/python3.10/site-packages/trl/trainer.py", line 3, in f', "    g()"], "trl"),
         (['  File "C:\\x\\Lib\\site-packages\\peft\\config.py", line 3, in f'], "peft"),
@@ -83,8 +83,8 @@ def test_tables_are_well_formed() -> None:
         (["nothing"], "the code that asks for it"),
     ],
 )  # fmt: skip
-def test_the_last_frame_asked(lines: list[str], asks: str) -> None:
-    assert caller(lines) == asks
+def test_the_last_frame_asked(lines: list[str], expected: str) -> None:
+    assert caller(lines) == expected
 
 
 def test_frames() -> None:

@@ -46,7 +46,7 @@ def test_an_extension_for_another_torch(here: Machine) -> None:
     assert "flash-attn finds its symbols in torch 2.8.0" in told(undefined(here))
     _library(extension, f"void {SET_DEVICE}(void); void {ERROR}(void); void go(void) {{ {ERROR}(); {SET_DEVICE}(); }}")
     (finding,) = undefined(here)
-    assert finding.level == "problem" and "compiled for another torch than 2.8.0" in finding.says
+    assert finding.level == "problem" and "compiled for another torch than 2.8.0" in finding.message
     assert f"undefined symbol {SET_DEVICE}" in finding.evidence[0] and ERROR not in finding.evidence[0]
 
 
@@ -55,7 +55,7 @@ def test_a_build_for_another_torch_is_set_aside(here: Machine) -> None:
     _library(build / "rope.so", f"void {SET_DEVICE}(void); void go(void) {{ {SET_DEVICE}(); }}")
     (build / "build.ninja").touch()
     (finding,) = undefined(here)
-    assert finding.level == "problem" and "was built for another torch than 2.8.0" in finding.says and finding.apply
+    assert finding.level == "problem" and "was built for another torch than 2.8.0" in finding.message and finding.apply
     (build / "lock").touch()
     assert "left alone" in finding.apply() and build.exists()
     (build / "lock").unlink()

@@ -108,9 +108,9 @@ app(sys.argv[1:])
         ("train.loss_scale.minimum=1e9", "train.loss_scale.minimum must be at most 2 ** initial_power (65536)"),
     ],
 )
-def test_an_impossible_size_is_refused(tmp_path: Path, word: str, says: str) -> None:
+def test_an_impossible_size_is_refused(tmp_path: Path, word: str, message: str) -> None:
     result = CliRunner().invoke(app, ["train", str(write_config(tmp_path)), word])
-    assert result.exit_code == 2 and says in result.output.replace("\n", "")
+    assert result.exit_code == 2 and message in result.output.replace("\n", "")
 
 
 @pytest.mark.slow
@@ -122,11 +122,11 @@ def test_an_impossible_size_is_refused(tmp_path: Path, word: str, says: str) -> 
         ("evaluation.steps=1000000000000", "train.steps: the order of"),
     ],
 )
-def test_a_training_of_impossible_size_is_refused_at_once(tmp_path: Path, word: str, says: str) -> None:
+def test_a_training_of_impossible_size_is_refused_at_once(tmp_path: Path, word: str, message: str) -> None:
     command = [sys.executable, "-c", _BOUNDED, "train", str(write_config(tmp_path)), word, "logging.report=false"]
     result = subprocess.run(command, env=clean_environment(), cwd=ROOT, capture_output=True, text=True, timeout=120)
     output = result.stdout + result.stderr
-    assert result.returncode in ((2,) if says else (0, 2)) and says in output.replace("\n", ""), output[-3000:]
+    assert result.returncode in ((2,) if message else (0, 2)) and message in output.replace("\n", ""), output[-3000:]
     assert "Traceback" not in output
 
 

@@ -123,7 +123,7 @@ def test_damaged_logs(count: int) -> None:
             at = NOISE.randrange(len(data))
             data[at : at + NOISE.randint(0, 9)] = NOISE.randbytes(NOISE.randint(0, 9))
         for one in diagnose(bytes(data)):
-            assert len(one.evidence) <= LINE and one.says("zh") and one.fix()
+            assert len(one.evidence) <= LINE and one.message("zh") and one.fix()
         first_error(bytes(data))
     result = CliRunner().invoke(app, ["diagnose"], input=bytes(data), env={"COLUMNS": "100"})
     assert result.exit_code in (0, 1) and not isinstance(result.exception, UnicodeError), result.output

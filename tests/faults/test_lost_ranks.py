@@ -135,7 +135,7 @@ def test_sizes_that_differ_are_an_error_on_every_rank(transport: str, size: int,
 def test_calls_name_a_rank_that_is_gone(call: str) -> None:
     survivor, _ = run_ranks(2, "-m", "tests.faults.lost_peer_worker", call, timeout=60)
     named = r"rank 1 \(host .*, process \d+\) is gone"
-    words = {"overlap": "Overlap cannot begin: a rank of its group is gone or did not come",
+    words = {"overlap": "Overlap cannot begin: a rank of its group is gone or did not start it",
              "rows": rf"exchange of row counts of \[1\] cannot end: {named}",
              "backward": f"attention's backward by ring cannot end: {named}",
              "late": r"attention by ring has waited 5 s for rank 1 \(host "}  # fmt: skip

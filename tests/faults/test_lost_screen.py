@@ -24,7 +24,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, monkeypatch: py
         result = train(write_config(tmp_path), ["train.steps=3", "logging.every=1", "evaluation.at_end=false"])
     assert result.finished and result.checkpoint == tmp_path / "run/checkpoints/step_00000003"
     assert [event.text for event in tracing.trace() if "screen" in event.text] == [
-        "the screen cannot be written: Broken pipe; the run goes on, and its files are written"
+        "the screen cannot be written: Broken pipe; the run continues, and its files are written"
     ]
 
 
@@ -49,7 +49,7 @@ def test_what_is_printed_while_the_disk_is_full_is_lost_and_nothing_else(
     for file.broken, text in ((None, "before"), (errno.ENOSPC, "lost"), (None, "after")):
         console.print(text)
     assert file.getvalue() == "before\nafter\n"
-    assert capfd.readouterr().err.count("No space left on device; the run goes on") == 1
+    assert capfd.readouterr().err.count("No space left on device; the run continues") == 1
 
 
 def test_a_warning_without_a_reader_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

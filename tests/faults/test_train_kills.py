@@ -408,7 +408,7 @@ def test_a_sink_that_fails_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFix
     trainer.fit()
     trainer.close()
     assert trainer.progress.step == 12 and after == [1]
-    assert capfd.readouterr().err.count("the training goes on without it") == 1
+    assert capfd.readouterr().err.count("training continues without it") == 1
 
 
 @pytest.mark.parametrize(

@@ -316,9 +316,9 @@ _ODD = Quantized(torch.zeros(8, 20, dtype=torch.float8_e4m3fn), torch.ones(1))
         # without the reasons: a Triton without Gluon has another one
         (
             lambda: fp8_gemm(_BLOCKS, _BLOCKS, backend="hopper"),
-            "backend must be one that serves this product, got hopper:",
+            "backend must be one that supports these operands, got hopper:",
         ),
-        (lambda: fp8_gemm(_ODD, _ODD, backend="hopper"), "backend must be one that serves this product, got hopper: "),
+        (lambda: fp8_gemm(_ODD, _ODD, backend="hopper"), "backend must be one that supports these operands, got"),
         (lambda: fp8_gemm(_Q, _Q, accumulate=True), "out must be given with accumulate, got None"),
         (lambda: fp8_gemm(_Q, _Q, out=torch.zeros(4, 5)), "out must have shape [4, 4]"),
     ],

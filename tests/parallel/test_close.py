@@ -42,7 +42,7 @@ def test_the_watch_outlives_every_wait(fails: str, monkeypatch: pytest.MonkeyPat
     assert not transport._shared and not transport._captured
 
 
-def test_the_keeper_of_the_store_waits_after_the_failure_of_another() -> None:
+def test_the_host_of_the_store_waits_after_the_failure_of_another() -> None:
     """It left at once: a rank that was later found no store, and named all ranks that had ended."""
     looks: list[str] = []
     kept = {"failure": b"", "gave up 1": b"boom"}
@@ -64,7 +64,7 @@ def test_the_keeper_of_the_store_waits_after_the_failure_of_another() -> None:
     everyone = [Peer(rank, rank, "h0", "m0", 100 + rank, 0.0) for rank in range(3)]
     peers = Heartbeat.__new__(Heartbeat)
     peers.__dict__.update(
-        rank=0, here=everyone[0], all=everyone, _keeper=everyone[0], _store=Store(), _has_store=True, _failed=False,
+        rank=0, here=everyone[0], all=everyone, _store_host=everyone[0], _store=Store(), _has_store=True, _failed=False,
         _reason=None, gone=lambda: [everyone[1]],
     )  # fmt: skip
     peers.wait_until_heard()

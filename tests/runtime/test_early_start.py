@@ -70,7 +70,7 @@ def test_warm_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for early, captures, held in ((True, False, False), (True, True, False), (True, True, True), (False, False, True)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
         monkeypatch.setattr(driver, "graphs_hold_early_starts", lambda held=held: held)
-        loaded = Loaded(["*fp32", "i32"], FACTS, driver.Function(1234, 0, 0, 0), starts_early=early)
+        loaded = Loaded(["*fp32", "i32"], FACTS, driver.Function(1234, 0), starts_early=early)
         # found by every key
         _early_kernel._tables[-1] = type("Keys", (dict,), {"get": lambda self, key, loaded=loaded: loaded})()
         _early_kernel[(5, 2)](torch.empty(4, device="meta"), 3, STARTS_EARLY=early)
@@ -96,7 +96,7 @@ def test_drivers_whose_graphs_hold_early_starts(
 @pytest.mark.parametrize("early", [True, False])
 def test_replayed_launch(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Driver(monkeypatch)
-    loaded = Loaded(["*fp32", "*fp32"], FACTS, driver.Function(1234, 0, 0, 0), starts_early=early)
+    loaded = Loaded(["*fp32", "*fp32"], FACTS, driver.Function(1234, 0), starts_early=early)
 
     def forward(x: Tensor) -> Tensor:
         y = torch.empty_like(x)

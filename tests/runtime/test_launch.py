@@ -56,7 +56,7 @@ class Driver:
         if key is not None and 0 not in grid:
             spec = self.kernel.specialize(values, constants, 90)
             types = [t for name, t in spec.signature.items() if name in self.kernel.arguments]
-            loaded = Loaded(types, FACTS, driver.Function(1234, 0, 0, 0))
+            loaded = Loaded(types, FACTS, driver.Function(1234, 0))
             self.kernel._tables.setdefault(-1, {})[key] = loaded
 
     def launch(self, handle, gx, gy, gz, bx, by, bz, shared, stream, params, extra) -> int:
@@ -287,7 +287,7 @@ def test_an_image_the_driver_refuses_is_rebuilt_once(reason: str, monkeypatch: p
     def load(image: bytes, *args: object) -> driver.Function:
         if len(built) == 1 and reason == "refused":
             raise driver.ImageError("no")
-        return driver.Function(1, 2, 3, 4)
+        return driver.Function(1, 2)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(compile_service, "entry_for", entry_for)

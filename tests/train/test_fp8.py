@@ -16,11 +16,12 @@ from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.fp8 import recipe_of
 from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.lint import rehearse
+from powertrain.train.reporting.metrics import PartialSink
 from powertrain.train.trainer import TrainingStopped
 from tests.train.tiny_run import open_trainer, read
 
 
-class Seen:
+class Seen(PartialSink):
     """A sink that keeps losses and notes."""
 
     def __init__(self) -> None:
@@ -32,12 +33,6 @@ class Seen:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-    def evaluation(self, record: object) -> None: ...
-
-    def kernels(self, table: object) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _run(folder: Path, *overrides: str, resume: bool = False) -> tuple[Seen, dict[str, torch.Tensor]]:

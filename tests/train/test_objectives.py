@@ -22,7 +22,7 @@ from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.yaml_source import ConfigError
 from powertrain.train.lint import lint, rehearse
 from powertrain.train.objective import make_objective, token_log_probs
-from powertrain.train.reporting.metrics import JsonLines, StepRecord, read_metrics
+from powertrain.train.reporting.metrics import JsonLines, PartialSink, StepRecord, read_metrics
 from powertrain.train.run import start, with_vocabulary
 from powertrain.train.trainer import Trainer, TrainingStopped
 
@@ -51,22 +51,12 @@ def _slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-class Recorder:
+class Recorder(PartialSink):
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
 
     def step(self, record: StepRecord) -> None:
         self.steps.append(record)
-
-    def evaluation(self, record: Any) -> None: ...
-
-    def task(self, record: Any) -> None: ...
-
-    def kernels(self, table: Any) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def read_run(folder: Path, objective: str, *overrides: str) -> Run:

@@ -7,8 +7,7 @@ from typing import Any
 
 from powertrain.train import ranks
 from powertrain.train.config.reader import Run, read_config
-from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
+from powertrain.train.reporting.metrics import PartialSink, Sink, StepRecord
 from powertrain.train.run import start
 from powertrain.train.trainer import Trainer
 
@@ -41,7 +40,7 @@ def open_trainer(folder: Path, *overrides: str, sinks: Callable[[Trainer], Seque
     return start(read(folder, *overrides), ranks.read_launch_env(), sinks)
 
 
-class At:
+class At(PartialSink):
     """A sink that does something once, when it is told of a step."""
 
     def __init__(self, step: int, act: Callable[[], Any]) -> None:
@@ -52,13 +51,5 @@ class At:
         if record.step == self.at:
             self.act()
 
-    def evaluation(self, record: EvaluationRecord) -> None: ...
-
-    def task(self, record: TaskRecord) -> None: ...
-
-    def kernels(self, table: KernelTable) -> None: ...
-
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-    def close(self) -> None: ...

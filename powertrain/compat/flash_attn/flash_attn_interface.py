@@ -152,12 +152,11 @@ def flash_attn_varlen_func(
         lengths, left = cu_seqlens_k.diff(), window_bounds(op, window_size)[0]
         reads = not wanted and dropout_p == 0 and reads_pages(q, k, v, cu_seqlens_q, lengths, block_table, left)
         # pages are gathered to this size, so there a tensor is read
-        room = max_seqlen_k.item() if isinstance(max_seqlen_k, Tensor) and not reads else known(max_seqlen_k)
-        if not (isinstance(room, _Integer) and room >= 0) and not (reads and room is None):
-            checks.fail(op, "max_seqlen_k", "be an integer of at least 0", checks.described(room))
-        checks.require(
-            room is None or room <= most, op, "max_seqlen_k", f"be at most {most}, the pages of block_table", room
-        )
+        capacity = max_seqlen_k.item() if isinstance(max_seqlen_k, Tensor) and not reads else known(max_seqlen_k)
+        if not (isinstance(capacity, _Integer) and capacity >= 0) and not (reads and capacity is None):
+            checks.fail(op, "max_seqlen_k", "be an integer of at least 0", checks.described(capacity))
+        fits = capacity is None or capacity <= most
+        checks.require(fits, op, "max_seqlen_k", f"be at most {most}, the pages of block_table", capacity)
         if reads:
             found = decode_attention(
                 q, k, v, lengths, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
@@ -165,16 +164,16 @@ def flash_attn_varlen_func(
                 softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
             )  # fmt: skip
             return (*found, None) if return_attn_probs else found
-        assert room is not None
+        assert capacity is not None
         if lengths.shape[0] == block_table.shape[0]:
             checks.pages(op, "block_table", block_table, k.shape[0], k.shape[1], torch.zeros_like(lengths), lengths)
         # rows of the next sequence would be this one's
-        checks.indices(op, "lengths of cu_seqlens_k (up to max_seqlen_k)", lengths, room + 1)
+        checks.indices(op, "lengths of cu_seqlens_k (up to max_seqlen_k)", lengths, capacity + 1)
         # gathered together, for packed sequences have no page table here; O(b * max_seqlen_k) memory
-        k, v = (gather_pages(x, block_table, room).flatten(0, 1) for x in (k, v))
-        # each sequence begins at a multiple of the room, beyond which a kernel would read other memory
-        starts = torch.arange(block_table.shape[0] + 1, device=k.device, dtype=torch.int32) * room
-        used = {"cu_seqlens_k_padded": starts, "seqused_k": lengths.clamp(max=room)}
+        k, v = (gather_pages(x, block_table, capacity).flatten(0, 1) for x in (k, v))
+        # each sequence begins at a multiple of the capacity, beyond which a kernel would read other memory
+        starts = torch.arange(block_table.shape[0] + 1, device=k.device, dtype=torch.int32) * capacity
+        used = {"cu_seqlens_k_padded": starts, "seqused_k": lengths.clamp(max=capacity)}
     result = varlen_attention(
         *unit_stride(q, k, v, "flash_attn_varlen_func"), cu_seqlens_q, cu_seqlens_k,
         known(max_seqlen_q), known(max_seqlen_k), **used,
@@ -280,14 +279,14 @@ def flash_attn_with_kvcache(
     # float32, so that 16-bit tables lose nothing more
     rotary = None if rotary_cos is None or rotary_sin is None else RopeTable(rotary_cos.float(), rotary_sin.float())
     # pages of one sequence are as many as the table has columns
-    room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    left = room - (0 if k is None else k.shape[1])
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    left = capacity - (0 if k is None else k.shape[1])
     if cache_seqlens is None:
         # without lengths the cache is full once the new keys are in
         cache_seqlens = left
     if not isinstance(cache_seqlens, Tensor):
         if not cache_seqlens <= left:
-            taken = "" if left == room else f", less {room - left} new keys"
+            taken = "" if left == capacity else f", less {capacity - left} new keys"
             checks.fail(op, "cache_seqlens", f"be at most {left}, the size of the cache{taken}", cache_seqlens)
         # int lengths become a tensor: the kernel reads lengths on the device
         batch = q.shape[0] if cu_seqlens_q is None else max(cu_seqlens_q.shape[0] - 1, 0)

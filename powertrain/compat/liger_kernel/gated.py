@@ -1,4 +1,4 @@
-"""Gate and up layer of an MLP in one product where both are plain nn.Linear, else each by its own forward."""
+"""Gate and up projections of an MLP: one GEMM if both are plain nn.Linear, else each by its own forward."""
 
 from torch import Tensor, nn
 

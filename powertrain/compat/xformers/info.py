@@ -1,4 +1,4 @@
-"""`python -m xformers.info`, in Powertrain's words."""
+"""`python -m xformers.info`: versions, and the devices on which attention is available."""
 
 import torch
 

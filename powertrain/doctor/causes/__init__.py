@@ -1,4 +1,4 @@
-"""The errors of this field: patterns in logs, causes, fixes, in English and Chinese, and where each was seen.
+"""Known errors of builds, training and inference: patterns in logs, causes, fixes (English, Chinese), and sources.
 
 A pattern is searched in every line that holds one of the literals that its matches must (diagnose.py); it takes time in
 proportion to the line: one that can begin in the middle of a word, or has two open gaps, does not. Where two causes are

@@ -1,4 +1,4 @@
-"""Of two causes that one text can show, which says less: a cause is left out where one of its set is found."""
+"""Which causes cover others: a cause is left out if one of the more specific causes in its set is found too."""
 
 _INTERFACES = {"library-older", "library-newer", "python-lacks", "python-dropped"}
 

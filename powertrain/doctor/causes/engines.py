@@ -1,4 +1,4 @@
-"""TransformerEngine, DeepSpeed, vLLM and other engines: messages of their own checks."""
+"""Errors that TransformerEngine, DeepSpeed, vLLM and other engines raise in their argument checks."""
 
 from powertrain.doctor.causes.cause import Cause
 

@@ -17,9 +17,10 @@ def _in_optimizer(groups: dict[str, str], passage: Passage) -> dict[str, str] | 
 
 
 def _in_auto_class(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    told = any(map(re.compile(r"configuration_auto|auto_factory|CONFIG_MAPPING|AutoConfig").search, passage.above[-6:]))
+    auto_class = re.compile(r"configuration_auto|auto_factory|CONFIG_MAPPING|AutoConfig")
+    is_about_config = any(map(auto_class.search, passage.above[-6:]))
     kind = (groups.get("kind") or groups.get("config") or "").split(".")[-1]
-    return {"model": kind} if told else None
+    return {"model": kind} if is_about_config else None
 
 
 _ROW = re.compile(

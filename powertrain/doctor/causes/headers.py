@@ -1,4 +1,4 @@
-"""Which header's names a compiler does not find: the library whose release does not fit the source."""
+"""Names that a compiler does not find in a header: the library whose release does not match the source."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A library lacks a name or an argument that its caller wants: which of the two is too old, where releases tell it."""
+"""A library lacks a name or an argument that its caller uses: which of the two is too old, if releases show it."""
 
 from functools import partial
 
@@ -39,16 +39,18 @@ def _lacks(side: str, python: bool, groups: dict[str, str], passage: Passage) ->
     if found is None or found.side != side or (found.package == "Python") != python:
         return None
     instead = found.instead or RENAMED.get(found.name, "")
-    asks = caller(passage.above)
+    caller_name = caller(passage.above)
     # a library that asks itself has files of two releases
-    asks = f"{asks}'s other files (two releases are mixed)" if asks == found.package else asks
+    caller_name = (
+        f"{caller_name}'s other files (two releases are mixed)" if caller_name == found.package else caller_name
+    )
     return {
         "package": found.package,
         "name": found.name,
         "when": found.when,
         "when_zh": found.when_zh,
         "spec": found.spec,
-        "caller": asks,
+        "caller": caller_name,
         "instead": f" (now {instead})" if instead else "",
         "instead_zh": f"（现为 {instead}）" if instead else "",
     }
@@ -56,13 +58,13 @@ def _lacks(side: str, python: bool, groups: dict[str, str], passage: Passage) ->
 
 def _both(groups: dict[str, str], passage: Passage) -> dict[str, str]:
     module = groups.get("module") or groups.get("of") or ""
-    asks = caller(passage.above)
-    return {"package": releases.package_of(module), "caller": asks, **_likely_side(asks, passage)}
+    caller_name = caller(passage.above)
+    return {"package": releases.package_of(module), "caller": caller_name, **_likely_side(caller_name, passage)}
 
 
-def _likely_side(asks: str, passage: Passage) -> dict[str, str]:
+def _likely_side(caller_name: str, passage: Passage) -> dict[str, str]:
     """A library that asks is newer than what it asks; a program of one's own, or a model's code, is older."""
-    own = asks.endswith(".py") or remote_code(passage.above)
+    own = caller_name.endswith(".py") or remote_code(passage.above)
     if own:
         return {
             "likely": "newer",
@@ -75,8 +77,8 @@ def _likely_side(asks: str, passage: Passage) -> dict[str, str]:
         "likely": "older",
         "unlikely": "newer",
         "likely_zh": "旧",
-        "remedy": f"pip install --upgrade that library; if it is the newest: upgrade {asks}, or the release that it "
-        "asks for",
+        "remedy": f"pip install --upgrade that library; if it is the newest: upgrade {caller_name}, or the release "
+        "that it asks for",
     }
 
 

@@ -30,8 +30,8 @@ def _private(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
     package = releases.package_of_class(owner) or (releases.package_of(owner) if "." in owner else "")
     if not package and _TRAINER.match(owner):
         package = "trl" if re.search(r"GRPO|DPO|SFT|PPO|KTO|ORPO|Reward", owner) else "transformers"
-    asks = caller(passage.above)
-    return {"package": package or f"the library of {owner}", "caller": asks}
+    caller_name = caller(passage.above)
+    return {"package": package or f"the library of {owner}", "caller": caller_name}
 
 
 def _config(groups: dict[str, str], passage: Passage) -> dict[str, str]:

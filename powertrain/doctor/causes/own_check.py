@@ -1,4 +1,4 @@
-"""Messages that no cause is known for, but that say themselves what to do."""
+"""Messages without a known cause that state the remedy themselves."""
 
 import re
 

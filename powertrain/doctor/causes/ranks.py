@@ -1,4 +1,4 @@
-"""Processes: how they meet, communicate and end."""
+"""Ranks: rendezvous, communication and termination."""
 
 from powertrain.doctor.causes.cause import Cause
 

@@ -1,4 +1,4 @@
-"""Logs that stop."""
+"""Logs that end without an error: hangs and killed processes."""
 
 from powertrain.doctor.causes.cause import Cause
 

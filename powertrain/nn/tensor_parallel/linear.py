@@ -9,7 +9,7 @@ With sequence parallelism every rank holds some of the tokens between the two (t
 gathers them, the second sums and scatters. Without it every rank holds all of them: the second sums, and so does the
 first in backward. Weights are DTensors over the group, so FSDP2 and torch.distributed.checkpoint work on top: pass a
 mesh's axis then, not an Overlap, because FSDP2 requires both axes in one mesh. `quantize_model` makes their products
-FP8, with sequence parallelism; tokens then travel in FP8.
+FP8, with sequence parallelism; tokens are then sent in FP8.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ Ranks = DeviceMesh | Overlap
 
 
 def open_overlap(ranks: Ranks) -> tuple[Overlap, DeviceMesh]:
-    """The overlap of a mesh's axis, or the mesh of an overlap's group."""
+    """The `Overlap` and the one-axis mesh of a group, each made from the other if only one is given."""
     if isinstance(ranks, DeviceMesh):
         return Overlap(ranks), ranks
     if not isinstance(ranks, Overlap):
@@ -64,13 +64,13 @@ def shard_parameter(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Par
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """A module's own parameters as DTensors that every rank has whole. In place."""
+    """Make a module's own parameters replicated DTensors, in place."""
     for name, p in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, shard_parameter(p, mesh, Replicate()))
 
 
 def local(p: Tensor) -> Tensor:
-    """This rank's part of a parameter, with the `main_grad` that it may have."""
+    """This rank's shard of a parameter, with the parameter's `main_grad` if there is one."""
     if not isinstance(p, DTensor):
         return p
     main_grad = getattr(p, "main_grad", None)
@@ -96,7 +96,7 @@ class _Local(torch.autograd.Function):
 
 
 def all_reduce_grad(p: Tensor) -> Tensor:
-    """A replicated parameter that each rank applies to its own tokens or heads: its gradient is all-reduced."""
+    """A replicated parameter whose gradient is all-reduced, for ranks that apply it to their own tokens or heads."""
     param: Tensor = _AllReduceGrad.apply(p) if isinstance(p, DTensor) else p
     return param
 
@@ -126,7 +126,7 @@ class _AllReduceGrad(torch.autograd.Function):
 
 
 class _ShardedLinear(TakesRecipe):
-    """Common base of both kinds: construction and repr, FP8."""
+    """Base class of column- and row-parallel layers: construction, repr, FP8."""
 
     _weight_dim: int
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -148,7 +148,7 @@ class _ShardedLinear(TakesRecipe):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, ranks: Ranks, **options: Any) -> Any:
-        """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
+        """A layer with the weights of an nn.Linear that is equal on every rank, or on the meta device."""
         size = (linear.in_features, linear.out_features)
         layer = cls(*size, ranks, bias=linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options)
         layer._shard(linear, cast(DTensor, layer.weight).device_mesh)
@@ -170,7 +170,7 @@ class _ShardedLinear(TakesRecipe):
 
 
 class ColumnParallelLinear(_ShardedLinear):
-    """x wᵀ + b, of which each rank computes some features.
+    """x wᵀ + b with w sharded by output features: each rank computes some of them.
 
     Shapes: K features in, N out, W ranks; T tokens in all, t on this rank.
         x   [t, K] or [..., K], flattened; without sequence parallelism all T tokens
@@ -209,7 +209,7 @@ class ColumnParallelLinear(_ShardedLinear):
 
 
 class RowParallelLinear(_ShardedLinear):
-    """x wᵀ + b, all_reduce_grad over ranks that have some of the features in each; b is added once.
+    """x wᵀ + b with w sharded by input features: the ranks' products are summed; b is added once.
 
     Shapes: K features in, N out, W ranks; T tokens in all.
         x   [..., K / W], T tokens in the leading dims; [..., K] without input_is_parallel
@@ -263,7 +263,7 @@ class ReplicatedLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, ranks: Ranks) -> "ReplicatedLinear":
-        """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
+        """A layer with the weights of an nn.Linear that is equal on every rank, or on the meta device."""
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
         for name, p in linear.named_parameters():
             layer.register_parameter(name, shard_parameter(p, open_overlap(ranks)[1], Replicate()))
@@ -335,7 +335,7 @@ def _operands(layers: Sequence["ColumnParallelLinear"]) -> tuple[list[Tensor], l
 
 
 def _gathered(tokens: Tensor, layers: Sequence["ColumnParallelLinear"], rows: Sequence[int] | None) -> list[Tensor]:
-    """Products of all ranks' tokens; layers of one recipe, or of none, share a gather."""
+    """GEMMs of all ranks' tokens; layers with the same recipe (or none) share one gather."""
     made: dict[int, Tensor] = {}
     for recipe in dict.fromkeys(layer.fp8_recipe for layer in layers):
         mine = [i for i, layer in enumerate(layers) if layer.fp8_recipe == recipe]
@@ -354,12 +354,12 @@ def _check_tokens(name: str, x: Tensor) -> None:
 
 
 def _all_features(y: Tensor, overlap: Overlap) -> Tensor:
-    """[T, n] of each rank -> [T, W n] on all ranks, which then compute the same."""
+    """All-gather of features: [T, n] of each rank -> [T, W n] on all ranks."""
     rows = (y.shape[1],) * overlap.size
     return move_rows(y.T, "gather", "slice", overlap, rows).T.contiguous()
 
 
 def _own_features(x: Tensor, overlap: Overlap) -> Tensor:
-    """[..., K] on all ranks -> this rank's [..., K / W]."""
+    """This rank's slice of features: [..., K] on all ranks -> [..., K / W]."""
     features = x.flatten(0, -2).T
     return move_rows(features, "slice", "gather", overlap).T.unflatten(0, x.shape[:-1])

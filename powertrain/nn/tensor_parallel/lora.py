@@ -1,4 +1,4 @@
-"""Adapters of sharded linear layers: what `LoRALinear` adds to a product, computed by the ranks that share the layer.
+"""LoRA adapters of sharded linear layers: `LoRALinear`'s term, computed by the ranks that share the layer.
 
     columns   y += scale gather(x Aᵀ) Bᵀ: A whole on every rank, applied to the rank's tokens; B sharded by features out
     rows      y += scale scatter(x Aᵀ) Bᵀ: A sharded by features in, parts summed; B whole, applied to the rank's tokens

@@ -169,7 +169,7 @@ class _Columns(ColumnParallelLinear):
 
 
 class _Shared:
-    """Layers that are called one after the other with the same x: the first call computes the results of all.
+    """Layers called in sequence with the same x: the first call computes the results of all.
 
     If they are called with different tensors, each computes its own result from then on.
     """
@@ -202,7 +202,7 @@ class _Shared:
 
 
 class _Stream:
-    """The tokens between "enter" and "leave": their shape, this rank's share, and the placeholder for attention."""
+    """State of the tokens between "enter" and "leave": shape, this rank's shard, and the placeholder for attention."""
 
     def __init__(self, overlap: Overlap) -> None:
         self.overlap = overlap
@@ -244,7 +244,7 @@ class _Stream:
 
 
 def _with_hidden(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with the hidden states, which come first or by name, changed."""
+    """A call's arguments with the hidden states (the first argument, or one by name) replaced."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}

@@ -79,7 +79,7 @@ def move_rows(x: Tensor, how: How, back: How, overlap: Overlap, rows: Sequence[i
 
 
 def split_tokens(x: Tensor, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:
-    """This rank's rows of an x [T, ...] that every rank has; the gradient is gathered."""
+    """This rank's rows of a replicated x [T, ...]; the gradient is gathered."""
     return move_rows(x, "slice", "gather", overlap, rows)
 
 

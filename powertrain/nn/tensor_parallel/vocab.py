@@ -3,8 +3,8 @@
     lse = log sum over ranks of exp(lse of a rank's logits);   the target's logit is on one rank
     loss = lse - (1 - smoothing) z_target - smoothing mean(z) + z_loss lse²;   dlogits from lse alone, each rank its own
 
-Three floats a token travel; logits never do. With labels the head makes them in blocks of tokens, with their gradients,
-as powertrain/ops/linear_cross_entropy.py does, and keeps dx of this rank's tokens and dweight of its rows.
+Ranks exchange three floats per token, never logits. With labels the head computes logits and their gradients in blocks
+of tokens, as powertrain/ops/linear_cross_entropy.py does, and keeps dx of this rank's tokens and dweight of its rows.
 
 Source: Shoeybi et al., arXiv:1909.08053, section 3 (vocabulary-parallel loss); blocks: see linear_cross_entropy.py.
 """
@@ -46,12 +46,12 @@ from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, is_traced, use_kernel
+from powertrain.runtime.dispatch import Op, cast_by_autocast, is_traced, use_kernel
 from powertrain.runtime.flops import Shape
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """tokens [B, S] int64 -> [t, D], this rank's share of them (even_rows); each rank has some of the V rows.
+    """tokens [B, S] int64 -> [t, D] of this rank's tokens (even_rows); the V rows are sharded over the ranks.
 
     Every rank has all tokens. Without sequence_parallel -> [B, S, D] on every rank. weight [V, D]: a DTensor, Shard(0).
     Exact: of each token's row all ranks but one add zeros. Memory: [B * S, D] on every rank before they are summed.
@@ -92,7 +92,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """States of this rank's tokens [t, D] -> logits [T, V / W] of its words; with labels the mean loss of all tokens.
+    """Hidden states [t, D] of this rank's tokens -> logits [T, V / W] of its vocabulary shard; with labels a mean loss.
 
     labels   [...] int64, T of all tokens, the same on every rank; -100 leaves one out
     The loss, float32 [], is equal on every rank, and each is to differentiate all of it. Without sequence_parallel
@@ -138,13 +138,13 @@ def _stats(logits: Tensor, target: Tensor, terms: Terms, overlap: Overlap) -> Te
         own[1].masked_fill_(out_of_range & (target != terms.ignore_index), torch.nan)
     if overlap.size == 1:
         return own
-    # three numbers a token travel, never the logits
+    # three numbers per token are exchanged, never the logits
     ranks = overlap.transport.all_gather(own[None], RowCounts((1,) * overlap.size))
     return torch.stack((ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0), ranks[:, 2].sum(0)))
 
 
 def _losses(stats: Tensor, target: Tensor, terms: Terms, vocab_size: int) -> Tensor:
-    """[rows], 0 where left out."""
+    """Losses [rows], 0 where the target is ignore_index."""
     lse, hit, total = stats
     smoothing = terms.label_smoothing
     loss = lse - (1.0 - smoothing) * hit - smoothing / vocab_size * total + terms.z_loss * lse.square()
@@ -154,7 +154,7 @@ def _losses(stats: Tensor, target: Tensor, terms: Terms, vocab_size: int) -> Ten
 def _gradient(
     logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor | None, terms: Terms, overlap: Overlap, out: Tensor
 ) -> None:
-    """dlogits of this rank's words into `out`, which may be logits; dloss [rows], [] or None for 1."""
+    """Write dlogits of this rank's vocabulary shard to `out`, which may be logits; dloss [rows], [] or None for 1."""
     start, total = overlap.rank * logits.shape[1], overlap.size * logits.shape[1]
     if use_kernel("cross_entropy", logits):
         launch_dlogits(logits, target, lse, dloss, terms, out, scale=None, vocab_start=start, vocab_size=total)
@@ -268,7 +268,7 @@ def _linear_fwd(
     ignore_index: int, smoothing: float, z_loss: float, softcap: float, counts: Sequence[int], key: str, need_dx: bool,
     need_dw: bool, need_db: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """counts: tokens of each rank; empty: x has all of them."""
+    """Forward. counts: tokens of each rank; empty: x has all tokens."""
     overlap, terms = find(key), Terms(ignore_index, smoothing, z_loss, softcap)
     whole = overlap.transport.all_gather(x, RowCounts(tuple(counts))) if counts else x
     count, words = target.shape[0], weight.shape[0]
@@ -307,7 +307,7 @@ def _linear_fwd(
 
 
 def summed_dx(dx: Tensor, counts: Sequence[int], overlap: Overlap) -> Tensor:
-    """The sum over ranks, each of which has the share of its words: of this rank's tokens, or of all of them."""
+    """Sum over ranks of dx, to which each vocabulary shard contributes: for this rank's tokens, or for all of them."""
     if overlap.size == 1:
         return dx
     rows = RowCounts(tuple(counts) or even_rows(dx.shape[0], overlap.size))
@@ -397,18 +397,14 @@ def vocab_parallel_linear_cross_entropy(
     """
     op = "vocab_parallel_linear_cross_entropy"
     main_grad = getattr(weight, "main_grad", None)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = cast_by_autocast(x, weight, bias)
     check_loss_arguments(op, target, reduction, label_smoothing, z_loss, softcap)
     checks.one_of(op, "reduction", reduction, ("mean", "sum"))
     checks.floating(op, x=x, weight=weight, bias=bias)
     checks.same_device(op, "x", x, weight=weight, bias=bias, target=target)
     checks.shape(op, "weight", weight, (*weight.shape[:1], x.shape[-1]), "[words of this rank, last dim of x]")
     checks.shape(op, "bias", bias, weight.shape[:1], "first dim of weight")
-    for name, t in (("weight", weight), ("bias", bias)):
-        good = t is None or t.dtype is x.dtype
-        checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", t if t is None else t.dtype)
+    checks.same_dtype(op, "x", x, weight=weight, bias=bias)
     rows, flat = as_rows(x), as_flat(target)
     counts = even_rows(flat.shape[0], overlap.size) if sequence_parallel and overlap.size > 1 else ()
     have, tokens = rows.shape[0], counts[overlap.rank] if counts else flat.shape[0]

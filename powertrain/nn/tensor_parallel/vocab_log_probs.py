@@ -127,12 +127,12 @@ def _shard_grads_(
 
 
 def _gathered(own: Tensor, overlap: Overlap) -> Tensor:
-    """[W, ...] of own [...] on each rank."""
+    """All-gather of a tensor: [...] on each rank -> [W, ...]."""
     return overlap.transport.all_gather(own[None].contiguous(), RowCounts((1,) * overlap.size))
 
 
 def _combined_stats(own: Tensor, overlap: Overlap) -> Tensor:
-    """[4, rows] of the whole vocabulary."""
+    """Combine the ranks' `_shard_stats` to those of the whole vocabulary, [4, rows]."""
     if overlap.size == 1:
         return own
     peak_r, log_total_r, hit_r, entropy_r = _gathered(own, overlap).unbind(1)

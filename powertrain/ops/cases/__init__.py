@@ -1,4 +1,4 @@
-"""Every op with the calls that stand for it: the one list that the demo, prebuild, tests and benchmarks walk.
+"""Representative calls of every op, used by `powertrain check`, `tune`, `prebuild`, and by the generic tests.
 
 A module per op file defines CASES. `run` is ours, `reference` the specification, `plain` the obvious code in
 PyTorch; all take the tensors by name. `inputs(shape, dtype, device)` makes them, those that want a gradient set.

@@ -1,4 +1,4 @@
-"""Quantization by a tensor's own scale, a power of two, in one read of the tensor where the scale is that of last time.
+"""Current scaling by a power of two: the tensor is read once if its scale equals the last call's, else twice.
 
     data = e(clamp(x * s, -max, max))       s: the scale of x's own amax (ops/fp8/formulas.py), whatever was used before
 

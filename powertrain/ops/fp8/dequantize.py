@@ -1,4 +1,4 @@
-"""Values of FP8 data in a floating dtype, whichever elements share a scale.
+"""Dequantization of FP8 data to a floating dtype, for every granularity of scales.
 
     out[r, c] = data[r, c] * scale_inv of (r, c)      c < columns; float32 product, rounded once to the dtype
 

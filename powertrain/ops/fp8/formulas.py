@@ -74,7 +74,7 @@ def granularity(q: Quantized) -> str:
 
 
 def scale_strides(q: Quantized) -> tuple[int, int]:
-    """Of the scales, in elements: between rows, or blocks of rows, and between groups; 0 where all are one."""
+    """Strides of the scales in elements: between rows (or blocks of rows) and between groups; 0 for a shared scale."""
     if q.scale_inv.dim() == 2:
         return q.scale_inv.stride(0), q.scale_inv.stride(1)
     return (0 if q.scale_inv.shape[0] == 1 else 1), 0

@@ -1,4 +1,4 @@
-"""A gated activation of gate and up that are kept in FP8: computed from the kept data, forward and backward.
+"""A gated activation that saves gate and up in FP8: forward and backward are computed from the FP8 data.
 
     ĝ, û = gate, up rounded to e4m3, one scale for 128 elements of a row, a power of two (ops/fp8/formulas.py, "group")
     y    = act(ĝ) û
@@ -295,8 +295,7 @@ def fp8_gated_activation(
     checks.floating(op, gate=gate, up=up)
     checks.same_device(op, "gate", gate, up=up)
     checks.shape(op, "up", up, gate.shape, "shape of gate")
-    must = f"have gate's dtype {checks.name(gate.dtype)}"
-    checks.require(up.dtype is gate.dtype, op, "up", must, checks.name(up.dtype))
+    checks.same_dtype(op, "gate", gate, up=up)
     check_clamp(op, kind, limit, alpha)
     if kind != "clamped_swiglu":
         limit, alpha = 7.0, 1.702  # as `check_clamp` says

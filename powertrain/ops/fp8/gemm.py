@@ -1,4 +1,4 @@
-"""Products of FP8 operands that are both stored along K: out = (a * its scales) (b * its scales)ᵀ + bias.
+"""FP8 GEMM, both operands contiguous along K: out = (a * its scales) (b * its scales)ᵀ + bias.
 
     out[m, n] = bias[n] + Σ_g sa[m, g] sb[n, g] Σ_{k in g} a[m, k] b[n, k]      groups g of 128 along K
     sa, sb: [1] (tensor), [rows] (row), [rows, K / 128] (group) or [rows / 128, K / 128] (block) values
@@ -163,7 +163,7 @@ def why_not_torch(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
         # PyTorch's versions differ in whether rows of scales are padded to 4: here both agree
         return f"by blocks K must be a multiple of {4 * GROUP}, is {K}"
     if a.data.is_meta or recording.state.recording is not None:
-        return _foretold(form, out_dtype, Target.of(a.data.device))
+        return _unsupported_without_device(form, out_dtype, Target.of(a.data.device))
     key = (a.data.device.index, form, a.data.dtype, b.data.dtype, out_dtype, fast)
     if key not in _probes:
         if torch.cuda.is_current_stream_capturing():
@@ -172,7 +172,7 @@ def why_not_torch(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
     return _probes[key]
 
 
-def _foretold(form: tuple[str, str], out_dtype: torch.dtype, target: Target) -> str | None:
+def _unsupported_without_device(form: tuple[str, str], out_dtype: torch.dtype, target: Target) -> str | None:
     """Without the device: forms that PyTorch 2.11 has."""
     if form[0] == "tensor" or (form[0] == "row" and out_dtype is torch.bfloat16):
         return None
@@ -395,7 +395,8 @@ def fp8_gemm(
     if backend == "hopper" and a.data.numel() and b.data.numel():
         # its kernel would read scales of other forms, and rows at other addresses, wrongly
         reason = hopper_gemm.why_not(a, b, out_dtype if out is None else out.dtype, out)
-        checks.require(reason is None, "fp8_gemm", "backend", "be one that serves this product", f"hopper: {reason}")
+        must = "be one that supports these operands"
+        checks.require(reason is None, "fp8_gemm", "backend", must, f"hopper: {reason}")
     served = use_kernel("fp8_linear", a.data)
     operands = (a.data, a.scale_inv, b.data, b.scale_inv, bias)
     if out is None:

@@ -34,10 +34,10 @@ from powertrain.ops.fp8.formulas import ALIGN, DTYPES, GROUP, Copies, Quantized,
 from powertrain.ops.fp8.grouped_kernels import Stacked, launch_product, launch_wgrad
 from powertrain.ops.fp8.plain import plain_function
 from powertrain.ops.fp8.quantize import kernels_serve, quantize_op
-from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref, grouped_gemm_wgrad
+from powertrain.ops.grouped_gemm import check_groups, grouped_gemm, grouped_gemm_ref, grouped_gemm_wgrad
 from powertrain.ops.shapes import as_rows, cdiv
 from powertrain.runtime import checks, recording, tracing
-from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, cast_by_autocast, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.nodes import refuse_graph
 from powertrain.runtime.target import Target
@@ -367,18 +367,9 @@ def fp8_grouped_gemm(
     Raises ValueError naming the argument, the expected value and the given one; offsets' values are checked on the CPU.
         Double backward and vmap are not implemented and say so.
     """
-    op, kind = "fp8_grouped_gemm", x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        x, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (x, weight))
-    checks.floating(op, x=x, weight=weight)
-    checks.same_device(op, "x", x, weight=weight, offsets=offsets)
-    checks.require(x.dim() == 2, op, "x", "be [T, K]", list(x.shape))
-    checks.require(weight.dim() == 3, op, "weight", "be [E, N, K]", list(weight.shape))
-    checks.shape(op, "weight", weight, (*weight.shape[:2], x.shape[1]), "[E, N, last dim of x]")
-    checks.shape(op, "offsets", offsets, weight.shape[:1], "first dim of weight")
-    checks.require(offsets.dtype is torch.int32, op, "offsets", "be int32", checks.name(offsets.dtype))
-    must = f"have x's dtype {checks.name(x.dtype)}"
-    checks.require(weight.dtype is x.dtype, op, "weight", must, checks.name(weight.dtype))
+    op = "fp8_grouped_gemm"
+    x, weight = cast_by_autocast(x, weight)
+    check_groups(op, x, weight, offsets)
     checks.one_of(op, "by", by, tuple(_BY_ROLE))
     checks.one_of(op, "grad_format", grad_format, tuple(DTYPES))
     refuse_invariant("fp8_grouped_gemm (mixture of experts)", "use a model with dense MLPs")

@@ -182,7 +182,7 @@ _self_tests: dict[int | None, str | None] = {}
 
 def fails_here(device: torch.device) -> str | None:
     """Why the kernel must not be used on this sm_90 device, or None: once per device each form multiplies one tile."""
-    return self_test.failure(_self_tests, device, _self_test, "fp8_gemm: other products serve")
+    return self_test.failure(_self_tests, device, _self_test, "fp8_gemm: another backend is used")
 
 
 def _self_test(device: torch.device) -> str | None:

@@ -37,7 +37,7 @@ from powertrain.ops.fp8.quantize import block_scales, fp8_quantize, quantize_op
 from powertrain.ops.fp8.transpose import transpose_op
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, cast_by_autocast, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.nodes import refuse_graph
 
@@ -313,10 +313,7 @@ def fp8_linear(
     Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     """
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = cast_by_autocast(x, weight, bias)
     grad_format = grad_format or ("e5m2" if by == "tensor" else "e4m3")
     _check(x, weight, bias, by, grad_format, scales, amaxes, weight_copies, main_grad)
     _check_last(x, last, by, power_of_two, scales, amaxes)
@@ -360,9 +357,7 @@ def _check(
     checks.one_of(op, "by", by, tuple(GRANULARITIES))
     checks.one_of(op, "grad_format", grad_format, tuple(DTYPES))
     checks.shape(op, "main_grad", main_grad, weight.shape, "shape of weight")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype is not x.dtype:
-            checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(tensor.dtype))
+    checks.same_dtype(op, "x", x, weight=weight, bias=bias)
     for name, tensor in (("scales", scales), ("amaxes", amaxes)):
         checks.shape(op, name, tensor, (3,), "of x, weight and dy")
         if tensor is not None:

@@ -1,4 +1,4 @@
-"""An op's functions as one of autograd's outside the op, where no kernel of ours serves."""
+"""An op's functions as a plain `torch.autograd.Function`, for inputs that no kernel of ours supports."""
 
 from collections.abc import Callable
 from typing import Any

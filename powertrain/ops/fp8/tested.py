@@ -1,4 +1,4 @@
-"""Whether FP8 kernels may be used on a device: there they are compared with their formulas before the first use."""
+"""Self-test of the FP8 kernels: before their first use on a device they are compared with their formulas."""
 
 from collections.abc import Callable
 

@@ -1,1 +1,1 @@
-"""Matrix products, with an activation or a gate behind them: Hopper's kernel or cuBLAS, and why."""
+"""GEMMs, optionally with an activation or gate as epilogue, and the choice between cuBLAS and the Hopper kernel."""

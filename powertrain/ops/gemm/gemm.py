@@ -260,13 +260,12 @@ def _check(a: Tensor, b: Tensor, layout: str, out: Tensor | None, accumulate: bo
     checks.same_device(op, "a", a, b=b, out=out, bias=bias)
     for name, tensor in (("a", a), ("b", b)):
         checks.require(tensor.dim() == 2, op, name, "have two dims", list(tensor.shape))
-    checks.require(b.dtype is a.dtype, op, "b", f"have a's dtype {checks.name(a.dtype)}", checks.name(b.dtype))
+    checks.same_dtype(op, "a", a, b=b)
     M, N, K = hopper.sizes(a, b, layout)
     checks.shape(op, "b", b, (N, K) if layout == "nt" else (K, N), f"layout {layout} beside a {list(a.shape)}")
     checks.shape(op, "bias", bias, (N,), "columns of the result")
     checks.shape(op, "out", out, (M, N), "rows and columns of the result")
-    if bias is not None:
-        checks.require(bias.dtype is a.dtype, op, "bias", f"have a's dtype {checks.name(a.dtype)}", bias.dtype)
+    checks.same_dtype(op, "a", a, bias=bias)
     if out is not None:
         must = f"be {checks.name(a.dtype)} or float32"
         checks.require(out.dtype in (a.dtype, torch.float32), op, "out", must, checks.name(out.dtype))
@@ -279,7 +278,8 @@ def _require_hopper(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) 
     arch = "cpu" if a.device.type == "cpu" else f"sm_{Target.of(a.device).arch}"
     checks.require(arch == "sm_90", "gemm", "backend", "be another than 'hopper' off sm_90", arch)
     reason = gluon_compat.trouble() or hopper.why_not(a, b, out)
-    checks.require(reason is None, "gemm", "backend", "be another than 'hopper' here", reason)
+    must = "be another than 'hopper' for these operands or this Triton"
+    checks.require(reason is None, "gemm", "backend", must, reason)
     if accumulate and out is not None:
         must = "be float32 for backend 'hopper' to add to"
         checks.require(out.dtype is torch.float32, "gemm", "out", must, checks.name(out.dtype))

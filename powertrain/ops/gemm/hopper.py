@@ -1,4 +1,4 @@
-"""GEMM for Hopper in Gluon: persistent, TMA and wgmma, each warp with one job; with hooks for overlapped transfers.
+"""GEMM for Hopper in Gluon: persistent, warp-specialized, with TMA and wgmma; with hooks for overlapped transfers.
 
     c = op(a) op(b) + bias       [M, N], accumulated in float32
     nt  a [M, K], b [N, K]       y = x Wᵀ
@@ -208,7 +208,7 @@ def _check(a: Tensor, layout: str, gathered: Gathered) -> None:
         )
     local = gathered.local
     if local is not None:
-        checks.require(local.dtype is a.dtype, op, "local", f"have a's dtype {checks.name(a.dtype)}", local.dtype)
+        checks.same_dtype(op, "a", a, local=local)
         checks.require(local.shape[1] == a.shape[1], op, "local", f"have {a.shape[1]} columns as a has", local.shape[1])
         reason = why_not(local, a, None)
         checks.require(reason is None, op, "local", "have aligned rows as a has", reason)

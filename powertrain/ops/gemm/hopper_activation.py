@@ -1,4 +1,4 @@
-"""The Hopper GEMM with more than a bias behind it: activations, gates, a residual, the largest magnitude.
+"""The Hopper GEMM with further epilogues: activations, gates, a residual, the largest magnitude.
 
     z = a bᵀ + bias                                     [M, N]
     y = act(z) + residual                               or z + residual

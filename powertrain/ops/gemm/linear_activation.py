@@ -1,4 +1,4 @@
-"""A linear layer with its activation, gate or residual behind it, in the product's own kernel where that is faster.
+"""A linear layer with an activation, gate or residual, in the GEMM's epilogue where that is faster.
 
     y = act(x Wᵀ + b) + residual                             z = x Wᵀ + b
     y = act(x Wᵀ + b) * (x W_upᵀ + b_up) + residual          gated
@@ -117,7 +117,8 @@ _self_tests: dict[int | None, str | None] = {}
 
 def fails_here(device: torch.device) -> str | None:
     """Why the Hopper kernel must not be used on this sm_90 device, or None: once per device it computes one tile."""
-    return self_test.failure(_self_tests, device, _self_test, "linear_activation: cuBLAS and activations serve")
+    instead = "linear_activation: cuBLAS and separate activation kernels are used"
+    return self_test.failure(_self_tests, device, _self_test, instead)
 
 
 def _self_test(device: torch.device) -> str | None:
@@ -335,10 +336,8 @@ def _check(
     checks.shape(op, "residual", residual, (*x.shape[:-1], N), "the result's shape")
     checks.shape(op, "amax", amax, (1,), "one value")
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        others = {"weight": weight, "bias": bias, "up_weight": up_weight, "up_bias": up_bias, "residual": residual}
-        for name, t in others.items():
-            if t is not None and t.dtype is not x.dtype:
-                checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(t.dtype))
+        others = dict(weight=weight, bias=bias, up_weight=up_weight, up_bias=up_bias, residual=residual)
+        checks.same_dtype(op, "x", x, **others)
     if up_bias is not None:
         checks.require(up_weight is not None, op, "up_bias", "be None without up_weight", "a tensor")
     if amax is not None:

@@ -34,6 +34,7 @@ from powertrain.parallel.context.point_to_point import ContextGroup, all_gather_
 from powertrain.parallel.context.ring import RingAttention
 from powertrain.parallel.context.sharding import Sharding
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import cast_by_autocast
 
 Mode = Literal["ring", "all_gather", "all_to_all"]
 _MODES: tuple[Mode, ...] = ("ring", "all_gather", "all_to_all")
@@ -221,7 +222,7 @@ class ContextParallel:
         Raises ValueError naming the argument, the expected value and the given one.
         """
         op = "context_parallel.attention"
-        query, key, value = _autocast(query, key, value)
+        query, key, value = cast_by_autocast(query, key, value)
         layout = self._check_call(op, query, key, value, sharding, layout, dropout_p)
         options = dict(
             is_causal=is_causal, window_size=window_size, chunk_size=chunk_size, prefix_lengths=prefix_lengths,
@@ -394,13 +395,5 @@ def _whole(
 
 
 def _own(x: Tensor | None, heads: slice) -> Tensor | None:
-    """A tensor per head [H] or [B, H], of these heads."""
+    """The given heads of a per-head tensor [H] or [B, H]."""
     return None if x is None else x[..., heads]
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    kind = tensors[0].device.type
-    # float64 is not autocast
-    if not torch.is_autocast_enabled(kind) or tensors[0].dtype is torch.float64:
-        return list(tensors)
-    return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]

@@ -26,7 +26,7 @@ from powertrain.parallel.context.sharding import Sharding, TokenSpan
 
 
 class Mask(NamedTuple):
-    """Options of a block's attention, beside its pieces."""
+    """Mask options of a block's attention."""
 
     left: int  # -1: all
     right: int  # -1: all, 0: causal
@@ -37,7 +37,7 @@ class Mask(NamedTuple):
     @property
     def is_positional(self) -> bool:
         # slopes need positions even where no bound does
-        """More than full or causal."""
+        """Whether the mask depends on positions in another way than full or causal."""
         return self.left >= 0 or self.right > 0 or self.slopes is not None
 
 
@@ -185,7 +185,7 @@ class Queries:
         self.seen: list[tuple[tuple[int, int], Tensor | None, Tensor | None]] = [(rows, None, None) for rows in pieces]
 
     def attend(self, source: int, key: Tensor, value: Tensor) -> None:
-        """See the keys of `source`."""
+        """Attend to the keys of `source`, and merge the result."""
         for part in parts(self.sharding, source, self.mask, self.query):
             q, k, v = _cut(self.query, part.q, self.dim), _cut(key, part.k, self.dim), _cut(value, part.k, self.dim)
             op = varlen_attention if self.sharding.is_packed else attention

@@ -33,7 +33,7 @@ class Transfer:
 
 
 class ContextGroup:
-    """The ranks of a group, by their numbers in it."""
+    """A process group whose ranks are addressed by their index in the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -44,9 +44,9 @@ class ContextGroup:
         self._call = ""
 
     def begin(self, call: str, words: str | None = None) -> None:
-        """A call of all ranks begins, whose transfers wait on the host: as those of CPU tensors do, by gloo.
+        """Register the start of a collective call that waits on the host, as gloo's transfers of CPU tensors do.
 
-        words   what ranks must say alike, since gloo ends the process where sizes differ: else CollectiveMismatch
+        words   compared over the ranks, because gloo ends the process if sizes differ; raises CollectiveMismatch
         """
         # collective, as the call itself is
         self._heartbeat = self._heartbeat or Heartbeat(self.group)
@@ -103,13 +103,13 @@ class Chunk:
         return Chunk._over(flat, key.shape, value.shape)
 
     def of_rows(self, dim: int, rows: int, dtype: torch.dtype | None = None) -> "Chunk":
-        """An empty one of another number of rows."""
+        """An empty chunk with another number of rows."""
         shapes = [torch.Size((*x.shape[:dim], rows, *x.shape[dim + 1 :])) for x in (self.key, self.value)]
         flat = self.flat.new_empty(sum(shape.numel() for shape in shapes), dtype=dtype)
         return Chunk._over(flat, *shapes)
 
     def like(self, dtype: torch.dtype | None = None) -> "Chunk":
-        """An empty one of the same rows."""
+        """An empty chunk with the same rows."""
         return Chunk._over(torch.empty_like(self.flat, dtype=dtype), self.key.shape, self.value.shape)
 
     @staticmethod
@@ -161,7 +161,7 @@ def gathered_chunks(
 
 
 def all_gather_rows(peers: ContextGroup, rows: Tensor, sharding: Sharding) -> Tensor:
-    """All ranks' rows one behind the other; `rows` contiguous."""
+    """All ranks' rows, concatenated in the order of ranks; `rows` is contiguous."""
     peers.connect(rows.device)
     counts = [sharding.length(r) for r in range(peers.world_size)]
     whole = rows.new_empty((sum(counts), *rows.shape[1:]))

@@ -1,4 +1,4 @@
-"""Attention to keys that are received from other ranks meanwhile: modes "ring" and "all_gather", with backward.
+"""Attention overlapped with the transfer of other ranks' keys: modes "ring" and "all_gather", with backward.
 
 Forward merges one part per rank by its LSE. Backward needs only the final out and LSE: each rank receives the keys and
 values again and sends their owner dk and dv in float32. In a ring, a chunk's dk and dv follow it one step later and
@@ -92,7 +92,7 @@ class _RingGrads:
         rank, world_size = self.peers.rank, self.peers.world_size
         if self.incoming is not None and self.transfer is not None:
             self.transfer.wait()
-            # the sum travels in a fixed direction, so the order of additions does not depend on time
+            # the sum is passed on in a fixed direction, so the order of additions does not depend on time
             share.flat.add_(self.incoming.flat)
         dim = 0 if self.sharding.is_packed else 1
         # the next sum has the rows of the rank before the source
@@ -109,7 +109,7 @@ class _RingGrads:
 
 
 class _DirectGrads:
-    """dk and dv straight to their owner."""
+    """dk and dv, each sent directly to the rank that owns the keys."""
 
     def __init__(self, peers: ContextGroup, own: Chunk, sharding: Sharding, mask: Mask) -> None:
         self.peers, self.own, self.sharding, self.mask = peers, own, sharding, mask

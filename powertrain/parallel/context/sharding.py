@@ -63,16 +63,16 @@ class Sharding:
 
     @property
     def num_tokens(self) -> int:
-        """Of all ranks."""
+        """Number of tokens on all ranks."""
         return self.starts[-1]
 
     @property
     def max_length(self) -> int:
-        """Of a document."""
+        """Length of the longest document."""
         return max((bounds[-1] for bounds in self.bounds), default=0)
 
     def described(self) -> str:
-        """The documents' lengths, the same words for the same documents: of many, the first, and a checksum of all."""
+        """Text of the documents' lengths, equal for equal documents: for many, the first ones and a checksum of all."""
         lengths = [stop - start for start, stop in pairwise(self.starts)]
         if len(lengths) <= _SHOWN:
             # a checksum: messages of a thousand documents must still differ
@@ -111,7 +111,7 @@ class Sharding:
         return self._tensor("positions", rank, device, shift=[0] * len(self.starts))
 
     def order(self, device: torch.device | str = "cpu") -> Tensor:
-        """[num_tokens] int64: the whole sequence's tokens as rows of all ranks' tokens one behind the other."""
+        """[num_tokens] int64: each token's row in the concatenation of all ranks' tokens."""
         key = ("order", torch.device(device))
         if key not in self._kept:
             # argsort of a permutation is its inverse

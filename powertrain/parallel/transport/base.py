@@ -26,7 +26,7 @@ Way = Literal["sequential", "chunked", "fused"]
 
 @dataclass(frozen=True)
 class Choice:
-    """Seconds, predicted; 0 where nothing was predicted.
+    """A way to compute a GEMM with its collective, and its predicted seconds (0 if there is no prediction).
 
     way    "sequential": the collective, then the product; "chunked": a product for each rank's rows, by cuBLAS;
            "fused": one kernel that waits for the rows, or sends them, itself
@@ -77,7 +77,7 @@ class RowCounts(NamedTuple):
 
 
 class AllGatherHandle(ABC):
-    """All ranks' rows, on their way.
+    """An all-gather in progress.
 
     order    the ranks as their rows come, this one first
     whole    [rows.total, K]: complete, this rank's own rows included, once `wait` was called for every rank and if
@@ -92,11 +92,11 @@ class AllGatherHandle(ABC):
         """That rank's rows [rows.counts[rank], K]; the current stream waits until they are here."""
 
     def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
-        """After the last product, whose results are given: the buffers may be reused."""
+        """Release the buffers; called after the last GEMM, with its results."""
 
 
 class ReduceScatterHandle(ABC):
-    """Partial results [rows.total, N], on their way to the ranks that own the rows.
+    """A reduce-scatter in progress: partial results [rows.total, N] are sent to the ranks that own the rows.
 
     order    the ranks to make parts for, this one last
     """
@@ -109,7 +109,7 @@ class ReduceScatterHandle(ABC):
 
     @abstractmethod
     def send(self, rank: int) -> None:
-        """The part for that rank is written on the current stream: take it there."""
+        """Send the part for that rank, which was written on the current stream."""
 
     @abstractmethod
     def reduce(self, bias: Tensor | None = None) -> Tensor:
@@ -129,12 +129,12 @@ class SplitSizes(NamedTuple):
 
     @property
     def back(self) -> "SplitSizes":
-        """The same rows on their way back."""
+        """The sizes of the reverse exchange."""
         return SplitSizes(tuple(zip(*self.rows, strict=True)))
 
 
 class AllToAllHandle(ABC):
-    """Rows for each rank and each rank's for this one, on their way.
+    """An all-to-all in progress.
 
     order    the ranks as their rows come, this one first
     whole    [rows received, width], in the order of the ranks: complete once `wait` was called for each
@@ -217,15 +217,15 @@ class Transport(ABC):
         return nullcontext()
 
     def mark_broken(self, error: Exception) -> None:  # noqa: B027
-        """A call failed on this rank before it ended, if it had begun."""
+        """Record that a call failed on this rank; it may not have started."""
 
     def detach(self) -> None:  # noqa: B027
         """At interpreter exit: end threads, release process groups, do not wait."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back memory and threads."""
+        """Release memory and threads."""
 
 
 def on_gpus(group: dist.ProcessGroup) -> bool:
-    """Whether a group's tensors may be CUDA's, here."""
+    """Whether a group can communicate CUDA tensors on this machine."""
     return torch.cuda.is_available() and torch.device("cuda") in group._device_types

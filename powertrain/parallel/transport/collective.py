@@ -205,7 +205,7 @@ class Collected(AllGatherHandle):
 
 
 class _SentAllGather(AllGatherHandle):
-    """Step i sends to the rank i before and receives from the rank i behind, so that no two send to one at once."""
+    """Step i sends to rank - i and receives from rank + i, so that no two ranks send to the same one at once."""
 
     def __init__(self, transport: CollectiveTransport, shard: Tensor, rows: RowCounts, keep: bool) -> None:
         self.transport, self.shard, self.rows, self.rank = transport, shard.contiguous(), rows, transport.rank
@@ -257,7 +257,7 @@ class _SentReduceScatter(ReduceScatterHandle):
 
 
 class _SentAllToAll(AllToAllHandle):
-    """While rows go to one rank, rows of its mirror image are received: all ranks send outwards, or all inwards."""
+    """A send to the rank at distance d is paired with a receive from the rank at distance -d, on all ranks."""
 
     def __init__(self, transport: CollectiveTransport, like: Tensor, splits: SplitSizes, width: int) -> None:
         self.transport, self.rank = transport, transport.rank

@@ -27,7 +27,7 @@ _BEAT = 1.0  # seconds between a rank's beats
 # seconds a wait on the host may take before a line says for whom
 _QUIET = 5.0
 # seconds that a process may take to disappear after its connections did
-_FAREWELL = 5.0
+_END_TIMEOUT = 5.0
 # seconds without a beat after which a peer on another host is gone
 _SILENCE = 15.0
 
@@ -53,8 +53,8 @@ def compare_calls(mine: str, group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def meeting(what: str) -> Iterator[None]:
-    """Context of the first call of ranks that do not know each other yet: none that is late or gone can be named."""
+def first_call(what: str) -> Iterator[None]:
+    """Context of a group's first collective call: ranks are not known yet, so errors cannot name a late or lost one."""
     rank = dist.get_rank()
     line = f"rank {rank}: {what} has waited {_QUIET:.0f} s for ranks of its group that have not begun it"
     timer = threading.Timer(_QUIET, tracing.progress, (line,))
@@ -66,7 +66,7 @@ def meeting(what: str) -> Iterator[None]:
         raise
     except (RuntimeError, dist.DistError) as error:
         raise PeerTimeout(
-            f"rank {rank}: {what} cannot begin: a rank of its group is gone or did not come: {error}"
+            f"rank {rank}: {what} cannot begin: a rank of its group is gone or did not start it: {error}"
         ) from error
     finally:
         timer.cancel()
@@ -97,7 +97,7 @@ class Peer:
         return f"rank {self.global_rank} (host {self.host}, process {self.pid})"
 
     def runs(self) -> bool:
-        """Whether its process is there; for peers on this machine."""
+        """Whether the peer's process exists; for peers on this machine."""
         try:
             process = psutil.Process(self.pid)
             # the start time tells it from a later process with the same id
@@ -127,10 +127,10 @@ class Heartbeat:
     """Liveness of a group's ranks.
 
     calls    number of calls this rank has begun, counted by the owner
-    keeper   the rank of the group whose process keeps the store; None: another process does, or it is not known
+    store_host   the rank of the group whose process hosts the store; None: another process does, or it is not known
     """
 
-    def __init__(self, group: dist.ProcessGroup, keeper: int | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, store_host: int | None = None) -> None:
         self.rank, self.size, self.calls = group.rank(), group.size(), 0
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own, where the store supports it: a long `get` elsewhere must not delay heartbeats
@@ -138,13 +138,13 @@ class Heartbeat:
         self.here = Peer.here(self.rank)
         everyone: list[Any] = [None] * self.size
         # by a collective, not through the store: torchrun's may still hold entries from before a restart
-        with meeting("the first call of this group"):
+        with first_call("the first call of this group"):
             dist.all_gather_object(everyone, (self.here, uuid4().hex), group=group)
         self.all: list[Peer] = [peer for peer, _ in everyone]
         # keys of this object only: earlier entries may belong to a transport that was closed since
         life = f"{group.group_name} {everyone[0][1]}"
         self._store: Any = dist.PrefixStore(f"powertrain/peers/{life}", store)  # type: ignore[attr-defined]
-        self._keeper = None if keeper is None else self.all[keeper]
+        self._store_host = None if store_host is None else self.all[store_host]
         self._has_store = True
         self._beats: dict[int, tuple[int, float]] = {}
         self._beat = 0
@@ -196,12 +196,12 @@ class Heartbeat:
         return self._reason
 
     def wait_until_heard(self) -> None:
-        """After a failure, where this process keeps the store: until the others have read it, failed too, or gone."""
+        """After a failure, if this process hosts the store: wait until the others have read it, failed or ended."""
         # of another rank's failure too: those that are later would find no store, and name all who have ended
         has_failure = self._failed or self._reason is not None
-        if not has_failure or not self._has_store or self._keeper != self.here:
+        if not has_failure or not self._has_store or self._store_host != self.here:
             return
-        deadline, left = time.monotonic() + _FAREWELL, [peer for peer in self.all if peer.rank != self.rank]
+        deadline, left = time.monotonic() + _END_TIMEOUT, [peer for peer in self.all if peer.rank != self.rank]
         with self._stored():
             while left and time.monotonic() < deadline:
                 gone = self.gone()
@@ -226,7 +226,11 @@ class Heartbeat:
         """Ranks that are certainly lost."""
         now, lost = time.monotonic(), []
         # the store ends with the process that keeps it
-        if self._keeper is not None and self._keeper.machine == self.here.machine and not self._keeper.runs():
+        if (
+            self._store_host is not None
+            and self._store_host.machine == self.here.machine
+            and not self._store_host.runs()
+        ):
             self._has_store = False
         for peer in self.all:
             if peer.rank == self.rank:
@@ -283,7 +287,7 @@ class Heartbeat:
     def lost(self, call: str, error: Exception) -> PeerTimeout:
         """The error for a failed library call: it names the lost ranks, or reports a timeout."""
         # a connection closes before its process leaves the process table
-        deadline = time.monotonic() + _FAREWELL
+        deadline = time.monotonic() + _END_TIMEOUT
         # a moment later the operating system knows which process ended
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -298,7 +302,7 @@ def listed(peers: list[Peer]) -> str:
 
 
 def in_background(owner: Any, run: Callable[[Any, threading.Event], None]) -> Callable[[], Any]:
-    """A thread of run(weak reference to the owner, event that ends it); the call that ends it.
+    """Start a thread that calls run(weak reference to the owner, stop event); returns the function that stops it.
 
     It ends with its owner, too, and before the interpreter does: a thread that is inside torch then aborts the process.
     """

@@ -108,5 +108,5 @@ class Protocol(Generic[Stream, Memory]):
         self.engine.consume(stream, [Flag(READY, use, slot, p, i) for p in peers for i in range(pieces)])
 
     def release(self, stream: Stream, use: int, slot: int) -> None:
-        """The rows in the receive buffer are used: its slots are free again."""
+        """Mark the receive buffer's slots as free, after its rows were used."""
         self.engine.signal(stream, [(peer, Flag(FREE, use, slot, self.rank)) for peer in self.receivers])

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: the same protocol, on CPU tensors, with random delays.
+"""Simulation of ranks as threads of one process: the same protocol, on CPU tensors, with random delays.
 
     world = World(4, seed=0)
     results = world.run(lambda overlap: all_gather_gemm(x[overlap.rank], w[overlap.rank], overlap))
@@ -66,7 +66,7 @@ class Buffer:
 
 
 class Stream:
-    """Takes its steps in order on a thread of its own."""
+    """Executes its steps in order on its own thread."""
 
     def __init__(self) -> None:
         self._steps: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
@@ -87,7 +87,7 @@ class Stream:
                 step()
                 done.set_result(None)
             except Exception as error:
-                # kept for whoever waits: an error in a daemon thread would end that thread alone
+                # kept for the thread that waits: an error in a daemon thread would end that thread alone
                 done.set_exception(error)
 
 
@@ -143,7 +143,7 @@ class World:
             overlap.close()
 
     def lose(self, rank: int) -> None:
-        """The rank is gone: whoever waits for it raises PeerTimeout."""
+        """Simulate the loss of a rank: ranks that wait for it raise PeerTimeout."""
         with self.changed:
             self.lost.add(rank)
             self.changed.notify_all()
@@ -154,7 +154,7 @@ class World:
 
 
 class ThreadEngine(Engine[Stream | None, Buffer]):
-    """On a Stream, or at once where it is None."""
+    """Engine that enqueues operations on a Stream, or executes them at once if there is none."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size

@@ -67,7 +67,7 @@ Span = tuple[int, int]  # a piece of memory, this device's or a peer's: address 
 
 
 class Shared:
-    """Memory of which every rank has the like, all of it mapped by all, in slots."""
+    """Symmetric memory: every rank allocates the same slots and maps those of all others."""
 
     def __init__(self, slot_bytes: int, slots: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.slot_bytes = max(1, -(-slot_bytes // _ALIGNMENT)) * _ALIGNMENT
@@ -87,7 +87,7 @@ class Shared:
 
 
 class CudaEngine(Engine[int, Span]):
-    """Streams are CUDA's, by address."""
+    """Engine on CUDA streams; memory is given by address."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -137,7 +137,7 @@ class _LastCall(NamedTuple):
 
 
 class SymmetricTransport(CollectiveTransport):
-    """NCCL for sequential calls, this file for overlapped ones."""
+    """Transport over symmetric memory: NCCL for sequential calls, copy engines for overlapped ones."""
 
     name = "symmetric"
     link_rate: float  # bytes/s from one peer, of the slowest rank
@@ -173,7 +173,7 @@ class SymmetricTransport(CollectiveTransport):
             tracing.progress(f"overlap of {self.size} GPUs over NVLink started in {seconds:.1f} s")
 
     def recv_buffer(self, use: int, slot_bytes: int) -> Shared:
-        """Slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
+        """Slots of at least that many bytes. If they must grow, every rank waits for all others."""
         shared, capturing = self._shared.get(use), torch.cuda.is_current_stream_capturing()
         if shared is None or shared.slot_bytes < slot_bytes:
             if capturing:
@@ -239,7 +239,7 @@ class SymmetricTransport(CollectiveTransport):
         return stream.cuda_stream
 
     def join(self, use: int, main: torch.cuda.Stream) -> None:
-        """The main stream goes on when the copies are made."""
+        """Make the main stream wait for the copies."""
         self._join.record(self.outward[use])
         main.wait_event(self._join)
 
@@ -247,7 +247,7 @@ class SymmetricTransport(CollectiveTransport):
         """A call starts on the current stream, after the one before it, whose slots it may use."""
         self.watch.raise_if_failed()
         if self._broken:
-            raise TransportBroken(f"{self._broken}; close this Overlap on every rank, and make it anew")
+            raise TransportBroken(f"{self._broken}; close this Overlap on every rank and create a new one")
         main = torch.cuda.current_stream(self.device)
         # calls share slots, so a call on another stream waits for the one before; a capture orders its own calls
         if self._last is not None and self._last.stream != main and not torch.cuda.is_current_stream_capturing():

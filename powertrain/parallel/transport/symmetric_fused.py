@@ -1,4 +1,4 @@
-"""One kernel for a product whose rows arrive meanwhile: the Hopper GEMM of ops/gemm/hopper.py over NVLink.
+"""All-gather and GEMM in one kernel: the Hopper GEMM of ops/gemm/hopper.py waits for rows that arrive over NVLink.
 
 Peers' copy engines bring their rows in pieces, each with its READY flag; the kernel starts with this rank's own rows
 and waits, inside, for each piece before its first tile of it.
@@ -31,7 +31,7 @@ class Fused:
         self._captured: list[Tensor] = []
 
     def integers(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """On the device; made once for each of the last calls' values."""
+        """An integer tensor on the device, cached for the values of the last calls."""
         tensor = self._integers(values, dtype)
         if torch.cuda.is_current_stream_capturing():
             # replays read it after the cache may have dropped it
@@ -83,7 +83,7 @@ class FusedAllGather(SymmetricAllGather):
         return Gathered(integers(bounds, torch.int32), integers(order, torch.int32), flags, self.shard, own)
 
     def received(self) -> None:
-        """The kernel has waited for every piece: the flags are consumed."""
+        """Consume the flags: the kernel has waited for every piece."""
         steps = self.transport.steps
         steps.receive(self.main.cuda_stream, GATHER, self.slot, steps.senders, PIECES)
 

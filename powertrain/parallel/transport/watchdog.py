@@ -1,4 +1,4 @@
-"""Waits that report: the current call of a GPU, the rank it waits for, and the handling of a lost rank.
+"""Watchdog of a GPU's collective calls: reports the current call and the rank it waits for, and handles a lost rank.
 
 A stream that waits for a flag in memory waits for ever and cannot raise. So a thread of each process reads the number
 of the call that its stream is in. After five seconds in one call it names the late ranks. When one of them is gone, or
@@ -80,13 +80,13 @@ class Watch:
         self._mark(stream)
 
     def end(self, call: Call, stream: int) -> None:
-        """A call may end inside another's, in any order."""
+        """End a call; nested calls may end in any order."""
         index = next(i for i, (inside, _) in enumerate(self._inside) if inside is call)
         del self._inside[index]
         self._mark(stream)
 
     def inside(self) -> Call | None:
-        """The call that has begun last, and not ended."""
+        """The innermost call that has not ended."""
         return self._inside[-1][0] if self._inside else None
 
     def _mark(self, stream: int) -> None:
@@ -151,8 +151,8 @@ def _report(watch: Watch, number: int, seconds: float, reported: bool, closed: t
     where = f"rank {watch.peers.here.global_rank}: {call} (call {number})"
     gone = watch.peers.gone()
     if gone:
-        are, chunk = ("are", "their chunks do") if len(gone) > 1 else ("is", "its chunk does")
-        watch.fail(f"{where} cannot end: {listed(gone)} {are} gone, and {chunk} not come; results are NaN now", closed)
+        are, chunk = ("are", "their chunks") if len(gone) > 1 else ("is", "its chunk")
+        watch.fail(f"{where} cannot end: {listed(gone)} {are} gone, so {chunk} cannot arrive; results are NaN", closed)
     elif (reason := watch.peers.reported_failure()) is not None:
         watch.fail(f"{where} cannot end: {reason}", closed)
     elif seconds > watch.deadline:

@@ -55,7 +55,7 @@ def _delay_types_of_tuples() -> None:
 
 
 def _remember_shapes() -> None:
-    """Of each shape of a block: its checked sizes, their product and its text; for tensors, both as constants."""
+    """Cache, for each block shape, its checked sizes, their product and its text; for tensors, both as constants."""
     initialize = core.block_type.__init__
     of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
     of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}

@@ -1,4 +1,4 @@
-"""Operators of tensors in the interpreter of Triton 3.6, without its front end for operands that it has seen before.
+"""Operators of tensors in Triton 3.6's interpreter, which skip its front end for combinations of operands seen before.
 
 For every `a + b` Triton promotes dtypes, describes and broadcasts both operands and checks them: ten times the time of
 NumPy's addition. What it decides depends on dtypes and shapes alone. The first operation of each combination goes its
@@ -22,7 +22,7 @@ _NUMPY = {
     core.float32: np.dtype(np.float32),
     core.float64: np.dtype(np.float64),
 }
-# of integers that get the tensor's dtype, in arithmetic and comparisons; a float has more, which nobody writes
+# of integers that get the tensor's dtype, in arithmetic and comparisons; a float has more, which kernels do not use
 _NUMBERS = {
     core.int32: (-(2**31), 2**31 - 1),
     core.uint32: (0, 2**32 - 1),

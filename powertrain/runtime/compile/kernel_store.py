@@ -88,7 +88,7 @@ class Entry:
             at += len(part)
         # a shorter file written over a longer one would else pass
         if at != len(data):
-            raise Damaged("it has bytes behind its end")
+            raise Damaged("it has extra bytes at its end")
         return Entry(key, manifest, members)
 
 

@@ -1,4 +1,4 @@
-"""Compile a list of specializations ahead, in parallel, on a machine that may have no GPU; write them as a pack."""
+"""Compile a list of specializations into a pack, ahead of time and in parallel, also on a machine without a GPU."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed

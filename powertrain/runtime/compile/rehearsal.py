@@ -1,4 +1,4 @@
-"""How a call's backward begins to compile when the first kernel of its forward goes to a compile worker."""
+"""Starts compiling a call's backward kernels when its first forward kernel goes to a compile worker."""
 
 import threading
 from collections.abc import Callable

@@ -40,7 +40,7 @@ PER_JOB_BYTES = 768 << 20
 _LOG_AFTER = 2.0
 _POLL = 0.25  # seconds between looks at the clock
 # seconds that a worker may take to end after it closed its pipes
-_FAREWELL = 1.0
+_END_TIMEOUT = 1.0
 # the CUDA version whose driver can load the output of Triton's bundled ptxas (minor versions are compatible)
 _MIN_DRIVER = 12000
 
@@ -139,7 +139,7 @@ class _Worker:
                 [sys.executable, "-I", "-c", start, *arguments, *paths],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # a file, not a pipe: nobody reads it meanwhile, and a full pipe would block the worker
+                # a file, not a pipe: it is not read while the worker runs, and a full pipe would block the worker
                 stderr=self.log,
                 env=environment,
                 bufsize=0,
@@ -202,7 +202,7 @@ class _Worker:
         return status
 
     def end(self) -> int:
-        """`kill`, and close the pipes: called by the thread that used the worker last."""
+        """Kill the worker and close its pipes; called by the thread that used it last."""
         status = self.kill()
         self.drop()
         return status
@@ -218,7 +218,7 @@ class _Worker:
     def died(self) -> int:
         """The exit status of one that closed its pipes by itself; it is given a moment to end."""
         try:
-            self.process.wait(_FAREWELL)
+            self.process.wait(_END_TIMEOUT)
         except subprocess.TimeoutExpired:
             pass
         return self.end()
@@ -417,7 +417,7 @@ def _close() -> None:
 def _before_fork() -> None:
     """Wait briefly for operations that a fork must not interrupt: a child that inherits the pipes of a starting worker
     would keep its parent waiting for that worker, and Triton's code generator keeps state."""
-    _held_for_fork.locks = [lock for lock in (_starting, _lowering) if lock.acquire(timeout=_FAREWELL)]
+    _held_for_fork.locks = [lock for lock in (_starting, _lowering) if lock.acquire(timeout=_END_TIMEOUT)]
 
 
 def _after_fork_in_parent() -> None:

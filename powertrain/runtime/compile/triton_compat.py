@@ -1,4 +1,4 @@
-"""Everything that touches Triton's inside, and so may differ between Triton 3.6 and 3.9, in one place.
+"""All uses of Triton's internals, which differ between Triton 3.6 and 3.9.
 
 Must not import torch: the compile workers import this module and no torch.
 """

@@ -148,7 +148,7 @@ def _same_file(path: Path, descriptor: int) -> bool:
 def key_lock(path: Path, deadline: float) -> Any:
     """Hold the OS lock of a key; yields whether we have it. Waits until the deadline, then goes on without.
 
-    The kernel drops an flock when its owner dies. The file means nothing; whoever holds the lock removes it.
+    The kernel drops an flock when its owner dies. The file has no content; the process that holds the lock removes it.
     """
     descriptor = -1
     held = False
@@ -174,7 +174,7 @@ def key_lock(path: Path, deadline: float) -> Any:
         yield held
     finally:
         if held:
-            # removed while locked, so that nobody locks a file that is about to go; one that stays does no harm
+            # removed while locked, so that no process locks a file that is about to go; one that stays does no harm
             with suppress(OSError):
                 path.unlink()
         if descriptor >= 0:
@@ -189,7 +189,7 @@ def _compile(request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byt
     store = stores.Store(Path(request["store"]), trouble=None) if request["store"] else None
     deadline = time.monotonic() + request["lock_timeout"]
     with key_lock(store.lock_path(key) if store else folder / "lock", deadline) as held:
-        # looked up again under the lock: whoever held it before has most likely compiled this kernel
+        # looked up again under the lock: the process that held it before has most likely compiled this kernel
         if store and not request["again"] and (entry := store.get(key)):
             return {"source": "another process"}, entry.to_bytes()
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""From one kind of checkpoint to another, with the logits of both compared before the result appears."""
+"""Conversion of checkpoints between formats; the result is kept only if both give the same logits."""
 
 import glob
 import importlib.util
@@ -58,7 +58,7 @@ class Compared(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Of a GPT-NeoX checkpoint, and where it will stand."""
+    """Layout and destination of a GPT-NeoX checkpoint."""
 
     pipe_parallel_size: int
     model_parallel_size: int
@@ -73,7 +73,7 @@ class Converted(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """Of a model for some tokens, in float32; `by` a library. None: it has no such layer."""
+    """Outputs of a model for some tokens, in float32, computed `by` a library; None: it has no such layer."""
 
     logits: Tensor | None  # [B, S, V]
     rewards: Tensor | None  # [B, S]
@@ -81,7 +81,7 @@ class _Outputs(NamedTuple):
 
 
 class LogitsDiffer(RuntimeError):
-    """The result computes something else than its source, so it was not kept."""
+    """The converted model's logits differ from the source's, so the result was not kept."""
 
 
 def convert(
@@ -189,7 +189,7 @@ def _check_padding(source: Weights, rows: int) -> None:
 
 
 def _check_dtype(dtype: torch.dtype, path: Path, to: Kind) -> None:
-    """Before anything is written: by that dtype a checkpoint is read again."""
+    """Check the dtype before anything is written, because the checkpoint is loaded again with it."""
     known = [*DTYPES.values(), *([torch.float64] if to != "powertrain" else [])]
     if dtype not in known:
         names = ", ".join(str(each).removeprefix("torch.") for each in known)
@@ -284,7 +284,7 @@ def _write_ours(
 
 
 def _name_of(tokenizer: Tokenizer | None) -> str | None:
-    """Of one that needs no file."""
+    """The name of a tokenizer that needs no file."""
     if not isinstance(tokenizer, ByteTokenizer):
         return None
     return "CharLevelTokenizer" if tokenizer.vocab_size == 512 else "bytes"
@@ -347,7 +347,7 @@ def _compare(source: Weights, result: Weights, dtype: torch.dtype | None) -> Com
 
 @torch.no_grad()
 def _outputs(weights: Weights, tokens: Tensor, dtype: torch.dtype | None) -> _Outputs:
-    """What the model of weights rounded to `dtype` computes."""
+    """The outputs of the model with its weights rounded to `dtype`."""
     # transformers reads FP8 weights on GPUs only
     by_them = weights.kind == "hf" and not weights.is_fp8 and importlib.util.find_spec("transformers")
     if by_them and _is_exact(weights):

@@ -86,7 +86,7 @@ class Weights:
         return next(t for name, t in self.tensors() if name == VALUE) if self.has_value else None
 
     def open_tokenizer(self) -> "Tokenizer":
-        """The one it was trained with. Raises FileNotFoundError if the folder has none."""
+        """The tokenizer that the model was trained with. Raises FileNotFoundError if the folder has none."""
         from powertrain.train.data.sources import open_tokenizer
 
         if self.tokenizer is None:
@@ -98,8 +98,8 @@ class Weights:
         except FileNotFoundError as error:
             # a name relative to another folder, or text that has gone
             raise FileNotFoundError(
-                f"{self.path} holds no tokenizer, and its run's data.tokenizer {self.tokenizer.tokenizer} cannot be "
-                f"had from here: {error}"
+                f"{self.path} holds no tokenizer, and the data.tokenizer of its run, {self.tokenizer.tokenizer}, "
+                f"cannot be opened: {error}"
             ) from None
 
     def with_vocabulary(self, rows: int) -> "Weights":
@@ -142,7 +142,7 @@ def open_weights(path: Path, kind: Kind | None = None, configs: Sequence[Path] =
 
 
 def kinds_at(path: Path) -> list[Kind]:
-    """The kinds of checkpoint that a folder could be read as; none if it does not exist."""
+    """The checkpoint formats that a folder could be read as; none if it does not exist."""
     kinds: dict[Kind, bool] = {
         "powertrain": _run_checkpoint(path) is not None,
         "hf": (path / "config.json").is_file(),
@@ -319,7 +319,7 @@ def _hf(path: Path) -> Weights:
 
 
 def _named(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A run may read several checkpoints: an error says which."""
+    """The tensors, with the checkpoint's path in errors, because a run may read several checkpoints."""
     try:
         yield from tensors
     except ValueError as error:

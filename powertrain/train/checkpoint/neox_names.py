@@ -1,4 +1,4 @@
-"""Names and places of our tensors in checkpoints of GPT-NeoX; facts as in neox.py."""
+"""Names and positions of our tensors in checkpoints of GPT-NeoX; sources as in neox.py."""
 
 import torch
 from torch import Tensor

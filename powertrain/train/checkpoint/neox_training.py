@@ -37,7 +37,7 @@ _ADVICE = "set no_load_optim: true to continue with a new optimizer, or finetune
 
 
 class Place(NamedTuple):
-    """Of a parameter of theirs: its layer, its name in it, its shape."""
+    """Position of a GPT-NeoX parameter: its layer, its name in the layer, its shape."""
 
     layer: int
     name: str
@@ -137,7 +137,7 @@ class NeoXTraining:
 
     @cached_property
     def _zero(self) -> list[list[dict[str, Any]]]:
-        """Of each mp_rank the optimizer's state of each data-parallel rank; empty without such files."""
+        """For each mp_rank, the optimizer state of each data-parallel rank; empty without such files."""
         found: dict[tuple[int, int], Path] = {}
         for file in self.folder.iterdir():
             if match := _ZERO_FILE.fullmatch(file.name):

@@ -150,7 +150,7 @@ class Checkpoints:
         except Exception:
             self._pending = None
             raise
-        # not after a KeyboardInterrupt: the save is still under way, and nobody knows whether it will end well
+        # not after a KeyboardInterrupt: the save is still under way, and it is not known whether it will succeed
         self._pending = None
 
     def release(self) -> None:

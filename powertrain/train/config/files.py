@@ -1,4 +1,4 @@
-"""Files and folders that a config names, looked at before a run: whether they are there, can be read and are of the
+"""Checks of the files and folders of a config before a run: whether they exist, can be read and are of the
 right form, by their first lines, and whether folders can be written.
 
 Nothing here imports torch, so that a wrong path is reported within a second. Paths on the Hub are not checked here; the

@@ -68,7 +68,7 @@ class NeoXKeys:
             del self.values[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The key's value; null and a key that is not there give the default."""
+        """The key's value; the default if it is null or missing."""
         # null is GPT-NeoX's "not set"
         value = self.values.get(key)
         return default if value is None else value
@@ -78,11 +78,11 @@ class NeoXKeys:
         return self.get(key) or None
 
     def lacks(self, key: str) -> bool:
-        """Whether the config leaves the key out; one of a wrong kind was given, and noted."""
+        """Whether the config does not have the key. A value of a wrong type counts as given; its error is collected."""
         return self.get(key) is None and self.source.values.get(key) is None
 
     def number(self, key: str, default: Any = None, *, above: float | None = None, least: float | None = None) -> Any:
-        """A number, checked before it is computed with; a wrong one is noted and the default goes on."""
+        """A number, checked before use; for a wrong one an error is collected and the default is returned."""
         value = self.get(key, default)
         if value is not None and above is not None and value <= above:
             self.wrong((key,), f"must be above {above}, got {value!r}")

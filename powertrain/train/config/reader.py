@@ -29,12 +29,12 @@ Files = Literal["any", "data", "all"]
 
 
 class WrongFiles(ConfigError):
-    """Files that a config names are not there, or of another form."""
+    """Files that a config names are missing or have the wrong format."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A config that was read, and how.
+    """A config that was read, with its table of keys and its sources.
 
     table       a Row for every key that was set, and for defaults of GPT-NeoX that matter
     note        one line: which format it was, and why
@@ -59,7 +59,7 @@ def read_config(
     format: Format | None = None,
     files: Files = "any",
 ) -> Run:
-    """Read and merge config files, lay `key=value` overrides over them, and check everything.
+    """Read and merge config files, apply `key=value` overrides, and check everything.
 
     paths        YAML or JSON files; "small" finds small.yml, as GPT-NeoX does; "quickstart" is a config of ours
     overrides    "train.steps=100" for ours, "train_iters=100" or "optimizer.params.lr=1e-3" for GPT-NeoX's
@@ -232,7 +232,7 @@ def _named(path: KeyPath, source: Source) -> str:
 
 
 def _contradiction(config: RunConfig) -> str:
-    """Words for settings that exclude one another. Not in the schema: configs in checkpoints are read by it."""
+    """The error for settings that exclude one another. Not in the schema, which also reads configs of checkpoints."""
     profile, steps = config.train.profile, config.train.steps
     if profile.steps and profile.start > steps:
         return f"train.profile.start must be at most train.steps ({steps}), got {profile.start}"
@@ -367,7 +367,7 @@ def _model_fields(model: Any) -> Iterable[str]:
 
 
 def _refuse_ignored(table: tuple[Row, ...]) -> None:
-    # defaults that are ignored are nobody's mistake
+    # an ignored default is no mistake of the user
     ignored = [row for row in table if row.disposition == "ignored" and row.place != "default"]
     if ignored:
         lines = [f"{row.place}: {row.key} would be ignored (--strict): {row.explanation}" for row in ignored]

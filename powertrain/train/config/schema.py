@@ -349,7 +349,7 @@ class ParallelConfig(Section):
 
 
 class FP8Config(Section):
-    """Linear layers whose products are FP8 (docs/fp8.md).
+    """FP8 training of linear layers (docs/fp8.md).
 
     recipe        none; tensor: one scale for a tensor, from its own values; tensor-delayed: from the values of the last
                   steps; row: one scale for a row; block: one for 1x128 or 128x128 elements
@@ -364,8 +364,8 @@ class FP8Config(Section):
     rescue        a layer whose three last readings were bad is moved to the next safer recipe (tensor, row, block,
                   16 bits), which is logged and saved with the run
     wire          fp8: FSDP gathers the weights of these layers in FP8, half the bytes, with the same results; with row
-                  and block, rows travel in FP8 to experts on other ranks, which compute with the rounded rows; bf16: in
-                  `train.precision`, as all else. Gradients are exchanged in `train.reduce_dtype`
+                  and block, rows are sent in FP8 to experts on other ranks, which compute with the rounded rows; bf16:
+                  in `train.precision`, as all else. Gradients are exchanged in `train.reduce_dtype`
     """
 
     recipe: Literal["none", "tensor", "tensor-delayed", "row", "block"] = "none"
@@ -396,7 +396,7 @@ class FP8Config(Section):
         # a layer's shards may not be whole blocks of the recipe that it would be moved to
         if self.wire == "fp8" and self.watch and self.rescue:
             raise ValueError("fp8.rescue must be false with fp8.watch and fp8.wire fp8, got true")
-        # nothing is quantized, so nothing travels in FP8
+        # nothing is quantized, so nothing is sent in FP8
         if self.wire == "fp8" and self.recipe == "none":
             raise ValueError("fp8.wire must be bf16 with fp8.recipe none, got fp8")
         return self

@@ -1,4 +1,4 @@
-"""YAML files as plain values that remember the file and line of every key: the ground under reader.py.
+"""Parser of YAML files that records the file and line of every key, for reader.py.
 
 GPT-NeoX's files are read as they are: JSON-like braces, trailing commas, comments, True and False, `-` for `_` in keys.
 Beyond PyYAML's SafeLoader: of a key given twice the last counts and the first is noted (`repeated`), 1e-3 is a
@@ -101,7 +101,7 @@ class Source:
         return self.locations.get(path) or Location(", ".join(self.texts) or DICTIONARY)
 
     def override(self, text: str) -> None:
-        """Lay one `key=value` over the values; `a.b=1` reaches into a section. Raises ConfigError."""
+        """Apply one override `key=value`; `a.b=1` sets a key of a section. Raises ConfigError."""
         name, equals, value = text.partition("=")
         keys = [part.strip() for part in name.split(".")]
         if not equals or not all(keys):

@@ -1,4 +1,4 @@
-"""Samples of completions: whole examples side by side in a row, in an order that the seed decides.
+"""Samples of completions: whole examples packed into rows, in an order that depends on the seed.
 
 A row has `seq_length` inputs; an example of n tokens takes n - 1 of them, since the last token is only predicted. Rows
 are filled in the shuffled order until the next example does not fit (GPT-NeoX's pack_until_overflow), or hold one
@@ -117,7 +117,7 @@ class CompletionSamples:
 
 
 def _causes(long: int, short: int, empty: int, seq_length: int) -> str:
-    """Why so many examples cannot be used, as words; "" for none."""
+    """Text of the reasons why examples cannot be used, with counts; "" for none."""
     causes = {
         f"longer than train.seq_length {seq_length} (data.allow_chopped: true cuts them)": long,
         "of a single token, which predicts nothing": short,

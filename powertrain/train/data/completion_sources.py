@@ -153,10 +153,12 @@ class _Opener:
         first = CompletionFiles(prefix, source.labels)
         if self.form == "pairs":
             if source.rejected is None:
-                raise ValueError(f"data {source.path}: rejected must be given beside tokens of pairs, got none")
+                raise ValueError(f"data {source.path}: rejected must be given for pairs of tokenized data, got none")
             return first, CompletionFiles(source.rejected, source.rejected_labels)
         if self.form != "messages" and source.rewards is None:
-            raise ValueError(f"data {source.path}: rewards must be given beside tokens for this objective, got none")
+            raise ValueError(
+                f"data {source.path}: rewards must be given for tokenized data of this objective, got none"
+            )
         rewards = source.rewards if self.form != "messages" else None
         return (replace(first, rewards=rewards, log_probs=source.log_probs),)
 
@@ -190,7 +192,7 @@ class _Opener:
 
 
 def _identity(opened: Sequence[_Opened]) -> str:
-    """Of examples to train on, `identity_of` all their data sets."""
+    """`identity_of` all data sets of the training examples."""
     return identity_of(
         (data, f"{examples[0]} {len(examples)} {weight}")
         for sides, examples, weight in opened

@@ -120,7 +120,7 @@ class CompletionEncoding:
     def _labelled(
         self, where: str, key: str, chat: list[Any], first: int, tools: list[Any]
     ) -> tuple[list[int], list[int]]:
-        """Of a chat whose messages from the `first` on are to be learnt."""
+        """ids and labels of a chat whose messages are trained on from index `first`."""
         ids = self._ids(tools)(chat)
         turns = [turn for turn in range(first, len(chat)) if chat[turn]["role"] == "assistant"]
         if not turns:

@@ -1,4 +1,4 @@
-"""Text as files hold it: one document a text file, or one a line of jsonl (plain, .gz or .zst).
+"""Documents of text files (one per file) and of jsonl files (one per line; plain, .gz or .zst).
 
 A line of jsonl is an object with a string (or a list of strings, joined by blank lines) under a key, or just a string,
 as GPT-NeoX's reader takes them; or it has the messages of a chat under the key. A folder is read whole, in the order
@@ -58,7 +58,7 @@ class Raw(NamedTuple):
 
 
 def find_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that `inputs`, files and folders, stand for.
+    """All files of `inputs`, which are files and folders.
 
     Raises FileNotFoundError for an input that does not exist, ValueError for a folder with no file and for the root of
     all folders, which `$DATA/` is where DATA is not set.
@@ -87,7 +87,7 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
 
 
 def _without_tokens(folder: Path, files: list[Path]) -> list[Path]:
-    """Of `preprocess books/ --output books/tokens` the second time: tokens of ASCII bytes are UTF-8 too."""
+    """The files without .bin/.idx pairs, which an earlier `preprocess books/ --output books/tokens` has written."""
     known = {path for path in files if path.suffix in (".bin", ".idx")}
     prefixes = {path.with_suffix("") for path in known if {path.with_suffix(".bin"), path.with_suffix(".idx")} <= known}
     texts = [p for p in files if p.suffix not in (".bin", ".idx", ".sum") or p.with_suffix("") not in prefixes]
@@ -127,7 +127,7 @@ def _refuse_tables(path: Path) -> None:
 
 
 def refuse_pipes(files: Iterable[Path], why: str) -> None:
-    """Raise ValueError for one that would be empty when it is read again."""
+    """Raise ValueError for a pipe, which would be empty when it is read again."""
     for path in files:
         if path.is_fifo():
             raise ValueError(f"{path}: must be a file or a folder, got a pipe, which cannot be read twice: {why}")
@@ -292,7 +292,7 @@ def document_of(raw: Raw, key: str = "text") -> str | Messages:
 
 
 def other_kind(start: bytes) -> str:
-    """Words on what a file is that is no UTF-8 text, by its beginning; "": not known."""
+    """The format of a file that is not UTF-8 text, detected by its first bytes; "" if unknown."""
     return next((f": it is {kind}" for begins, kind in _BEGINNINGS.items() if start.startswith(begins)), "")
 
 

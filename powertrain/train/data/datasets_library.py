@@ -36,7 +36,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def unused(source: DataSource, *, is_tokens: bool) -> str:
-    """Words about an option that a source of its kind does not have; "": all that are given count.
+    """The error for an option that this kind of source ignores; "" if there is none.
 
     is_tokens   it is a .bin/.idx prefix
     """

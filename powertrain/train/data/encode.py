@@ -1,4 +1,4 @@
-"""From documents to .bin/.idx, in as many processes as wanted.
+"""Tokenization of documents to .bin/.idx files, in several processes.
 
 The parent reads raw documents and hands them out by blocks of about a megabyte; workers decode and tokenize; the parent
 writes their results, in reading order. With one worker there is no other process, and the tokenizer itself

@@ -1,4 +1,4 @@
-"""A file lock for work that one process does for all."""
+"""A file lock for work that one process does for all processes."""
 
 import contextlib
 from collections.abc import Iterator

@@ -132,7 +132,7 @@ class _Numbers(Sequence[list[int]]):
 
 
 class _Reader:
-    """The samples of a batch, or why they cannot be read."""
+    """Reads the samples of a batch; returns the reason if they cannot be read."""
 
     def __init__(self, source: SampleSource) -> None:
         self.source = source

@@ -12,7 +12,7 @@ IGNORED = -100  # the label that counts in no loss, as in PyTorch
 
 
 class Completions(NamedTuple):
-    """What a sample of completions has beside tokens and labels; of rows [R, S] and C completions in all.
+    """Fields of a sample of completions beside tokens and labels, for rows [R, S] with C completions.
 
     sequence   [R, S] int64: the completion whose token is predicted here, from 0 to C - 1, or -1 where no label counts.
                Of pairs the chosen ones come first

@@ -149,7 +149,7 @@ def cached_arrays(folder: Path, about: bytes, build: Callable[[], Sequence[Integ
 
 
 def _is_whole(entry: Path) -> bool:
-    """Whether the arrays are there; ones that are damaged are put out of the way."""
+    """Whether the cached arrays exist and are valid; damaged ones are removed."""
     if not entry.is_dir():
         return False
     try:

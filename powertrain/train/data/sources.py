@@ -1,4 +1,4 @@
-"""From `data:` of a configuration to samples: text is tokenized once, data sets are split, ordered and blended.
+"""From the config section `data:` to samples: text is tokenized once; data sets are split, ordered and blended.
 
 Data   train, validation, test  the samples of each part, or None where the configuration has none
        tokenizer, vocab_size    of the run; pad the size with padded_vocab_size
@@ -117,8 +117,8 @@ def open_data(
 
 
 def identity_of(parts: Iterable[tuple[IndexedData | DocumentSlice, str]]) -> str:
-    """Of data sets, each with what else matters of it: the documents' lengths and, where a checksum stands beside them,
-    their tokens."""
+    """A hash of data sets, each with a text of its other properties: document lengths, and tokens by their checksums if
+    there are any."""
     total = hashlib.blake2b(digest_size=16)
     for data, about in parts:
         sums = sums_path(data.prefix)
@@ -193,14 +193,14 @@ def _text_of_files(files: list[Path], first: int | None = None) -> _Text:
 
 
 def refuse_unused(source: DataSource) -> None:
-    """Raise ValueError for an option that would be ignored without a word."""
+    """Raise ValueError for an option that would have no effect."""
     words = datasets_library.unused(source, is_tokens=prefix_of(source.path) is not None)
     if words:
         raise ValueError(f"data {source.path}: {words}")
 
 
 def warn_of_none(config: DataConfig, name: str, what: str) -> None:
-    """Say that a held-out part has no `what`, and why."""
+    """Warn that a held-out split has no `what`, with the reason."""
     given: Sequence[DataSource] = getattr(config, name)
     if given:
         names = ", ".join(source.path for source in given)
@@ -212,7 +212,7 @@ def warn_of_none(config: DataConfig, name: str, what: str) -> None:
 
 
 def warn_of_empty(config: DataConfig, name: str, has_any: Sequence[bool], what: str) -> None:
-    """Say which sources have no `what`, where others of the part have: the blend is then of those alone."""
+    """Warn about sources without `what` in a split where other sources have some: the blend uses only the others."""
     for source, has in zip(getattr(config, name), has_any, strict=True):
         if source.weight and not has and any(has_any):
             tracing.warn(f"data.{name}: {source.path} has no {what}; its share goes to the other sources")
@@ -298,7 +298,7 @@ class _Opener:
         return IndexedData(prefix)
 
     def samples(self, name: str, parts: Sequence[_Part], wanted: int) -> SampleSource | None:
-        """At least `wanted` samples of a part of the run."""
+        """At least `wanted` samples of one split (train, validation or test)."""
         if name != "train" and wanted == 0:
             return None
         parts = [part for part in parts if part.has_tokens()]

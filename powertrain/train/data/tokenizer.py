@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, from the files people have, or trained here. Runs on Hugging Face's `tokenizers`.
+"""Tokenizers: text to ids and back, loaded from common file formats or trained here, by Hugging Face's `tokenizers`.
 
 load_tokenizer(...) takes
     "bytes"                          one id for each byte of UTF-8: 256 ids, 0 ends a document
@@ -125,7 +125,7 @@ class FileTokenizer:
         return next((i for i in map(self.backend.token_to_id, names) if i is not None), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # the JSON text travels, not the library's object: workers on any start method rebuild the same one
+        # the JSON text is pickled, not the library's object: workers on any start method rebuild the same one
         return FileTokenizer, (self._definition, self._where, self._eod, self._chat, self._source)
 
     def encode(self, text: str) -> list[int]:
@@ -136,7 +136,7 @@ class FileTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """As `encode` of each, on all cores."""
         with reading(f"{self._where}:", "be a tokenizer that encodes text"):
-            # the fast variant computes no character offsets, which nobody reads here
+            # the fast variant computes no character offsets, which are not used here
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
 
     def encode_chat(
@@ -183,7 +183,7 @@ class FileTokenizer:
                 messages, add_generation_prompt=prompted, tools=tools or None, **options
             )
         except Exception as error:  # a template raises what it likes
-            raise ChatRefused(f"{self._where}: the chat template takes no such messages: {one_line(error)}") from None
+            raise ChatRefused(f"{self._where}: the chat template refuses these messages: {one_line(error)}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are kept, so the text shows the model's exact output."""

@@ -1,4 +1,4 @@
-"""Processes that read ahead, and are replaced when they die.
+"""Data worker processes, which prefetch batches and are replaced when they die.
 
 A worker gets the keys of batches through a pipe and sends the batches back, in order. It gets none of the signals that
 ask to end, and ends with its parent: by the end of its pipe, or because it has another parent. One that dies is named,
@@ -85,7 +85,7 @@ class _Worker:
         self._arriving = _Message()
         self._pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.Process(
-            # daemon: multiprocessing then ends it with the program also where nobody called `end`
+            # daemon: multiprocessing then ends it with the program also if `end` was not called
             target=_serve,
             args=(self._read, theirs, self._pipe),
             daemon=True,
@@ -219,12 +219,12 @@ def _serve(read: Callable[[Any], Any], pipe: Connection, parents_end: Connection
     """In the worker: read requested batches until the parent is gone."""
     # otherwise this process would hold its own pipe open and never see the parent's end
     parents_end.close()
-    born_of = os.getppid()
+    parent = os.getppid()
     try:
         while True:
             # other workers may have inherited the parent's end, so the end of file alone is not enough
             while not pipe.poll(_LOOK):
-                if os.getppid() != born_of:
+                if os.getppid() != parent:
                     return
             _Message.send(pipe.fileno(), read(pipe.recv()))
     except (EOFError, OSError):

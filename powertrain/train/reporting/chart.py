@@ -1,4 +1,4 @@
-"""Line charts as SVG that stands in a page and takes its colours from the page's style sheet."""
+"""Line charts as inline SVG, with colours from the page's style sheet."""
 
 import json
 import math

@@ -106,7 +106,7 @@ class StepWatch:
 
 
 def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
-    """Of each kernel that was compiled, its name, constants and time, and the shapes of the launch that needed it."""
+    """A line for each compiled kernel: name, constants, compile time, and the shapes of the launch that needed it."""
     events = list(events)
     # a compile is traced by key; the load that follows it knows the launch's shapes
     shapes = {e.facts["key"]: e.facts["shapes"] for e in events if e.kind == "load"}

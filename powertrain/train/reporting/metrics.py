@@ -86,6 +86,22 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class PartialSink:
+    """Base class of sinks that use only some kinds of records: its own methods do nothing."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def task(self, record: TaskRecord) -> None: ...
+
+    def kernels(self, table: KernelTable) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class JsonLines:
     """metrics.jsonl: a line per step, evaluation, task, kernel table or note.
 
@@ -131,7 +147,7 @@ class JsonLines:
         self._file.close()
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
-        # lines would go where nobody looks for them
+        # lines would be written to a place where the user does not look
         if not is_still_at(self._file, Path(self._file.name)):
             self._begin_anew()
         line = json.dumps({"kind": kind, **fields}).encode() + b"\n"

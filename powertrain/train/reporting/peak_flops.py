@@ -1,4 +1,4 @@
-"""The rate that MFU is a share of."""
+"""Peak FLOP/s of a device, the denominator of MFU."""
 
 # dense bfloat16 or float16 TFLOP/s with float32 accumulation, of the makers' data sheets (their sparse figures halved);
 # a name stands for all that begin with it, the longest one that fits counts

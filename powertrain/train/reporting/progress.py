@@ -1,4 +1,4 @@
-"""Output of a run on the screen: one page before its first step, a live line or plain lines while it trains."""
+"""Terminal output of a run: a summary before its first step, then a progress bar or plain lines."""
 
 import shlex
 import statistics

@@ -16,8 +16,7 @@ from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.reading import reading
 from powertrain.train.checkpoint.store import checkpoints_in, step_of
 from powertrain.train.reporting.chart import MOST_POINTS, WIDE, line_chart, series
-from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, Metrics, StepRecord, TaskRecord, read_metrics
+from powertrain.train.reporting.metrics import EvaluationRecord, Metrics, PartialSink, StepRecord, read_metrics
 from powertrain.train.reporting.progress import Pace, many, opening_facts, si
 from powertrain.train.reporting.run_summary import About
 
@@ -45,14 +44,12 @@ def write_report(folder: Path) -> Path:
     return folder / NAME
 
 
-class ReportFile:
+class ReportFile(PartialSink):
     """The sink that writes the report: at evaluations, unless that took long, and at the end, however it came."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._ready = 0.0
-
-    def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvaluationRecord) -> None:
         started = time.monotonic()
@@ -61,12 +58,6 @@ class ReportFile:
             now = time.monotonic()
             # the report of a long run takes seconds, and the training waits for it
             self._ready = now + _SHARE * (now - started)
-
-    def task(self, record: TaskRecord) -> None: ...
-
-    def kernels(self, table: KernelTable) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
     def close(self) -> None:
         write_report(self.folder)

@@ -1,4 +1,4 @@
-"""Facts of a run before its first step: model, data, batch, device, environment, config."""
+"""Summary of a run before its first step: model, data, batch, device, environment, config."""
 
 import platform
 import shlex

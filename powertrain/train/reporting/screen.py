@@ -1,4 +1,4 @@
-"""The console of a run, which outlives its reader: a closed pipe, a terminal that hung up, a full disk."""
+"""The console of a run, whose failure does not end the run: a closed pipe, a lost terminal, a full disk."""
 
 import errno
 import os
@@ -49,11 +49,11 @@ class _Lasting:
         return getattr(self._file, name)
 
     def _lose(self, error: OSError) -> None:
-        tracing.warn(f"the screen cannot be written: {error.strerror}; the run goes on, and its files are written")
+        tracing.warn(f"the screen cannot be written: {error.strerror}; the run continues, and its files are written")
         if error.errno not in (errno.EPIPE, errno.EIO):
             # a full disk may have room again
             return
-        # nobody reads it any more; buffered text would fail again when the interpreter ends, with exit code 120
+        # its reader is gone; buffered text would fail again when the interpreter ends, with exit code 120
         with suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._file.fileno())

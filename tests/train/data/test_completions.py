@@ -47,7 +47,7 @@ class _Chat(ByteTokenizer):
 
     def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
         if not messages:
-            raise ChatRefused("the chat template takes no such messages: no message")
+            raise ChatRefused("the chat template refuses these messages: no message")
         text = "".join(f"<{m['role']}>{m['content']};" for m in messages)
         return self.encode(text + "<assistant>" * add_generation_prompt)
 
@@ -321,7 +321,7 @@ def test_a_system_message_beside_the_turns_is_the_first_message() -> None:
             "log_probs must be numbers that float32 has, got 'b'",
         ),
         ("messages", {"prompt": "a", "completion": "\ud800"}, r"file.jsonl:1: must be text .* lone surrogate U\+D800"),
-        ("messages", {"messages": []}, r"file.jsonl:1: messages: the chat template takes no such messages: no message"),
+        ("messages", {"messages": []}, r"file.jsonl:1: messages: the chat template refuses these messages: no message"),
         (
             "advantages",
             {"completion": "ab", "advantage": 1, "log_probs": [0.0]},
@@ -592,9 +592,9 @@ def test_tokens_beside_each_other_and_blends(tmp_path: Path) -> None:
     data = open_completions(config, "pairs", seq_length=32, num_samples=(12, 0, 0), seed=1)
     assert len(data.train) == 12 and data.train.sample(11).tokens.shape == (2, 32)
     without = DataConfig(train=[{"path": tokens["path"]}], cache_folder=str(tmp_path / "cache"))  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="rejected must be given beside tokens of pairs"):
+    with pytest.raises(ValueError, match="rejected must be given for pairs of tokenized data"):
         open_completions(without, "pairs", seq_length=32, num_samples=(1, 0, 0), seed=1)
-    with pytest.raises(ValueError, match="rewards must be given beside tokens"):
+    with pytest.raises(ValueError, match="rewards must be given for tokenized data"):
         open_completions(without, "labels", seq_length=32, num_samples=(1, 0, 0), seed=1)
 
 

@@ -4,13 +4,13 @@ The activation is the tanh form of GELU, as cuBLAS's epilogue has it. Parameters
 without values).
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from powertrain.compat.missing import unknown
 from powertrain.ops.conversion import unsupported
 from powertrain.ops.gemm.linear_activation import linear_activation
+from powertrain.runtime.dispatch import cast_by_autocast
 
 __all__ = ["FusedDense", "FusedDenseGeluDense", "fused_dense_function"]
 
@@ -47,10 +47,7 @@ class FusedDenseGeluDense(nn.Module):
         self.weight1, self.bias1, self.weight2, self.bias2 = first.weight, first.bias, second.weight, second.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input
-        # not float64, and the meta device has no autocast
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        (x,) = cast_by_autocast(input)
         # the dtype of the product decides that of the result; F.linear below casts by itself
         hidden = linear_activation(x, self.weight1.to(x.dtype), "gelu_tanh", bias=self.bias1.to(x.dtype))
         return F.linear(hidden, self.weight2, self.bias2)

@@ -1,4 +1,4 @@
-"""What flash_attn.ops.layer_norm and flash_attn.ops.rms_norm share; theirs has no such module."""
+"""Code shared by flash_attn.ops.layer_norm and flash_attn.ops.rms_norm; flash-attn has no such module."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""transformer_engine.pytorch.cpu_offload: layers' saved tensors wait in the CPU's memory for their backward.
+"""transformer_engine.pytorch.cpu_offload: keeps layers' saved tensors in CPU memory until their backward.
 
     context, synchronize = get_cpu_offload_context(enabled=True, num_layers=2, model_layers=len(layers))
     for layer in layers:

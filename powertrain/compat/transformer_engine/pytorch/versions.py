@@ -1,4 +1,4 @@
-"""Versions that transformer_engine.pytorch tells."""
+"""Version numbers that transformer_engine.pytorch reports."""
 
 import re
 

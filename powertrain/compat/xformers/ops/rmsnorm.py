@@ -1,4 +1,4 @@
-"""xformers.ops.rmsnorm on `powertrain.rms_norm`; with gradients, which are not there."""
+"""xformers.ops.rmsnorm on `powertrain.rms_norm`; with gradients, which xFormers' functions lack."""
 
 import torch
 from torch import Tensor, nn

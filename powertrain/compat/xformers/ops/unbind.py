@@ -1,4 +1,4 @@
-"""xformers.ops.unbind: tensors that are views of one, taken apart and together without a copy."""
+"""xformers.ops.unbind: `unbind`, and `stack_or_none`, which stacks the slices of one tensor without a copy."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the modules with products share: parameters, products by autocast's recipe, `_extra_state`."""
+"""Code shared by the modules with GEMMs: parameters, GEMMs by autocast's recipe, `_extra_state`."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.ops.shapes import as_rows
 from powertrain.quant.linear import BUFFERS, FP8State
 from powertrain.runtime import checks, tracing
-from powertrain.runtime.dispatch import without_autocast
+from powertrain.runtime.dispatch import autocast_dtype, without_autocast
 from powertrain.runtime.nodes import once_differentiable
 
 __all__ = ["ProductModule", "destroy_ub", "initialize_ub"]
@@ -188,14 +188,12 @@ class Norm(ProductModule):
 
 def is_autocast(x: Tensor) -> bool:
     """Whether torch.autocast casts x, or has cast it."""
-    kind = x.device.type
-    # float64 is not autocast
-    return kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
+    return autocast_dtype(x) is not None
 
 
 def in_autocast(x: Tensor) -> Tensor:
     """x in the dtype of torch.autocast; itself outside of it."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if is_autocast(x) else x
+    return x.to(autocast_dtype(x) or x.dtype)
 
 
 def results(output: Tensor, *more: tuple[bool, Any]) -> Any:

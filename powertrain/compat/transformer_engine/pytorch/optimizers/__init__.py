@@ -1,4 +1,4 @@
-"""transformer_engine.pytorch.optimizers: Apex's, of which they came; FusedAdam has arguments of its own."""
+"""transformer_engine.pytorch.optimizers: derived from Apex's; FusedAdam has further arguments."""
 
 from powertrain.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from powertrain.compat.missing import unknown

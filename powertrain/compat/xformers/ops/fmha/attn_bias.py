@@ -432,7 +432,7 @@ class BlockDiagonalPaddedKeysMask(BlockBias):
         *,
         device: Device = None,
     ) -> _Blocks:
-        """From the lengths of queries and keys, and the room each block of keys has."""
+        """From the lengths of queries and keys, and the capacity of each block of keys."""
         return cls(**_padded(cls, q_seqlen, kv_padding, kv_seqlen, causal_diagonal, device))
 
     def make_local_attention(self, window_left: int, window_right: int) -> "BlockDiagonalLocalAttentionPaddedKeysMask":
@@ -443,10 +443,10 @@ class BlockDiagonalPaddedKeysMask(BlockBias):
         self, block_tables: Tensor, page_size: int, paged_type: type["PagedBlockDiagonalPaddedKeysMask"]
     ) -> "PagedBlockDiagonalPaddedKeysMask":
         """The same lengths with keys in pages."""
-        room = _room(paged_type, block_tables, page_size, len(self.k_seqinfo.seqlen_py))
-        # the new room must hold the longest sequence
-        _fits("kv_seqlen", self.k_seqinfo.seqlen_py, len(self.k_seqinfo.seqlen_py), room)
-        k_seqinfo = replace(self.k_seqinfo, padding=room)
+        capacity = _capacity(paged_type, block_tables, page_size, len(self.k_seqinfo.seqlen_py))
+        # the new capacity must hold the longest sequence
+        _fits("kv_seqlen", self.k_seqinfo.seqlen_py, len(self.k_seqinfo.seqlen_py), capacity)
+        k_seqinfo = replace(self.k_seqinfo, padding=capacity)
         return _paged(self, paged_type, k_seqinfo, block_tables, page_size)
 
 
@@ -546,12 +546,12 @@ class BlockDiagonalGappyKeysMask(BlockBias):
     ) -> "PagedBlockDiagonalGappyKeysMask":
         """The same with keys in pages, if block n lay in rows n * notional_padding and on."""
         info = self.k_seqinfo
-        room = _room(paged_type, block_tables, page_size, len(info.seqlen_py))
+        capacity = _capacity(paged_type, block_tables, page_size, len(info.seqlen_py))
         # positions of pages must begin at a page
         if notional_padding % page_size:
             checks.fail("make_paged", "notional_padding", f"be a multiple of page_size {page_size}", notional_padding)
         starts = [start - n * notional_padding for n, start in enumerate(info.seqstart_py[:-1])]
-        _lie_in("make_paged", starts, info.seqlen_py, room)
+        _lie_in("make_paged", starts, info.seqlen_py, capacity)
         k_seqinfo = _GappySeqInfo.from_seqlens_gappy(starts, info.seqlen_py, True, device=info.seqstart.device)
         return _paged(self, paged_type, k_seqinfo, block_tables, page_size)
 
@@ -640,8 +640,8 @@ class PagedBlockDiagonalPaddedKeysMask(PagedBias):
     ) -> _PagedT:
         """From the lengths of queries and keys, and the pages."""
         kv_seqlen = _whole(cls, "kv_seqlen", kv_seqlen)
-        room = _room(cls, block_tables, page_size, len(kv_seqlen))
-        infos = _padded(cls, q_seqlen, room, kv_seqlen, None, device)
+        capacity = _capacity(cls, block_tables, page_size, len(kv_seqlen))
+        infos = _padded(cls, q_seqlen, capacity, kv_seqlen, None, device)
         return cls(**infos, block_tables=block_tables, page_size=page_size)
 
 
@@ -707,10 +707,10 @@ class PagedBlockDiagonalGappyKeysMask(PagedBias):
     ) -> _PagedT:
         """From the lengths of queries, starts and lengths of keys within their pages, and the pages."""
         kv_seqstarts, kv_seqlen = _whole(cls, "kv_seqstarts", kv_seqstarts), _whole(cls, "kv_seqlen", kv_seqlen)
-        room = _room(cls, block_tables, page_size, len(kv_seqlen))
+        capacity = _capacity(cls, block_tables, page_size, len(kv_seqlen))
         device = block_tables.device if device is None else device
         infos = _gappy(cls, q_seqlen, kv_seqstarts, kv_seqlen, device, paged=True)
-        _lie_in("PagedBlockDiagonalGappyKeysMask", kv_seqstarts, kv_seqlen, room)
+        _lie_in("PagedBlockDiagonalGappyKeysMask", kv_seqstarts, kv_seqlen, capacity)
         return cls(**infos, block_tables=block_tables, page_size=page_size)
 
 
@@ -759,7 +759,7 @@ def _whole(cls: type, argument: str, numbers: Iterable[Any]) -> list[int]:
     return found
 
 
-def _room(cls: type, block_tables: Tensor, page_size: int, blocks: int) -> int:
+def _capacity(cls: type, block_tables: Tensor, page_size: int, blocks: int) -> int:
     """The rows that pages of checked tables have for each block."""
     name = cls.__name__
     checks.tensor(name, "block_tables", block_tables)
