@@ -177,7 +177,9 @@ def _forward(
         count = rows.stop - rows.start
         logits = linear(x[rows], weight, bias, kept[rows] if keep_logits else scratch[:count])
         own = stats[:, rows]
-        launch_stats(logits, target[rows], options, own[:2], log_probs[rows], own[2] if entropy else None, 0, V)
+        launch_stats(
+            logits, target[rows], options, own[:2], log_probs[rows], own[2] if entropy else None, 0, V, is_whole=True
+        )
         if top is not None and top_indices is not None:
             values, top_indices[rows] = logits.topk(top_k)
             top[rows] = z_of(values, options)
@@ -196,17 +198,16 @@ def z_of(logits: Tensor, options: Options) -> Tensor:
 
 
 def finish(outputs: tuple[Tensor | None, ...], target: Tensor, ignore_index: int) -> None:
-    """Statistics of the whole vocabulary to results; 0 for tokens left out. log_probs and top hold z until here."""
-    log_probs, entropy, divergence, top, _, stats = outputs
-    assert log_probs is not None and stats is not None
-    left_out = target == ignore_index
-    # maximum first: their sum would be rounded at the size of the larger one
-    log_probs.sub_(stats[0]).sub_(stats[1]).masked_fill_(left_out, 0.0)
+    """Statistics of the whole vocabulary to the results other than log_probs; 0 for ignored tokens. top holds z until
+    here."""
+    _, entropy, divergence, top, _, stats = outputs
+    assert stats is not None
     if entropy is not None:
-        entropy.copy_(stats[2]).masked_fill_(left_out, 0.0)
+        entropy.copy_(stats[2]).masked_fill_(target == ignore_index, 0.0)
     if divergence is not None:
-        divergence.masked_fill_(left_out, 0.0)
+        divergence.masked_fill_(target == ignore_index, 0.0)
     if top is not None:
+        # maximum first: their sum would be rounded at the size of the larger one
         top.sub_(stats[0][:, None]).sub_(stats[1][:, None])
 
 

@@ -70,10 +70,12 @@ def _log_prob_stats_kernel(
     softcap,
     temperature,
     CAPPED: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: peak and log_total, the target's z (0 if it is another shard's), this shard's entropy."""
+    """One row a program: peak and log_total, the target's z (0 if it is another shard's), this shard's entropy.
+    IS_WHOLE: the shard is the whole vocabulary, and the target's log p is stored in z's place, 0 if it is ignored."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * stride_lm
     vectors = tl.arange(0, BLOCK)[:, None]
@@ -110,7 +112,11 @@ def _log_prob_stats_kernel(
         if CAPPED:
             z = capped_logits(z, softcap)
         valid = ((target >= 0) & (target < vocab_size)) | (target == ignore_index)
-        tl.store(hit_ptr + row, tl.where(valid, z / temperature, float("nan")))  # scalar
+        result = tl.where(valid, z / temperature, float("nan"))
+        if IS_WHOLE:
+            # maximum first: their sum would be rounded at the size of the larger one
+            result = tl.where(target == ignore_index, 0.0, (result - row_peak) - tl.log(row_total))
+        tl.store(hit_ptr + row, result)  # scalar
 
 
 @kernel(aligned=("padded",))
@@ -286,18 +292,19 @@ def launch_stats(
     target: Tensor,  # [T]
     options: Options,
     total: Tensor,  # [2, T] float32, written: peak and log_total
-    hit: Tensor | None,  # [T] float32, written: the target's z
+    hit: Tensor | None,  # [T] float32, written: the target's z, or its log p
     entropy: Tensor | None,  # [T] float32, written
     vocab_start: int,
     vocab_size: int,
+    is_whole: bool = False,
 ) -> None:
-    """Statistics of one shard's logits."""
+    """Statistics of one shard's logits; `is_whole`: the shard is the whole vocabulary, and hit gets log p."""
     # us, one H200, this, 256 vectors a row: 4x231944 22, 44; 64x40408 6.8, 9.6; 256x128256 26, 48
     tile = _tile(logits, stats_block(logits.shape[0], Target.of(logits.device)))
     _log_prob_stats_kernel[(logits.shape[0],)](
         logits, target, total[0], total[1], hit, entropy, logits.shape[1], tile.pop("padded"), vocab_start, vocab_size,
         logits.stride(0), options.ignore_index, options.softcap, options.temperature,
-        CAPPED=options.softcap != 0.0, **tile,
+        CAPPED=options.softcap != 0.0, IS_WHOLE=is_whole, **tile,
     )  # fmt: skip
 
 

@@ -388,7 +388,9 @@ def _middle(N: int, is_layer: bool) -> _Plan:
 
 def _wide(N: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> _Plan:
     # layer 24000 0.222, 8 warps 0.261; 9001 in blocks of 2048 0.318, of 4096 0.515; rms 12543 0.294, 0.430
-    looped = _Plan(True, 1, 2048, 16, 128) if N % 8 else _Plan(True, 1, 4096, 16, 64)
+    # float32 of even widths, 2^25 elements, us, in blocks of 2048, of 4096: 12002 242, 201; 14002 244, 209
+    in_vectors = N % 8 == 0 or (stage_bytes >= 8 and N % 2 == 0)
+    looped = _Plan(True, 1, 4096, 16, 64) if in_vectors else _Plan(True, 1, 2048, 16, 128)
     if N <= 12288 and N % 8:
         return _wide_odd(N, is_layer, has_bias, stage_bytes)
     if N <= 12288:
@@ -404,8 +406,8 @@ def _wide(N: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> _Plan:
     layer_spills = is_layer and tail > 0 and (N % 8 > 0 or (has_bias and tail < 1024))
     if tail == 0 and is_layer and N % 8:
         # us, 2^26 elements, in registers, in three passes: 13333 bf16 312, 301, with a residual 426, 339; float32 597,
-        # 258. 14002 bf16 205, 226, with a residual 285, 269
-        layer_spills = N % 2 == 1 or stage_bytes not in (4, 8)
+        # 258. 14002 bf16 205, 226, with a residual 285, 269; float32 with a residual 224, 246
+        layer_spills = N % 2 == 1 or stage_bytes == 6
     if tail > 4096 or spills or layer_spills:
         return looped
     # ms, read once, again, in three passes: rms 16384 with a residual .155 .194 .242, with a bias too at 16392 .872
@@ -423,9 +425,10 @@ def _wide_odd(N: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> _Plan
     """Rows of 8193 to 12288 columns that are no whole vectors."""
     # us, one H200, 2^26 elements bf16 or 2^25 float32, in registers on 8 warps, on 16; in three passes on 8, on 16:
     #   rms 8198 227 181 231 251, 9218 203 234 225 238, 9001 305 285 359 314, 11999 236 240 350 278
-    #   rms with a residual 8196 246 222 248 253, 9218 280 296 251 267, 9996 249 229 262 243, 9001 360 347 399 342
+    #   rms with a residual 8196 246 222 248 253, 8198 231 228 253 277, 9218 280 296 251 267, 9996 249 229 262 243,
+    #     9001 360 347 399 342
     #   layer 8198 264 213 238 271, 10002 214 256 227 243, 9001 338 358 358 327; with a residual 9218 309 354 254 281,
-    #     9001 492 463 398 367
+    #     9001 492 463 398 367, 12004 307 243 261 241
     #   float32 rms with a residual 10001 273 209 288 275, 12002 189 183 275 273
     #   float32 layer with a bias 8294 176 165 236 224, 10001 173 170 264 245, 12002 145 165 259 247
     in_registers = _Plan(False, 1, 8192, 16, 1, tail=max(256, next_power_of_2(N - 8192)))
@@ -437,7 +440,9 @@ def _wide_odd(N: int, is_layer: bool, has_bias: bool, stage_bytes: int) -> _Plan
         return in_passes if is_layer or has_bias or has_residual else in_registers
     if not has_residual:
         return in_registers if N <= 9216 else in_registers._replace(num_warps=8)
-    return in_registers if N % 4 == 0 and not is_layer else in_passes._replace(num_warps=8)
+    if not is_layer and (N % 4 == 0 or N <= 9216):
+        return in_registers if N % 4 == 0 else in_registers._replace(num_warps=8)
+    return in_passes if N % 4 == 0 and N > 10240 else in_passes._replace(num_warps=8)
 
 
 def norm_bwd_outputs(

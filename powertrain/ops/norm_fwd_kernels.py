@@ -333,11 +333,11 @@ def _plan_of_many(N: int, is_layer: bool, has_residual: bool, element_size: int)
     #   layer 5120 0.0844 / 0.0950
     # float32, 2^25 elements, us: rms 8294 87 / 84; 10242 97 / 83; 12288 82 / 69, with a residual 155 / 140; 13001 123 /
     #   116; 18441 127 / 117; layer 8576 98 / 72; 10001 105 / 126; 13000 95 / 75, with a residual 196 / 150; 18441 156 /
-    #   132; with a residual rms 16384 211 / 134, 20480 169 / 139, 10001 217 / 198, 12001 168 / 204, 20001 203 / 222;
+    #   132; with a residual rms 16384 211 / 134, 20480 169 / 139, 10242 186 / 150, 12001 168 / 204, 20001 203 / 222;
     #   layer 8294 193 / 156, 10001 201 / 221, 13001 209 / 262, 20001 203 / 264
     reads_again = N > 6144
     if element_size == 4:
-        kept = range(9217 if is_layer else 10241, 24577 if has_residual else 10241)  # widths of single elements
+        kept = range(9217 if is_layer else 11265, 24577 if has_residual else 10241)  # widths of single elements
         reads_again = N > 8192 and (N % 4 == 0 or N not in kept)
     if reads_again:
         return _wide_plan(N, is_layer, has_residual, element_size)

@@ -200,6 +200,8 @@ def _forward(
             stats[3:5, rows] = _combined_stats(own, overlap)[:2]
             own = _shard_divergence(logits, taught, stats[:, rows], options)
             divergence[rows], stats[5, rows] = _gathered(own, overlap).sum(0) if overlap.size > 1 else own
+    # in this order, as `finish` subtracts them
+    log_probs.sub_(stats[0]).sub_(stats[1]).masked_fill_(target == ignore_index, 0.0)
     finish(outputs, target, ignore_index)
     return outputs
 
