@@ -8,6 +8,7 @@ from powertrain.ops import grouped_gemm as module
 from powertrain.ops.cases.grouped_gemm import _plain
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 from powertrain.runtime.dispatch import disable
+from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
 
 
@@ -135,3 +136,18 @@ def test_torch_func_takes_plain_pytorch_where_no_kernel_serves(device: torch.dev
         per_sample = torch.vmap(torch.func.grad(lambda w, at: grouped_gemm(x, w, at).sum()), (None, 0))
         with pytest.raises(NotImplementedError, match="groups that differ take one call each"):
             per_sample(weight, torch.stack([offsets, offsets]))
+
+
+@pytest.mark.parametrize(
+    "sizes, columns",
+    [
+        ((2, 8, 4096, 14336), 64),  # one tile an SM
+        ((4, 60, 2816, 2048), 128),  # 176 tiles of 64 columns would be two rounds
+        ((8, 16, 5120, 8192), 64),  # several rounds of either
+        ((16, 8, 28672, 4096), 0),  # as many usual tiles as keep all SMs loading
+        ((32, 256, 2048, 1024), 0),
+        ((64, 8, 1024, 4096), 0),
+    ],
+)
+def test_few_rows_have_small_tiles_where_usual_ones_leave_sms_idle(sizes: tuple[int, ...], columns: int) -> None:
+    assert module._few_columns(*sizes, Target.parse("sm_90")) == columns
