@@ -145,7 +145,7 @@ def watch(model: nn.Module) -> Iterator[Readings]:
     Of a gated MLP that keeps gate and up in FP8 (`quantize_model(keep="fp8")`) these two are measured too, in the role
     "kept". Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode
     only. The host does not wait for the device before `Readings.list()`. Of a layer with DoRA dy is the one before its
-    magnitude. Weights gathered in FP8 are left out.
+    magnitude. Weights gathered in FP8 are left out. Raises ValueError if `model` is no nn.Module.
     """
     checks.require(isinstance(model, nn.Module), "watch", "model", "be an nn.Module", type(model).__name__)
     # hooks, so that the layers' own code measures nothing in other steps

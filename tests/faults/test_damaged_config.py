@@ -97,7 +97,7 @@ app(sys.argv[1:])
 
 
 @pytest.mark.parametrize(
-    "word, says",
+    "word, message",
     [
         ("model.num_layers=1000000000", "model.num_layers must be at most 4096"),
         ("model.hidden_size=4611686018427387904", "model.hidden_size must be at most"),
@@ -115,7 +115,7 @@ def test_an_impossible_size_is_refused(tmp_path: Path, word: str, message: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "word, says",
+    "word, message",
     [
         ("train.steps=1000000000000", "train.steps: the order of"),
         ("train.gradient_accumulation_steps=1000000000000", "train.steps: the order of"),

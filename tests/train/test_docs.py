@@ -39,6 +39,6 @@ def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_of_training_lists_what_a_step_records() -> None:
-    table = (DOCS / "training.md").read_text().split("A line of a step has:")[1].split("\n\n")[1]
+    table = (DOCS / "training.md").read_text().split("A step's line has these keys:")[1].split("\n\n")[1]
     listed = [key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert listed == [field.name for field in dataclasses.fields(StepRecord)]
