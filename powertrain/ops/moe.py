@@ -12,8 +12,8 @@
 
 positions are a stable counting sort by expert: counts per block of assignments, one running sum over (expert, block),
 then each block's ranks; of few assignments each is compared with all others. No atomics, so the same bits every time;
-nothing is read on the host. Everything is computed in float32. T tokens, k experts each, H elements of e bytes: permute moves (1 + k)*T*H*e bytes, unpermute as many, and
-their backwards (1 + k) and (1 + 2k).
+nothing is read on the host. Everything is computed in float32. T tokens, k experts each, H elements of e bytes: permute
+moves (1 + k)*T*H*e bytes, unpermute as many, and their backwards (1 + k) and (1 + 2k).
 
 Sources: Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (groups, correction bias); loss-free balancing,
 Wang et al., arXiv:2408.15664; balancing loss, Fedus et al., arXiv:2101.03961.
