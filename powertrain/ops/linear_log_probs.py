@@ -178,15 +178,18 @@ def _forward(
         logits = linear(x[rows], weight, bias, kept[rows] if keep_logits else scratch[:count])
         own = stats[:, rows]
         launch_stats(
-            logits, target[rows], options, own[:2], log_probs[rows], own[2] if entropy else None, 0, V, is_whole=True
-        )
+            logits, target[rows], options, own[:2], log_probs[rows], own[2] if entropy else None, 0, V, is_whole=True,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         if top is not None and top_indices is not None:
             values, top_indices[rows] = logits.topk(top_k)
             top[rows] = z_of(values, options)
         if teacher_x is not None and teacher_weight is not None and divergence is not None:
             taught = linear(teacher_x[rows], teacher_weight, teacher_bias, teacher_scratch[:count])
             teacher_options = options._replace(softcap=teacher_softcap)
-            launch_stats(taught, target[rows], teacher_options, own[3:5], None, None, 0, V)
+            launch_stats(
+                taught, target[rows], teacher_options, own[3:5], None, None, 0, V, batch_invariant=batch_invariant
+            )
             launch_divergence(logits, taught, own[:2], own[3:5], options, divergence[rows], own[5])
     finish(outputs[:6], target, ignore_index)
     return outputs

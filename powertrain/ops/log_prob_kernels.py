@@ -297,10 +297,13 @@ def launch_stats(
     vocab_start: int,
     vocab_size: int,
     is_whole: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
-    """Statistics of one shard's logits; `is_whole`: the shard is the whole vocabulary, and hit gets log p."""
+    """Statistics of one shard's logits; `is_whole`: the shard is the whole vocabulary, and hit gets log p;
+    `batch_invariant`: a row's bits do not depend on T."""
     # us, one H200, this, 256 vectors a row: 4x231944 22, 44; 64x40408 6.8, 9.6; 256x128256 26, 48
-    tile = _tile(logits, stats_block(logits.shape[0], Target.of(logits.device)))
+    largest = 256 if batch_invariant else stats_block(logits.shape[0], Target.of(logits.device))
+    tile = _tile(logits, largest)
     _log_prob_stats_kernel[(logits.shape[0],)](
         logits, target, total[0], total[1], hit, entropy, logits.shape[1], tile.pop("padded"), vocab_start, vocab_size,
         logits.stride(0), options.ignore_index, options.softcap, options.temperature,

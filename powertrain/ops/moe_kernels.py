@@ -397,7 +397,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The row of each assignment in the order of experts, and where each expert's rows end."""
     positions, offsets = sort_outputs(experts, num_experts)
     experts, A, target = experts.contiguous(), experts.numel(), Target.of(experts.device)
-    if A <= _FEW:
+    if max(A, num_experts) <= _FEW:
         programs = cdiv(A + num_experts, _BLOCK)
         _moe_sort_few_kernel[(programs,)](
             experts, positions, offsets, A, num_experts, BLOCK=_BLOCK, BLOCK_OTHERS=128,

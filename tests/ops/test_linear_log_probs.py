@@ -15,6 +15,7 @@ from powertrain.ops.cases.linear_log_probs import as_tuple, plain
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy, new_scratch
 from powertrain.ops.linear_log_probs import Teacher, linear_log_probs, linear_log_probs_ref
 from powertrain.ops.log_prob_kernels import Options
+from powertrain.runtime.recording import record
 from powertrain.testing.numerics import check
 from tests.torch_setup import INTERPRET, SLOW_IN_INTERPRETER
 
@@ -209,6 +210,21 @@ def test_batch_invariant_bits(dtype: torch.dtype, device: torch.device) -> None:
             rows = rows.to(device)
             for some, every in zip(results(rows), whole, strict=True):
                 assert torch.equal(some, every[rows])
+
+
+@pytest.mark.skipif(INTERPRET, reason="on a CPU the interpreter's launches are not recorded")
+def test_batch_invariant_sums_have_one_order_whatever_the_number_of_rows() -> None:
+    """Few rows of a long vocabulary are read by more warps, which add in another order."""
+
+    def blocks_of(rows: int, batch_invariant: bool) -> set[int]:
+        x, weight = torch.empty(rows, 64, device="meta"), torch.empty(50000, 64, device="meta")
+        target = torch.empty(rows, dtype=torch.int64, device="meta")
+        with record("sm_90") as wanted:
+            linear_log_probs(x, weight, target, batch_invariant=batch_invariant)
+        return {s.constants["BLOCK"] for s in wanted.specs if s.kernel.name == "_log_prob_stats_kernel"}
+
+    assert blocks_of(4, True) == blocks_of(4096, True) == {256}
+    assert blocks_of(4, False) == {2048} and blocks_of(4096, False) == {256}
 
 
 def test_batch_invariant_gradients(device: torch.device) -> None:
