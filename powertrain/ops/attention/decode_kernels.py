@@ -194,7 +194,8 @@ def _add_sink(sink, top, total):
 @triton.jit
 def _normalized(acc, alpha, top, total):
     """(output, LSE in nats) of sums, which lack the last factor alpha; 0 and -inf of rows that see no key."""
-    seen = total > 0.0
+    # not total > 0: of NaN an LSE of -inf would make the other parts the result
+    seen = total != 0.0
     factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
     tile_out = scale_tile(acc, factor[:, None])
     return tile_out, tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))

@@ -44,7 +44,7 @@ def merge_attentions_ref(
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = torch.exp(stacked - top)
     total = weights.sum(0)
-    seen = total > 0
+    seen = total != 0
     weights = weights / total.masked_fill(~seen, 1.0)
     out = sum(
         # 0 * NaN is NaN: a part without keys may hold anything
@@ -89,7 +89,7 @@ def _weights(a_ptr, b_ptr, a_rows, b_rows, mask):
     wa = tl.exp(a - safe)
     wb = tl.exp(b - safe)
     total = wa + wb
-    seen = total > 0.0
+    seen = total != 0.0
     total = tl.where(seen, total, 1.0)
     return wa / total, wb / total, tl.where(seen, safe + tl.log(total), float("-inf"))
 

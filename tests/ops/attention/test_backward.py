@@ -319,3 +319,18 @@ def test_in_a_compiled_function(device: torch.device) -> None:
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"reads lengths on the host.* leave fullgraph="):
             torch.compile(attention_backward, backend="eager", fullgraph=True)(*part)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_nan_in_a_row_is_in_its_lse_and_in_the_gradients(sinks: bool, device: torch.device) -> None:
+    """An LSE of -inf says that a row sees no key: the backward would leave it out."""
+    q, k, v = (torch.randn(1, 5, 1, 16, device=device, requires_grad=True) for _ in range(3))
+    q.data[0, 3, 0, 2] = torch.nan
+    options = {"sinks": torch.zeros(1, device=device, requires_grad=True)} if sinks else {}
+    out, lse = attention(q, k, v, return_lse=True, is_causal=True, backend=BACKEND, **options)
+    assert out.isnan().any(-1).flatten().tolist() == lse.isnan().flatten().tolist() == [n == 3 for n in range(5)]
+    dq, dk, dv, *dsinks = torch.autograd.grad(out.sum(), [q, k, v, *options.values()])
+    assert dq.isnan().all(-1).flatten().tolist() == [n == 3 for n in range(5)]
+    # of the keys that it sees
+    assert dk[:, :4].isnan().all() and dv[:, :4].isnan().all()
+    assert all(d.isnan().all() for d in dsinks)

@@ -669,3 +669,23 @@ def test_lengths_far_apart(seed: int, device: torch.device, monkeypatch: pytest.
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
     assert torch.equal(out, decode_attention(query, keys, values, seqlens, **options))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("of", ["key", "query", "sinks"])
+@pytest.mark.parametrize("splits", [1, 2, 3, None])
+def test_nan_in_one_split_is_in_the_result(splits: int | None, of: str, device: torch.device) -> None:
+    """Its LSE was -inf, so that the other splits were the result."""
+    torch.manual_seed(0)
+    tensors = {"query": torch.randn(2, 1, 2, 16), "key": torch.randn(2, 256, 1, 16), "sinks": torch.randn(2)}
+    if of == "sinks":
+        tensors["sinks"][:] = torch.nan
+    else:
+        tensors[of][0, 0] = torch.nan
+    query, key, sinks = (x.to(device) for x in tensors.values())
+    lengths = torch.tensor([200, 90], dtype=torch.int32, device=device)
+    sinks = {"sinks": sinks} if of == "sinks" else {}
+    out, lse = decode_attention(query, key, key, lengths, num_splits=splits, return_lse=True, backend="triton", **sinks)
+    expected = [True, of == "sinks"]
+    assert out.isnan().flatten(1).all(1).tolist() == out.isnan().flatten(1).any(1).tolist() == expected
+    assert lse.isnan().flatten(1).all(1).tolist() == lse.isnan().flatten(1).any(1).tolist() == expected

@@ -36,6 +36,16 @@ def test_parts_make_the_whole(ends: list[int], dtype: torch.dtype, device: torch
     check(_in_parts(merge_attentions, ends), _in_parts(merge_attentions_ref, ends), whole, _qkv(device, 11, dtype))
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_part_of_nan_makes_the_row_nan(count: int, device: torch.device) -> None:
+    outs = [torch.randn(B, S, H, D, device=device) for _ in range(count)]
+    lses = [torch.randn(B, H, S, device=device) for _ in range(count)]
+    lses[-1][0, 0, 0] = torch.nan
+    out, lse = merge_attentions(outs, lses)
+    assert out[0, 0, 0].isnan().all() and out.isnan().sum() == D
+    assert lse[0, 0, 0].isnan() and lse.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_rows_that_nobody_saw(count: int, layout: str, device: torch.device) -> None:
