@@ -40,9 +40,10 @@ def split_halves(x: Tensor, up: Tensor | None, order: str) -> tuple[Tensor, Tens
 @triton.jit
 def _sigmoid(w):
     """σ(w) and 1 - σ(w), the latter without cancellation (which GELU's slope multiplies by about 10)."""
-    e = tl.exp(-tl.maximum(w, -80.0))
+    e = tl.exp(-w)
     s = 1.0 / (1.0 + e)
-    return s, e * s
+    # where e is infinite s is 0, as it must be: a caller multiplies it by numbers as large as w
+    return s, tl.where(e == float("inf"), 1.0, e * s)
 
 
 @triton.jit
@@ -99,18 +100,18 @@ def activate(z, KIND: tl.constexpr):
     elif KIND == "quick_gelu":
         s, rest = _sigmoid(1.702 * z)
         value = z * s
-        slope = s + 1.702 * value * rest
+        slope = s + 1.702 * rest * value
     elif KIND == "silu":
         s, rest = _sigmoid(z)
         value = z * s
         slope = s + value * rest
     elif KIND == "relu":
         # max(z, 0) would turn NaN into 0; PyTorch keeps it
-        value = tl.where(z > 0, z, tl.where(z == z, 0.0, z))
-        slope = tl.where(z > 0, 1.0, 0.0)
+        value = tl.where(z <= 0, 0.0, z)
+        slope = tl.where(z <= 0, 0.0, 1.0)
     else:
-        value = tl.where(z > 0, z * z, tl.where(z == z, 0.0, z))
-        slope = 2.0 * tl.where(z > 0, z, 0.0)
+        value = tl.where(z <= 0, 0.0, z * z)
+        slope = 2.0 * tl.where(z <= 0, 0.0, z)
     return value, slope
 
 

@@ -148,6 +148,35 @@ def test_extreme_values(kind: str, device: torch.device) -> None:
     torch.testing.assert_close(x.grad[:-1], expected.grad[:-1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_beyond_those_of_models(kind: str, device: torch.device) -> None:
+    """What a training that diverges computes: σ that is not quite 0 times them would be large again. NaN stays NaN."""
+    x = torch.tensor([3e38, -3e38, 1e19, -1e19, 6e10, -6e10, 90.0, -90.0], device=device)
+    if kind in ("gelu", "gelu_tanh", "relu_squared"):
+        # a square, or a cube, overflows, in PyTorch's backward of gelu too
+        x = x[2:]
+    _check_extreme(activation, activation_ref, x, kind=kind)
+    x = torch.full((2,), float("nan"), device=device, requires_grad=True)
+    y = activation(x, kind)
+    y.sum().backward()
+    assert y.isnan().all() and (kind == "relu" or x.grad.isnan().all())
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "quick_geglu", "clamped_swiglu"])
+def test_gates_beyond_those_of_models(kind: str, device: torch.device) -> None:
+    x = torch.tensor([[-1e37, 1.0], [-1e19, -2.0], [-90.0, 3.0]], device=device)
+    _check_extreme(gated_activation, gated_activation_ref, x, kind=kind)
+
+
+def _check_extreme(op: Any, ref: Any, x: Tensor, **options: Any) -> None:
+    ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    results, expected = op(ours, **options), ref(exact, **options)
+    results.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(results, expected.float())
+    torch.testing.assert_close(ours.grad, exact.grad.float())
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)])
 def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
     x = torch.randn(shape, device=device, requires_grad=True)
