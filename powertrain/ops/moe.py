@@ -62,8 +62,9 @@ def moe_route_ref(
     z = logits.to(acc_dtype(logits.dtype))
     s = torch.softmax(z, -1) if score == "softmax" else torch.sigmoid(z)
     choice = s.detach() if correction_bias is None else s.detach() + correction_bias.detach()
-    # as the kernel does: sort takes NaN for the largest number
-    choice = choice.masked_fill(choice.isnan(), torch.finfo(torch.float32).min)
+    # as the kernel does: sort takes NaN for the largest number, and a bias of -inf would tie with a group not kept
+    lowest = torch.finfo(torch.float32).min
+    choice = choice.masked_fill(~(choice > lowest), lowest)
     if num_groups > 1:
         groups = choice.unflatten(-1, (num_groups, -1))
         best = groups.topk(2, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]

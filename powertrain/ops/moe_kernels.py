@@ -53,8 +53,8 @@ def _moe_route_kernel(
     if bias_ptr is not None:
         # bias: [BLOCK_P]
         choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)[None, :]
-    # with a number in place of NaN the result always names an expert
-    choice = tl.where(exists[None, :], tl.where(choice == choice, choice, LOWEST), float("-inf"))
+    # with a number in place of NaN, and of -inf, the result always names an expert, and none twice
+    choice = tl.where(exists[None, :], tl.where(choice > LOWEST, choice, LOWEST), float("-inf"))
     if BLOCK_G > 1:
         grouped = tl.reshape(choice, [BLOCK_T, BLOCK_G, BLOCK_S])
         best, where = tl.max(grouped, 2, return_indices=True)

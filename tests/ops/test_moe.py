@@ -52,6 +52,18 @@ def test_route_takes_the_lower_index_of_equals(device: torch.device) -> None:
     assert moe_route(logits, top_k=3, num_groups=4, top_groups=2)[1].tolist() == [[0, 1, 2]] * 2
 
 
+@pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.float32).min], ids=["inf", "lowest"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_route_chooses_experts_of_no_bias_last_and_once(groups: int, lowest: float, device: torch.device) -> None:
+    bias = torch.full((6,), lowest, device=device)
+    bias[5] = 0.0
+    logits = torch.zeros(2, 6, device=device)
+    _, experts = moe_route(logits, bias, top_k=4, num_groups=groups, top_groups=min(groups, 2))
+    # of groups the third, with expert 5, and the first of the others
+    expected = [5, 0, 1, 2] if groups == 1 else [5, 0, 1, 4]
+    assert experts.tolist() == [expected] * 2
+
+
 def test_route_bias_chooses_and_does_not_weigh(device: torch.device) -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], device=device)
     bias = torch.tensor([0.0, 0.0, 5.0, 4.0], device=device)
