@@ -101,3 +101,15 @@ def test_a_node_behind_may_give_no_gradient() -> None:
     other = torch.ones((), requires_grad=True)
     (_Stopped.apply(attention(q, q, q, backend="chunked")).sum() * other).backward()
     assert q.grad is None and other.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"sinks": torch.zeros(2)}], ids=["", "causal", "sinks"])
+def test_a_query_of_nan_has_a_result_of_nan(options: dict[str, Any], backend: str) -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    q[0, 3, 0, 2] = float("nan")
+    out, lse = attention(q, k, v, backend=backend, return_lse=True, **options)
+    where = torch.zeros(1, 5, 2, dtype=torch.bool)
+    where[0, 3, 0] = True
+    assert torch.equal(out.isnan().all(-1), where) and torch.equal(out.isnan().any(-1), where)
+    assert torch.equal(lse.isnan(), where.mT)

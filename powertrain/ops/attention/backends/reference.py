@@ -108,7 +108,8 @@ def _attend(
     if tensors.sinks is not None:
         sink = tensors.sinks.to(dtype)[None, :, None, None].expand(*s.shape[:-1], 1)
     lse = torch.logsumexp((s if sink is None else torch.cat([s, sink], -1)).to(acc_dtype(dtype)), -1, keepdim=True)
-    seen = (s > -torch.inf).any(-1, keepdim=True)
+    # a score of NaN is seen: it makes the row NaN
+    seen = (s != -torch.inf).any(-1, keepdim=True)
     # a row that sees nothing: its scores become finite first, so that no gradient is NaN
     p = torch.exp(s.masked_fill(~seen, 0.0) - lse.masked_fill(~seen, 0.0).to(dtype)).masked_fill(~seen, 0.0)
     if keep is not None:
