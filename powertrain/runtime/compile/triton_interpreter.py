@@ -2,7 +2,8 @@
 
 Stock Triton 3.6 to 3.9 interprets bfloat16 arithmetic on the raw bits (garbage), truncates float32 -> bfloat16 and
 float32 -> fp8 where the GPU rounds to nearest even (fp8 saturating), takes NaN for the maximum and the minimum of two
-elements where the GPU takes the other one, and 3.6 with NumPy >= 2.4 cannot run a `for` loop over a tensor bound.
+elements where the GPU takes the other one, computes with subnormal numbers where the GPU's instruction takes them for
+0, and 3.6 with NumPy >= 2.4 cannot run a `for` loop over a tensor bound.
 `install()` replaces the methods at fault. On one H200 a bf16 `a + b` equals torch bit for bit and
 the fp8 cast equals clamp + round to nearest even, as computed here.
 """
@@ -84,9 +85,30 @@ def _repair_arithmetic(builder: Any, handle: Any) -> None:
 
     builder.binary_op, builder.unary_op, builder.cast_impl = binary, unary, cast
     builder.create_fp_to_fp, builder.create_dot = cast, dot
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    """0 in place of float32's subnormal numbers, as instructions with `.ftz` have it."""
+    return x * (np.abs(x) >= 2.0**-126) if x.dtype == np.float32 else x
+
+
+def _repair_functions(builder: Any, propagate_nan: Any) -> None:
     # tl.maximum and tl.minimum, unless they are told to propagate NaN
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    clamp = builder.create_clampf
+
+    def clampf(self: Any, x: Any, low: Any, high: Any, propagates: Any) -> Any:
+        if propagates == propagate_nan:
+            return clamp(self, x, low, high, propagates)
+        return self.create_minnumf(self.create_maxnumf(x, low), high)
+
+    builder.create_clampf = clampf
+    # ex2.approx.ftz, sqrt.approx.ftz and rsqrt.approx.ftz in PTX; tl.exp, tl.log, tl.log2, a division and tl.sqrt_rn
+    # have no .ftz
+    builder.create_exp2 = lambda self, x: self.unary_op(x, lambda x: _flushed(np.exp2(_flushed(x))))
+    builder.create_sqrt = lambda self, x: self.unary_op(x, lambda x: np.sqrt(_flushed(x)))
+    builder.create_rsqrt = lambda self, x: self.unary_op(x, lambda x: 1 / np.sqrt(_flushed(x)))
 
 
 def _repair_index() -> None:
@@ -159,6 +181,7 @@ def install() -> None:
     if getattr(interpreter, "_powertrain_repaired", False):
         return
     _repair_arithmetic(interpreter.InterpreterBuilder, interpreter.TensorHandle)
+    _repair_functions(interpreter.InterpreterBuilder, tl.PropagateNan.ALL)
     _repair_index()
     _repair_masks(interpreter.InterpreterBuilder)
     _patch_once()
