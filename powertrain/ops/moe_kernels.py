@@ -138,7 +138,9 @@ def _moe_route_bwd_kernel(
     if NORMALIZE:
         # the scores are computed again from the logits: saving them would cost a tensor [T, E]
         total = tl.sum(tl.where(chosen > 0, s, 0.0), 1)[:, None] + 1e-20
-        ds = tl.where(chosen > 0, (ds - tl.sum(ds * s, 1)[:, None] / total) / total, 0.0)
+        # a sum over the chosen alone: the score of another may be NaN
+        mean = tl.sum(tl.where(chosen > 0, ds * s, 0.0), 1)[:, None] / total
+        ds = tl.where(chosen > 0, (ds - mean) / total, 0.0)
     ds *= scaling_factor
     if SIGMOID:
         dz = ds * s * (1.0 - s)

@@ -91,6 +91,15 @@ def test_route_chooses_nan_last(groups: int, device: torch.device) -> None:
     assert moe_route(logits, top_k=2)[0].isnan().all()
 
 
+def test_nan_that_is_not_chosen_is_in_no_gradient_of_the_chosen(device: torch.device) -> None:
+    logits = torch.tensor([[0.0, float("nan"), 1.0, 2.0]], device=device, requires_grad=True)
+    weights, _ = moe_route(logits, top_k=2, score="sigmoid", normalize=True)
+    (grad,) = torch.autograd.grad(weights[0, 0], logits)
+    s, t = logits.detach()[0, 3].sigmoid(), logits.detach()[0, 2].sigmoid()
+    by_s, by_t = t / (s + t) ** 2 * s * (1 - s), -s / (s + t) ** 2 * t * (1 - t)
+    torch.testing.assert_close(grad[0, [0, 2, 3]], torch.stack([0 * s, by_t, by_s]))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
 # few assignments are sorted in one launch, many in three
 @pytest.mark.parametrize("few", [0, 4096])
