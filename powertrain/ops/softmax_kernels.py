@@ -13,7 +13,8 @@ from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
-_SMALLEST = 1e-30  # stands for a scale of 0, which would turn the -inf of masked elements into NaN
+# stands for a scale of 0, which would turn the -inf of masked elements into NaN; times the largest number still near 0
+_SMALLEST = 2.0**-149
 
 
 @kernel(aligned=("N",), down_to=2)

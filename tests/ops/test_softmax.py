@@ -107,6 +107,14 @@ def test_looped_mask(fully_masked: str, device: torch.device) -> None:
     _check(torch.randn(1, 2, 3, 32800, device=device), mask, fully_masked=fully_masked)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-37])
+def test_small_scales_of_large_numbers(scale: float, device: torch.device) -> None:
+    x = torch.tensor([[1e37, -1e38, 2e37, 1e38, 0.0]], device=device)
+    mask = torch.tensor([[False, False, False, False, True]], device=device)
+    expected = torch.softmax(x[:, :4].double() * scale, -1).float()
+    torch.testing.assert_close(scaled_softmax(x, mask=mask, scale=scale), torch.nn.functional.pad(expected, (0, 1)))
+
+
 @pytest.mark.parametrize("scale", [0.0, -2.0, 1e-3])
 @pytest.mark.parametrize("sk", [9, 32800])
 def test_scale(sk: int, scale: float, device: torch.device) -> None:
