@@ -13,6 +13,7 @@ from powertrain.runtime import settings
 from powertrain.runtime.compile import kernel_store
 from powertrain.runtime.compile import service as compile_service
 from powertrain.runtime.compile.prebuild import Report
+from powertrain.runtime.errors import CompileError
 
 SCRIPT = """
 import torch, powertrain
@@ -97,11 +98,23 @@ def test_prebuild_refuses_an_out_that_takes_no_file_before_it_compiles(
     assert said.exit_code == 2 and said.stderr.startswith(f"--out {own_store / out} cannot be written: "), said.stderr
 
 
+def test_a_pack_without_kernels_is_not_written(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaced the last good pack, with the words to use it."""
+    (own_store / "p.ptp").write_text("older")
+    nothing = Report(failures={"k for sm_80": CompileError("no")})
+    monkeypatch.setattr("powertrain.cli.prebuild.recorded", lambda *_: ["spec"])
+    monkeypatch.setattr("powertrain.cli.prebuild.build_with_progress", lambda *_: nothing)
+    said = _run("prebuild", "--out", str(own_store / "p.ptp"), code=1)
+    assert "not written, since no kernel compiled" in said and "use it" not in said
+    assert (own_store / "p.ptp").read_text() == "older"
+
+
 def test_a_full_disk_below_a_pack(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    entry = Mock(key="k", manifest={"arch": 80}, to_bytes=lambda: b"")
     monkeypatch.setattr("powertrain.runtime.compile.kernel_store.zipfile.ZipFile.writestr", full)
     monkeypatch.setattr("powertrain.cli.prebuild.recorded", lambda *_: ["spec"])
-    monkeypatch.setattr("powertrain.cli.prebuild.build_with_progress", lambda *_: Report())
+    monkeypatch.setattr("powertrain.cli.prebuild.build_with_progress", lambda *_: Report([entry]))
     said = CliRunner().invoke(app, ["prebuild", "--out", str(own_store / "p.ptp")])
     words = f"--out {own_store / 'p.ptp'} cannot be written: No space left on device\n"
     assert (said.exit_code, said.stderr) == (2, words)

@@ -11,6 +11,7 @@ import typer
 
 from powertrain.cli.paths import must_exist, unwritten
 from powertrain.runtime.console import Console
+from powertrain.runtime.reading import named
 
 
 class Kind(str, Enum):
@@ -108,14 +109,14 @@ def _one_line(path: Path) -> Iterator[None]:
     except OSError as error:
         # of a full disk the error names no file, and before the end the result has another name
         is_result = error.errno and ".partial" in str(error.filename or ".partial")
-        _end(unwritten(path, error) if is_result else str(error), 2)
+        _end(unwritten(path, error) if is_result else named(error), 2)
     except (ValueError, LogitsDiffer, NotWritten, NotImplementedError) as error:
         _end(str(error), 1 if isinstance(error, LogitsDiffer) else 2)
     except RuntimeError as error:
         # torch has no classes for these two, and any other is a defect. Of a full disk torch.save says that its file
         # has another length than it should
         if "inline_container" in str(error):
-            _end(f"{path} cannot be written: the disk is full, or failed", 2)
+            _end(f"{path} cannot be written: the disk is full or failed, or `ulimit -f` is too low", 2)
         if "can't allocate memory" in str(error):
             _end(f"{path}: not enough memory for its tensors", 2)
         raise

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from powertrain.cli.paths import must_exist
 from powertrain.runtime.console import Console
+from powertrain.runtime.reading import named
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def sized(run: "Run", world_size: int | None, *, compares: bool = False) -> "tup
     try:
         size = vocabulary_size(run.config.data)
     except (ValueError, OSError) as error:
-        _end_with(f"data.tokenizer: {error}")
+        _end_with(f"data.tokenizer: {named(error)}")
     return with_vocabulary(run.config, size), ranks
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 import typer
 
 from powertrain.runtime.console import Console
+from powertrain.runtime.reading import named
 
 
 def must_exist(paths: Sequence[str | Path], code: int = 2, words: Sequence[str] = ()) -> None:
@@ -61,7 +62,7 @@ def one_line(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        Console(stderr=True, soft_wrap=True).print(named(error), markup=False, highlight=False)
         raise typer.Exit(2) from None
 
 

@@ -10,6 +10,7 @@ import typer
 
 from powertrain.cli.paths import unwritten
 from powertrain.runtime.console import Console
+from powertrain.runtime.reading import named
 
 if TYPE_CHECKING:
     from powertrain.train.data.encode import Counts, Encoding
@@ -85,7 +86,7 @@ def preprocess(
         with _naming(f"--output {output}", files):
             counts = _encoded(files, output, encoding, workers, skip_bad, overwrite, console)
     except (OSError, ValueError, RuntimeError) as error:
-        console.print(f"[red]{_plain(str(error))}[/]", soft_wrap=True)
+        console.print(f"[red]{_plain(named(error))}[/]", soft_wrap=True)
         raise typer.Exit(1) from None
     # twenty are enough to find the cause; a damaged corpus may have millions
     for message in counts.bad[:20]:

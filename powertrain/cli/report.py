@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from powertrain.cli.paths import must_exist
+from powertrain.cli.paths import end_unwritten, must_exist, one_line
 from powertrain.runtime.console import Console
 
 
@@ -18,11 +18,13 @@ def report(
     powertrain report runs/quickstart
     """
     must_exist([folder])
-    from powertrain.train.reporting.report import write_report
+    from powertrain.train.reporting.report import NAME, write_report
 
-    try:
-        path = write_report(folder)
-    except (ValueError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
-        raise typer.Exit(2) from None
+    with one_line(ValueError, OSError):
+        try:
+            path = write_report(folder)
+        except OSError as error:
+            if error.filename != str(folder / NAME):
+                raise
+            end_unwritten(folder / NAME, error)
     Console(soft_wrap=True).print(str(path), markup=False, highlight=False)

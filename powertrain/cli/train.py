@@ -12,6 +12,7 @@ import typer
 
 from powertrain.cli.lint import CONFIG_WORDS, missing_files, read_run
 from powertrain.cli.paths import must_exist
+from powertrain.runtime.reading import named
 
 if TYPE_CHECKING:
     from powertrain.runtime.console import Console
@@ -99,7 +100,7 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
         raise typer.Exit(2) from None
     except (RendezvousError, PeerTimeout, ValueError, OSError) as error:
         if launch_env.rank == 0 or not is_on_all(error):
-            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            console.print(named(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     stopped: Exception | None = None
     is_reporter = launch_env.rank == 0
@@ -117,7 +118,7 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
     # of a bad loss the trainer's note is on the screen
     is_said = isinstance(stopped, TrainingStopped) and not quiet
     if stopped and is_reporter and not is_said:
-        console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
+        console.print(named(stopped), markup=False, highlight=False, soft_wrap=True)
     for one in known:
         for line in closing(one, report=run.config.logging.report):
             console.print(line, highlight=False, soft_wrap=True)

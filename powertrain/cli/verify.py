@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from powertrain.runtime.console import Console
+from powertrain.runtime.reading import named
 
 
 def _nothing(path: Path) -> str:
@@ -51,7 +52,7 @@ def verify(
                     indexed.IndexedData(one)
                     indexed.verify(one)
             except (ValueError, OSError) as error:
-                console.print(str(error), markup=False)
+                console.print(named(error), markup=False)
                 bad += 1
             else:
                 console.print(f"{one}: whole", markup=False)

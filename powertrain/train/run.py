@@ -94,8 +94,10 @@ def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int, taken: 
         # of a full disk it names no file, and nothing but the cache is written here
         if error.errno is None or error.filename is not None:
             raise
-        folder = str(config.data.cache_folder or user_cache())
-        raise OSError(error.errno, f"data.cache_folder cannot be written: {error.strerror}", folder) from None
+        folder = config.data.cache_folder or user_cache()
+        raise ValueError(
+            f"data.cache_folder must name a folder that can be written, got {folder} ({error.strerror})"
+        ) from None
 
 
 def check_packages(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -437,6 +437,17 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(kind: str, tmp_path: Path) -
     assert done.stderr.count("\n") == 1 and re.search("/out.* (cannot be|was not) written: ", done.stderr)
     assert ".partial" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("to", ["hf", "neox"])
+def test_a_umask_without_the_owner_s_rights_is_said_and_nothing_left(to: str, tmp_path: Path) -> None:
+    """A folder that its owner may not list stayed beside the destination."""
+    source = _small(tmp_path / "source")
+    # what root sees too, who may read any folder
+    with patch("os.access", lambda path, _: ".partial" not in str(path)), patch("shutil.rmtree"):
+        done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "a" / "out"), "--to", to])
+    words = f"{tmp_path}/a/out cannot be written: the umask takes its owner's rights\n"
+    assert (done.exit_code, done.stderr) == (2, words) and [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_full_disk_below_stdout_is_not_the_result_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

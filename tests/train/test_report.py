@@ -1,5 +1,6 @@
 """report.html is one whole file that holds everything, however long the run; its charts are what the numbers say."""
 
+import errno
 import math
 import os
 import re
@@ -9,9 +10,12 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from typer.testing import CliRunner
 
+from powertrain.cli import app
 from powertrain.train.reporting import report
 from powertrain.train.reporting.chart import line_chart, series, tick
 from powertrain.train.reporting.kernel_profile import KernelRow, KernelTable
@@ -127,6 +131,16 @@ def test_a_report_that_cannot_be_made_leaves_the_last_one(tmp_path: Path, monkey
     with pytest.raises(OSError, match="killed here"):
         report.write_report(tmp_path)
     assert path.read_text() == before
+
+
+def test_a_report_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "[Errno 27] File too large: 'report.html'"."""
+    replace(ABOUT, folder=str(tmp_path), checkpoints=str(tmp_path / "checkpoints")).write()
+    (tmp_path / "metrics.jsonl").write_text("")
+    large = OSError(errno.EFBIG, "File too large", str(tmp_path / "report.html"))
+    monkeypatch.setattr("powertrain.train.reporting.report.AtomicFile", Mock(side_effect=large))
+    said = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert (said.exit_code, said.stderr) == (2, f"{tmp_path}/report.html cannot be written: File too large\n")
 
 
 def test_a_checkpoint_that_is_being_removed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

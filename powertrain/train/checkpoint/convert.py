@@ -1,5 +1,6 @@
 """Conversion of checkpoints between formats; the result is kept only if both give the same logits."""
 
+import errno
 import glob
 import importlib.util
 import math
@@ -131,6 +132,8 @@ def convert(
     unfinished.add(partial)
     try:
         partial.mkdir(parents=True)
+        if not os.access(partial, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "the umask takes its owner's rights", str(partial))
         _remove_killed(destination)
         layout = _Layout(pipe_parallel_size, model_parallel_size, Path(os.path.realpath(destination)))
         _WRITERS[to](partial, written, dtype, tokenizer, layout)
@@ -144,6 +147,8 @@ def convert(
         os.replace(partial, destination)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # a folder that may not be listed is empty, and rmtree leaves it
+            partial.rmdir()
         unfinished.discard(partial)
         with suppress(OSError):  # they are not empty: of a result that was written, or of somebody else's
             for folder in above:

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 
 from powertrain.runtime import tracing
 from powertrain.runtime.atomic_file import AtomicFile, is_still_at, write_whole
-from powertrain.runtime.reading import read_json, why
+from powertrain.runtime.reading import named, read_json, why
 from powertrain.train.agreement import decided_by_first, done_by_all, from_all
 from powertrain.train.checksums import Damaged, compare, crc_of, crc_of_json, sync
 from powertrain.train.data.tokenizer import FILES
@@ -227,7 +227,7 @@ def _not_written(final: Path, error: BaseException) -> NotWritten:
     if isinstance(error, CheckpointException):
         rank, (error, _) = sorted(error.failures.items(), key=lambda item: item[0])[0]
         where = f"rank {rank}: "
-    words = " ".join(str(error).split()) or type(error).__name__
+    words = " ".join(named(error).split()) or type(error).__name__
     return NotWritten(f"checkpoint {final} was not written: {where}{words[:300]}")
 
 
