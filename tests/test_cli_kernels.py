@@ -111,10 +111,9 @@ def test_a_pack_without_kernels_is_not_written(own_store: Path, monkeypatch: pyt
 
 def test_a_full_disk_below_a_pack(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    entry = Mock(key="k", manifest={"arch": 80}, to_bytes=lambda: b"")
     monkeypatch.setattr("powertrain.runtime.compile.kernel_store.zipfile.ZipFile.writestr", full)
     monkeypatch.setattr("powertrain.cli.prebuild.recorded", lambda *_: ["spec"])
-    monkeypatch.setattr("powertrain.cli.prebuild.build_with_progress", lambda *_: Report([entry]))
+    monkeypatch.setattr("powertrain.cli.prebuild.build_with_progress", lambda *_: Report())
     said = CliRunner().invoke(app, ["prebuild", "--out", str(own_store / "p.ptp")])
     words = f"--out {own_store / 'p.ptp'} cannot be written: No space left on device\n"
     assert (said.exit_code, said.stderr) == (2, words)

@@ -59,7 +59,7 @@ def prebuild(
     report = build_with_progress(specs, console)
     for name, failure in report.failures.items():
         console.print(f"[red]failed[/] {escape(f'{name}: {failure}')}")
-    if not report.entries:
+    if report.failures and not report.entries:
         # an older pack at this name may hold kernels
         console.print(f"{out}: not written, since no kernel compiled", markup=False)
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import autocast_dtype
+from powertrain.runtime.positional import hinted
 
 # FSDP gathers the head's weight only inside its module's forward, so code that needs it is passed in
 # a function of the head's input [B, S, D], its weight [V, D] and its bias
@@ -63,6 +64,7 @@ class CausalLM(nn.Module):
         if not config.tie_embeddings:
             self.head = Head(config.hidden_size, config.vocab_size, bias=head_bias)
 
+    @hinted
     def init_weights(self, seed: int) -> None:
         """Every parameter anew: the same values for a seed whatever the device's kind, sharding or number of ranks."""
         # names, not order, seed the values: see init.py
@@ -84,9 +86,10 @@ class CausalLM(nn.Module):
         stream: Tensor | None = None,
     ) -> Any:
         # tensor and context parallelism replace `sharding`; the model itself names no ranks
+        _check_tokens(tokens, labels, logits_at, self.config.vocab_size)
         packed = Context(position_ids, document_ids, cache, document_starts=document_starts)
         if cache is not None:
-            _check_cached(tokens, packed, lengths)
+            _check_cached(tokens, packed, lengths, self.layers)
         elif lengths is not None:
             checks.fail("CausalLM", "lengths", "come with a cache", checks.described(lengths))
         context = self.sharding.context(tokens, packed)
@@ -150,6 +153,7 @@ class CausalLM(nn.Module):
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
+    @hinted
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device.
 
@@ -215,8 +219,27 @@ def _head(
     return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)
 
 
-def _check_cached(tokens: Tensor, context: Context, lengths: Tensor | None) -> None:
+def _check_tokens(tokens: Tensor, labels: Tensor | None, logits_at: Tensor | None, vocab_size: int) -> None:
+    checks.tensor("CausalLM", "tokens", tokens)
+    checks.integers("CausalLM", "tokens", tokens)
+    checks.require(tokens.dim() == 2, "CausalLM", "tokens", "be [B, S]", list(tokens.shape))
+    checks.indices("CausalLM", "tokens", tokens, vocab_size)
+    if logits_at is None:
+        return
+    # another number of them would be broadcast over the rows
+    checks.shape("CausalLM", "logits_at", logits_at, tokens.shape[:1], "one of each sequence")
+    checks.integers("CausalLM", "logits_at", logits_at)
+    checks.indices("CausalLM", "logits_at", logits_at, tokens.shape[1], -tokens.shape[1])
+    checks.require(labels is None, "CausalLM", "logits_at", "be None with labels", checks.described(logits_at))
+
+
+def _check_cached(tokens: Tensor, context: Context, lengths: Tensor | None, layers: Iterable[Layer]) -> None:
+    cache = context.cache
+    if not isinstance(cache, KVCache):
+        checks.fail("CausalLM", "cache", "be a KVCache (new_cache)", checks.described(cache))
     check_cached("CausalLM", context, *tokens.shape)
+    if cache.is_empty and cache.rows != [layer.cache_row for layer in layers]:
+        checks.fail("CausalLM", "cache", "be this model's (new_cache)", f"one for layers of {cache.rows[:1]}")
     checks.integers("CausalLM", "lengths", lengths)
     checks.shape("CausalLM", "lengths", lengths, tokens.shape[:1], "one of each sequence")
     # rows that no token has filled would be read as keys

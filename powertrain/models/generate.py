@@ -109,7 +109,7 @@ def _steps(
     model: CausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens [B], the logits [B, V] that they were drawn from)."""
-    checks.require(isinstance(model, CausalLM), "generate", "model", "be a CausalLM", checks.described(model))
+    _check_model("generate", model)
     checks.require(callable(sampler), "generate", "sampler", "be a Sampler", checks.described(sampler))
     device, prompts = model.embed.weight.device, _checked(prompts, model.config.vocab_size)
     longest = max(map(len, prompts))
@@ -131,6 +131,15 @@ def _steps(
         # the last token needs no forward
         if number + 1 < max_new_tokens:
             logits = model(tokens[:, None], cache=cache)[:, -1]
+
+
+def _check_model(op: str, model: CausalLM, *ends: int) -> None:
+    """The model is one, and can write the tokens at which it is to end."""
+    checks.require(isinstance(model, CausalLM), op, "model", "be a CausalLM", checks.described(model))
+    size = model.config.vocab_size
+    for token in ends:
+        good = 0 <= token < size
+        checks.require(good, op, "eod and stop_tokens", f"be in [0, {size}), model.vocab_size", token)
 
 
 def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
@@ -183,6 +192,7 @@ def generate(
     eod: int | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to its first `eod` (left out). See `stream`."""
+    _check_model("generate", model, *([] if eod is None else [eod]))
     prompts, steps = list(prompts), list[Tensor]()
     ended: Tensor | None = None
     for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler):
@@ -230,6 +240,7 @@ def complete(
     # a token that is no integer would end nothing
     if any(_integer(token) < -(2**63) for token in stop_tokens):
         checks.fail("complete", "stop_tokens", "hold integers", checks.described(stop_tokens))
+    _check_model("complete", model, *([] if eod is None else [eod]), *stop_tokens)
     sampler = Sampler() if sampler is None else sampler
     prompts = list(prompts)
     rows = [Row() for _ in prompts]

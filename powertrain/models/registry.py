@@ -27,6 +27,8 @@ def build(config: ModelConfig, device: "torch.device | str | None" = None) -> "C
     # here: names and presets are listed without torch
     import torch
 
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"build: config must be a ModelConfig (powertrain.models.configure), got {config!r:.60}")
     if not config.vocab_size:
         raise ValueError("model.vocab_size must be known to build the model, got 0 (the tokenizer's)")
     with torch.device("meta" if device is None else device):
@@ -39,7 +41,7 @@ def architecture(name: str) -> ModuleType:
 
     Raises ValueError for a name that is not in ARCHITECTURES.
     """
-    if name not in ARCHITECTURES:
+    if name not in [*ARCHITECTURES]:
         raise ValueError(f"model.architecture must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
     # imported when asked for: listing presets must not build classes of all models
     return importlib.import_module(ARCHITECTURES[name])
@@ -58,7 +60,7 @@ def configure(**fields: Any) -> ModelConfig:
     preset = fields.pop("preset", None)
     if preset is not None:
         known = presets()
-        if preset not in known:
+        if preset not in [*known]:
             raise ValueError(f"model.preset must be one of {', '.join(known)}, got {preset!r}")
         name, values = known[preset]
         # its other fields mean nothing there, and would be refused by names that the user did not write

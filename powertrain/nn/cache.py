@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from powertrain.runtime import checks
+from powertrain.runtime.positional import hinted
+
 
 class CacheRow(NamedTuple):
     """What a layer caches per token: kv heads, channels of a key and of a value, and channels of a gMLP's gate.
@@ -29,19 +32,24 @@ class KVCache:
         lengths        [B] int32 on the device; the host never reads it
     """
 
+    @hinted
     def __init__(
         self, rows: Sequence[CacheRow], batch: int, max_length: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         for name, size in (("batch", batch), ("max_length", max_length)):
-            if size < 0:
-                raise ValueError(f"KVCache: {name} must be at least 0, got {size}")
+            checks.require(size >= 0, "KVCache", name, "be at least 0", size)
+        checks.require(dtype.is_floating_point, "KVCache", "dtype", "be a floating dtype", checks.name(dtype))
+        self.rows = [CacheRow(*row) for row in rows]
+        for row in self.rows:
+            good = all(isinstance(size, int) and size >= 0 for size in row if size is not None)
+            checks.require(good, "KVCache", "rows", "hold sizes of at least 0", row)
 
         def made(*shape: int) -> Tensor:
             return torch.zeros(batch, max_length, *shape, device=device, dtype=dtype)
 
-        self.keys = [made(row.num_kv_heads, row.head_dim) for row in rows]
-        self.values = [None if row.head_dim_v is None else made(row.num_kv_heads, row.head_dim_v) for row in rows]
-        self.gates = [made(row.gate) for row in rows]
+        self.keys = [made(row.num_kv_heads, row.head_dim) for row in self.rows]
+        self.values = [None if row.head_dim_v is None else made(row.num_kv_heads, row.head_dim_v) for row in self.rows]
+        self.gates = [made(row.gate) for row in self.rows]
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.max_length = max_length
         # before the first forward there is nothing to attend to, and the new tokens attend to each other alone

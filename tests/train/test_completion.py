@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from powertrain.cli import app
 from powertrain.cli.generate import _write
 from powertrain.cli.generate import generate as generate_command
+from powertrain.models.causal_lm import CausalLM
 from powertrain.models.generate import Sampler, complete, generate
 from powertrain.runtime.console import Console
 from powertrain.train.checkpoint.load import load_model
@@ -279,7 +280,8 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Completion]]:
 
         monkeypatch.setattr("powertrain.models.generate._steps", steps)
         count = len(rows[0])
-        return list(Completer(mock.Mock(), tokenizer, Sampler(), count, stops)(list(prompts)))  # type: ignore[arg-type]
+        model = mock.Mock(spec=CausalLM, config=mock.Mock(vocab_size=1000))
+        return list(Completer(model, tokenizer, Sampler(), count, stops)(list(prompts)))  # type: ignore[arg-type]
 
     return complete_by
 
