@@ -170,9 +170,8 @@ def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
                 "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be set: PMIx names no number of ranks, "
                 f"got PMIX_RANK {env['PMIX_RANK']} alone"
             )
-        # half of a launcher's variables, as where a job's script exports them by hand; an empty one is unset there
-        if env.get("WORLD_SIZE") not in (None, "", "1"):
-            raise ValueError(f"RANK must be set beside WORLD_SIZE, got WORLD_SIZE {env['WORLD_SIZE']} alone")
+        for launcher in _LAUNCHERS:
+            _refuse_half(launcher, env)
         return LaunchEnv(_device(0, 1))
     first, *others = active
     rank, size = _number(env, first.rank), _number(env, first.size)
@@ -180,6 +179,11 @@ def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
         raise ValueError(f"{first.rank} must be in [0, {first.size} = {size}), got {rank}")
     local_rank = _number(env, first.local_rank, 0)
     local_size = _number(env, first.local_size, 1) if first.local_size else _slurm_local_size(env)
+    if first.local_size in env and not local_rank < local_size <= size:
+        raise ValueError(
+            f"{first.local_rank} must be below {first.local_size}, and that at most {first.size} ({size}), "
+            f"got {local_rank} and {local_size}"
+        )
     if others and rank == 0:
         names = ", ".join(f"{other.rank}={env[other.rank]}" for other in others)
         tracing.event("launcher", f"rank and number of processes are {first.name}'s ({first.rank}); {names} not read")
@@ -193,6 +197,16 @@ def _is_launched_by(launcher: _Launcher, env: Mapping[str, str]) -> bool:
     if launcher.name == "srun":
         return launcher.size in env
     return launcher.rank != "PMI_RANK" or launcher.local_rank in env or "SLURM_STEP_NUM_TASKS" not in env
+
+
+def _refuse_half(launcher: _Launcher, env: Mapping[str, str]) -> None:
+    """Half of a launcher's variables, as where a job's script exports them by hand: each process would be a run of its
+    own. An empty one is unset there, and those of one process may stay."""
+    if launcher.rank in env:
+        return
+    for name, alone in ((launcher.size, "1"), (launcher.local_size, "1"), (launcher.local_rank, "0")):
+        if env.get(name) not in (None, "", alone):
+            raise ValueError(f"{launcher.rank} must be set beside {name}, got {name} {env[name]} alone")
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

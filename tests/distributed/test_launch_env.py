@@ -91,6 +91,12 @@ def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
         ({**TORCHRUN, "RANK": "8"}, r"RANK must be in \[0, WORLD_SIZE = 8\), got 8"),
         ({"PMIX_RANK": "0"}, "RANK, WORLD_SIZE.* must be set: PMIx"),
         ({"WORLD_SIZE": "4"}, "RANK must be set beside WORLD_SIZE, got WORLD_SIZE 4 alone"),
+        ({"LOCAL_RANK": "1"}, "RANK must be set beside LOCAL_RANK, got LOCAL_RANK 1 alone"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "RANK must be set beside LOCAL_WORLD_SIZE, got"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK must be set beside OMPI_COMM_WORLD_SIZE, got"),
+        ({"MPI_LOCALRANKID": "1"}, "PMI_RANK must be set beside MPI_LOCALRANKID, got"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, r"LOCAL_RANK must be below LOCAL_WORLD_SIZE, .* got 2 and 2"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, r"and that at most WORLD_SIZE \(8\), got 1 and 9"),
     ],
 )
 def test_launch_env_errors(environment: dict[str, str], message: str) -> None:
@@ -108,7 +114,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert read_launch_env(TORCHRUN).device == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="local rank must be below the 2 GPUs that this process sees, got 2"):
-        read_launch_env({**TORCHRUN, "LOCAL_RANK": "2"})
+        read_launch_env({**TORCHRUN, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"})
     # one GPU shown to each process
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert read_launch_env(TORCHRUN).device == torch.device("cuda", 0)
