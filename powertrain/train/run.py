@@ -117,7 +117,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     An error on one rank after the rendezvous is raised on all, a lost rank as PeerTimeout.
     """
     tokenizer = _tokenizer(run.config)
-    config = with_vocabulary(run.config, tokenizer.vocab_size, _rows(run.config))
+    config = with_vocabulary(unpadded(run), tokenizer.vocab_size, _rows(run.config))
     # checks first: they need neither the other ranks nor a GPU
     check_parallel(config, launch_env.world_size)
     check_packages(config)
@@ -222,6 +222,14 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
             f"{checkpoint}, which the run goes on with, got {name}"
         )
     return tokenizer
+
+
+def unpadded(run: Run) -> RunConfig:
+    """The config without a size of the vocabulary that was computed as a GPT-NeoX config was read, for its ranks."""
+    config = run.config
+    if run.format != "gpt_neox" or any(row.key == "padded_vocab_size" for row in run.table):
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 0})})
 
 
 def _rows(config: RunConfig) -> int:

@@ -16,6 +16,7 @@ from powertrain.train.config.schema import RunConfig, ScheduleConfig
 from powertrain.train.config.table import Row, render
 from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.mesh_shape import check_parallel, mesh_shape
+from powertrain.train.run import unpadded, with_vocabulary
 from powertrain.train.schedule import learning_rate
 
 QUIRKS = Path(__file__).parent / "fixtures/every_quirk.yml"
@@ -727,3 +728,11 @@ def test_loading_keys(tmp_path: Path) -> None:
     assert (checkpoint.load, checkpoint.load_optimizer, checkpoint.load_rng) == ("somewhere", False, False)
     assert _row(run, "no_load_optim").disposition == "changes numerics"
     assert _config(tmp_path).checkpoint.load_optimizer and _config(tmp_path).checkpoint.load_rng
+
+
+def test_a_padding_for_the_ranks_is_not_a_size_of_the_vocabulary(tmp_path: Path) -> None:
+    """A checkpoint of one rank, with 300 rows, was refused by the config for two, whose vocabulary has 600."""
+    run = _read(tmp_path, 2, model_parallel_size=2, make_vocab_size_divisible_by=300)
+    assert run.config.model.vocab_size == with_vocabulary(unpadded(run), 256).model.vocab_size == 600
+    assert with_vocabulary(unpadded(run), 256, rows=300).model.vocab_size == 300
+    assert unpadded(_read(tmp_path, padded_vocab_size=512)).model.vocab_size == 512
