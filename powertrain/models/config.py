@@ -54,6 +54,17 @@ class ModelConfig(BaseModel):
         return self
 
 
+def as_yaml(value: object) -> str:
+    """A value as configs and JSON write it (true, null, [1, 2]), for error messages; a text without quotes."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_yaml(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def check_heads(config: ModelConfig, num_kv_heads: int | None, head_dim: int | None = None) -> None:
     """Check that head counts divide their dims; raises ValueError naming the field."""
     hidden_size, num_heads = config.hidden_size, config.num_heads

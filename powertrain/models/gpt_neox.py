@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from powertrain.models import llama
-from powertrain.models.config import Fraction, Init, ModelConfig, Positive, Probability, check_heads
+from powertrain.models.config import Fraction, Init, ModelConfig, Positive, Probability, as_yaml, check_heads
 from powertrain.models.hf_config import chosen, required
 from powertrain.models.mixture import MixtureLM
 from powertrain.models.rope_scaling import from_hf_rope, to_hf_rope
@@ -95,7 +95,7 @@ class Config(ModelConfig):
             raise ValueError(f"model.activation must have no gate with gmlp layers, got {self.activation}")
         if ("sparse" in self.layer_types) != (self.sparsity is not None):
             there = "given with sparse layers (layer_types)" if self.sparsity is None else "null without sparse layers"
-            raise ValueError(f"model.sparsity must be {there}, got {self.sparsity}")
+            raise ValueError(f"model.sparsity must be {there}, got {as_yaml(self.sparsity)}")
         self._check_experts()
         return self
 
@@ -107,7 +107,7 @@ class Config(ModelConfig):
             )
         if self.num_experts > 1 and self.expert_activation is None and self.activation in get_args(Gated):
             raise ValueError(
-                f"model.expert_activation must be given where activation ({self.activation}) has a gate, got None"
+                f"model.expert_activation must be given where activation ({self.activation}) has a gate, got null"
             )
         if self.balance_loss and not any(map(self.has_experts, range(self.num_layers))):
             raise ValueError(
@@ -405,8 +405,8 @@ def _lacks(config: Config, needs: dict[str, tuple[Any, ...]]) -> str | None:
     """The first field whose value is not among those needed, as words for an error."""
     for name, values in needs.items():
         if getattr(config, name) not in values:
-            wanted = " or ".join(map(str, dict.fromkeys(values)))
-            return f"{name} must be {wanted}, got {getattr(config, name)}"
+            wanted = " or ".join(map(as_yaml, dict.fromkeys(values)))
+            return f"{name} must be {wanted}, got {as_yaml(getattr(config, name))}"
     return None
 
 

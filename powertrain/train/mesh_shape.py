@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from powertrain.models.config import as_yaml
 from powertrain.models.parallelize import check_context, check_expert, check_pipeline, check_tensor
 from powertrain.models.pipeline import layers_of_stages
 from powertrain.train.config.schema import ParallelConfig, RunConfig
@@ -159,7 +160,8 @@ def _check_gmlp(config: RunConfig, context: int) -> None:
         ("train.batch_invariant", config.train.batch_invariant, False),
     ):
         if value != wanted:
-            raise NotImplementedError(f"{key} must be {wanted} with gmlp layers (model.layer_types), got {value}")
+            must = f"must be {as_yaml(wanted)} with gmlp layers (model.layer_types)"
+            raise NotImplementedError(f"{key} {must}, got {as_yaml(value)}")
 
 
 def _check_objective(config: RunConfig, world_size: int, context: int, tensor: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from powertrain.models.config import as_yaml
 from powertrain.models.huggingface import is_head
 from powertrain.models.reward import VALUE
 from powertrain.runtime.reading import reading
@@ -254,7 +255,7 @@ class Restorer:
             held, given = (theirs or {}).get(name), getattr(ours, name)
             if (list(given) if isinstance(given, tuple) else given) != held:
                 raise ValueError(
-                    f"train.lora.{name} must be {_yaml(held)} as in {checkpoint}, got {_yaml(given)}; {_ANEW}"
+                    f"train.lora.{name} must be {as_yaml(held)} as in {checkpoint}, got {as_yaml(given)}; {_ANEW}"
                 )
         return facts
 
@@ -268,8 +269,8 @@ class Restorer:
                 missing = kinds - stored
                 holds = f"no {', '.join(sorted(missing))}" if missing else ", ".join(sorted(stored))
                 raise ValueError(
-                    f"optimizer.{name} must be {theirs.get(name)} as in {checkpoint}, which holds {holds}, "
-                    f"got {getattr(ours, name)}; "
+                    f"optimizer.{name} must be {as_yaml(theirs.get(name))} as in {checkpoint}, which holds {holds}, "
+                    f"got {as_yaml(getattr(ours, name))}; "
                     "a new logging.folder with checkpoint.load and checkpoint.load_optimizer: false starts afresh"
                 )
 
@@ -324,10 +325,6 @@ def _other_order(changed: list[str], progress: Progress, checkpoint: Path) -> st
     )
 
 
-def _yaml(value: Any) -> str:
-    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
-
-
 def _at(progress: Progress, path: Path, changed: list[str], config: RunConfig, warning: str = "") -> Restored:
     source = str(path) + (f", with other settings: {', '.join(changed)}" if changed else "")
     return Restored(progress, f"resumed step {progress.step} from {path}", config, source, warning)
@@ -361,7 +358,7 @@ def _changed(before: Any, now: Any, name: str = "") -> list[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [key for key in now if name or key not in ("checkpoint", "evaluation", "logging")]
         return [line for key in keys for line in _changed(before.get(key), now[key], f"{name}.{key}".lstrip("."))]
-    return [] if before == now else [f"{name} {before} -> {now}"]
+    return [] if before == now else [f"{name} {as_yaml(before)} -> {as_yaml(now)}"]
 
 
 def _other_schedule(theirs: dict[str, Any], config: RunConfig) -> list[str]:
@@ -371,7 +368,7 @@ def _other_schedule(theirs: dict[str, Any], config: RunConfig) -> list[str]:
         "start_lr": config.optimizer.lr, "min_lr": schedule.min_lr, "warmup_iter": schedule.warmup_steps,
         "end_iter": schedule.decay_steps or config.train.steps, "decay_style": schedule.kind,
     }  # fmt: skip
-    return [f"{name} {theirs[name]} -> {value}" for name, value in ours.items()
+    return [f"{name} {as_yaml(theirs[name])} -> {as_yaml(value)}" for name, value in ours.items()
             if name in theirs and not _equal(theirs[name], value)]  # fmt: skip
 
 

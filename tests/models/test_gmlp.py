@@ -180,7 +180,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     # ranks mixed the positions of their own parts of a sequence, a loss of another model
     with pytest.raises(ValueError, match=r"parallel\.context must be 1 with gmlp layers .* got 2"):
         check_context(model.config, 2)
-    with pytest.raises(ValueError, match=r"layer_types must be \('attention',\)"):
+    with pytest.raises(ValueError, match=r"layer_types must be \[attention\]"):
         to_hf_config(model.config.model_copy(update={"position_embedding": "rotary"}))
 
 

@@ -239,8 +239,8 @@ def test_deepseek_needs_its_sizes(missing: str) -> None:
     "fields, message",
     [
         ({"position_embedding": "alibi"}, "position_embedding must be rotary, got alibi"),
-        ({"sliding_window": 8}, "sliding_window must be None, got 8"),
-        ({"norm": "rms_norm"}, "norm must be layer_norm, got rms_norm .* or model.norm_bias must be False, got True"),
+        ({"sliding_window": 8}, "sliding_window must be null, got 8"),
+        ({"norm": "rms_norm"}, "norm must be layer_norm, got rms_norm .* or model.norm_bias must be false, got true"),
         ({"activation": "swiglu"}, "activation must be gelu .* got swiglu .* or model.norm must be rms_norm"),
     ],
 )  # fmt: skip

@@ -226,8 +226,8 @@ def test_every_key_is_written(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"expert_bias": True}, "expert_bias must be False with experts for GPT-NeoX, got True"),
-        ({"parallel_residual": True}, "parallel_residual must be False with experts"),
+        ({"expert_bias": True}, "expert_bias must be false with experts for GPT-NeoX, got true"),
+        ({"parallel_residual": True}, "parallel_residual must be false with experts"),
         ({"expert_activation": "gelu_tanh"}, "expert_activation must be another with experts .*, got gelu_tanh"),
         ({"expert_interval": 2, "expert_activation": "relu"}, "expert_activation must be gelu with experts"),
         ({"expert_interval": 2, "expert_intermediate_size": 8}, "expert_intermediate_size must be 256 with experts"),

@@ -113,7 +113,7 @@ def test_reinforce(tmp_path: Path) -> None:
         ),
         ({"reinforce_leave_one_out": True}, "subtract the mean reward of a prompt's other completions"),
         ({"kl_impl": "full"}, "kl_impl is not supported at full: use mse, abs or kl"),
-        ({"serve_model_weights": True}, "serve_model_weights is not supported at True"),
+        ({"serve_model_weights": True}, "serve_model_weights is not supported at true"),
     ):
         with pytest.raises(UnsupportedConfig, match=re.escape(words)):
             _run(tmp_path, "reinforce", **changes)

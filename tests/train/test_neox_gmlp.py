@@ -87,9 +87,9 @@ def test_what_is_refused(keys: dict[str, Any], error: type[Exception], words: st
     [
         ("parallel", {"context": 2}, "parallel.context must be 1 with gmlp layers"),
         ("parallel", {"tensor": 2}, "parallel.tensor must be 1 with gmlp layers"),
-        ("data", {"document_mask": True}, "data.document_mask must be False with gmlp layers"),
+        ("data", {"document_mask": True}, "data.document_mask must be false with gmlp layers"),
         ("train", {"objective": "sft"}, "train.objective must be pretrain with gmlp layers"),
-        ("train", {"batch_invariant": True}, "train.batch_invariant must be False with gmlp layers"),
+        ("train", {"batch_invariant": True}, "train.batch_invariant must be false with gmlp layers"),
     ],
 )
 def test_runs_that_gates_cannot_serve(section: str, values: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from powertrain.models import ModelConfig, build, configure, huggingface, peft
 from powertrain.models.causal_lm import CausalLM
+from powertrain.models.config import as_yaml
 from powertrain.models.fp8_stored import FP8Tensors
 from powertrain.models.peft import Adapter
 from powertrain.models.reward import VALUE, NoHead, add_value_head
@@ -442,7 +443,7 @@ def refuse_another(theirs: ModelConfig, ours: ModelConfig, path: Path) -> None:
     may_differ = _MAY_DIFFER - ({"max_position_embeddings"} if has_rows else set())
     for name, value in ours.model_dump().items():
         if name not in may_differ and _plain(theirs, name, values.get(name)) != _plain(ours, name, value):
-            raise ValueError(f"model.{name} must be {values.get(name)} as in {path}, got {value}")
+            raise ValueError(f"model.{name} must be {as_yaml(values.get(name))} as in {path}, got {as_yaml(value)}")
 
 
 def _plain(config: ModelConfig, name: str, value: object) -> object:

@@ -4,6 +4,7 @@ import math
 from typing import Any, get_args
 
 from powertrain.models import ModelConfig
+from powertrain.models.config import as_yaml
 from powertrain.models.gpt_neox import Config
 from powertrain.ops.activations import Gated
 
@@ -21,7 +22,7 @@ def as_gpt_neox(config: ModelConfig) -> Config:
     }  # fmt: skip
     for name, must in needs.items():
         if values[name] != must:
-            raise ValueError(f"model.{name} must be {must} for GPT-NeoX, got {values[name]}")
+            raise ValueError(f"model.{name} must be {as_yaml(must)} for GPT-NeoX, got {as_yaml(values[name])}")
     kept = values.keys() & Config.model_fields.keys() - {"architecture"}
     return Config(
         **{name: values[name] for name in kept}, norm="rms_norm", norm_bias=False, attention_bias=values["qkv_bias"]
@@ -116,8 +117,8 @@ def _experts(config: Config) -> dict[str, Any]:
         ("expert_intermediate_size", config.expert_ffn if has_dense else config.ffn, config.ffn),
     ):
         if value != wanted:
-            words = wanted if wanted != "" else "another"
-            raise ValueError(f"model.{name} must be {words} with experts for GPT-NeoX, got {value}")
+            words = as_yaml(wanted) if wanted != "" else "another"
+            raise ValueError(f"model.{name} must be {words} with experts for GPT-NeoX, got {as_yaml(value)}")
     keys: dict[str, Any] = {
         "moe_num_experts": config.num_experts, "moe_top_k": config.experts_per_token,
         "moe_router_type": config.router, "moe_expert_interval": config.expert_interval,

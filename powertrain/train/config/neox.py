@@ -13,7 +13,7 @@ from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.neox_model import model
 from powertrain.train.config.neox_objective import objective_section
 from powertrain.train.config.neox_optimizer import optimizer
-from powertrain.train.config.neox_source import MISSING, NeoXKeys, is_kind
+from powertrain.train.config.neox_source import MISSING, NeoXKeys, given, is_kind
 from powertrain.train.config.table import Row
 from powertrain.train.config.yaml_source import KeyPath, Source, did_you_mean
 
@@ -144,7 +144,7 @@ def _zero_stage(keys: NeoXKeys) -> int:
         keys.wrong(("zero_optimization",), "must have a stage (0, 1, 2 or 3), got none")
         return 0
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        keys.wrong(("zero_optimization", "stage"), f"must be 0, 1, 2 or 3, got {stage!r}")
+        keys.wrong(("zero_optimization", "stage"), f"must be 0, 1, 2 or 3, got {given(stage)}")
         return 0
     for key, value in section.items():
         path = ("zero_optimization", key)
@@ -303,7 +303,7 @@ def _gradient_clipping(keys: NeoXKeys) -> float:
     params = keys.section("optimizer").get("params")
     old = params.get("max_grad_norm") if isinstance(params, dict) else None
     if old is not None and not (is_kind(old, "float") and old >= 0):
-        keys.wrong(("optimizer", "params", "max_grad_norm"), f"must be a number of at least 0, got {old!r}")
+        keys.wrong(("optimizer", "params", "max_grad_norm"), f"must be a number of at least 0, got {given(old)}")
         old = None
     if keys.get("gradient_clipping") is None and old is None:
         keys.add_row("gradient_clipping", "honoured", "no clipping: GPT-NeoX's default does not reach DeepSpeed", 1.0)
@@ -448,7 +448,7 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     if every is not None and every != int(every):
         keys.unsupported("checkpoint_factor", every, "use a whole number")
     if not all(is_kind(step, "int") for step in extra or ()):
-        keys.wrong(("extra_save_iters",), f"must be a list of integers, got {extra!r}")
+        keys.wrong(("extra_save_iters",), f"must be a list of integers, got {given(extra)}")
         extra = None
     if keys.get("no_load_optim"):
         words = "checkpoint.load_optimizer: all parameters are trained; in GPT-NeoX since 2024-09 the first one alone"

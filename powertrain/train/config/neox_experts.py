@@ -8,7 +8,7 @@ layers it called then.
 import math
 from typing import Any
 
-from powertrain.train.config.neox_source import NeoXKeys
+from powertrain.train.config.neox_source import NeoXKeys, given
 
 # keys of the releases that called MegaBlocks' and DeepSpeed's own layers; HEAD knows none of them
 _OLD_KEYS = (
@@ -40,7 +40,7 @@ def experts(keys: NeoXKeys, activation: str) -> dict[str, Any]:
         top_k = 1
     jitter = keys.number("moe_jitter_eps", 0.0, least=0)
     if jitter >= 1:
-        keys.wrong(("moe_jitter_eps",), f"must be below 1, got {jitter!r}")
+        keys.wrong(("moe_jitter_eps",), f"must be below 1, got {given(jitter)}")
         jitter = 0.0
     fields = _of_megablocks(keys, jitter) if old else _of_head(keys, activation, jitter)
     words = f"model.num_experts, dropless, in layers 0, {fields['expert_interval']} ...; router scores in fp32"

@@ -6,7 +6,7 @@ from typing import Any
 from powertrain.train.config import neox_sparsity
 from powertrain.train.config.neox_data import tokenizer
 from powertrain.train.config.neox_experts import experts
-from powertrain.train.config.neox_source import NeoXKeys, is_kind
+from powertrain.train.config.neox_source import NeoXKeys, given, is_kind
 from powertrain.train.data.tokenizer import load_tokenizer, padded_vocab_size
 
 _ACTIVATIONS = {
@@ -91,7 +91,7 @@ def _positions(keys: NeoXKeys) -> dict[str, Any]:
             keys.add_row(key, "ignored", f"pos_emb is {kind}")
     pct = keys.number("rotary_pct", 1.0, above=0)
     if pct > 1:
-        keys.wrong(("rotary_pct",), f"must be at most 1, got {pct!r}")
+        keys.wrong(("rotary_pct",), f"must be at most 1, got {given(pct)}")
         pct = 1.0
     return {"position_embedding": kind, "rotary_pct": pct, "rope_theta": keys.get("rotary_emb_base", 10000)}
 
@@ -263,15 +263,15 @@ def _expanded(config: list[Any], layers: int) -> list[str]:
     kinds: list[str] = []
     for item in config:
         if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], list) and item[0]):
-            raise ValueError(f'must be a list such as [[["flash"], {layers}]], got {config!r}')
+            raise ValueError(f'must be a list such as [[["flash"], {layers}]], got {given(config)}')
         names, count = item
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"must name layer types, got {names!r}")
+            raise ValueError(f"must name layer types, got {given(names)}")
         # what is left, in whole repetitions
         if count == "all":
             count = max(layers - len(kinds), 0) // len(names)
         if not is_kind(count, "int") or not 0 <= count <= layers:
-            raise ValueError(f'must repeat types 0 to {layers} times or "all", got {count!r}')
+            raise ValueError(f'must repeat types 0 to {layers} times or "all", got {given(count)}')
         kinds += names * count
     return kinds
 

@@ -7,7 +7,7 @@ megatron/model/word_embeddings.py (use_bnb_optimizer).
 import re
 from typing import Any
 
-from powertrain.train.config.neox_source import NeoXKeys, is_kind
+from powertrain.train.config.neox_source import NeoXKeys, given, is_kind
 
 _OTHER_OPTIMIZERS = {
     # AdamW is what most of these configs want
@@ -27,7 +27,7 @@ def optimizer(keys: NeoXKeys) -> dict[str, Any]:
     section = keys.section("optimizer")
     params = section.get("params") or {}
     if not isinstance(params, dict):
-        keys.wrong(("optimizer", "params"), f"must be a section, got {params!r}")
+        keys.wrong(("optimizer", "params"), f"must be a section, got {given(params)}")
         params = {}
     kind = _kind(keys, section)
     for key in section.keys() - {"type", "params"}:
@@ -41,11 +41,11 @@ def optimizer(keys: NeoXKeys) -> dict[str, Any]:
         _param(keys, key, value, kind, known)
     for key in ("lr", "eps"):
         if key in values and (not is_kind(values[key], "float") or values[key] <= 0):
-            keys.wrong(("optimizer", "params", key), f"must be a number above 0, got {values[key]!r}")
+            keys.wrong(("optimizer", "params", key), f"must be a number above 0, got {given(values[key])}")
     if "betas" in values and not _are_betas(values["betas"]):
-        keys.wrong(("optimizer", "params", "betas"), f"must be two numbers in [0, 1), got {values['betas']!r}")
+        keys.wrong(("optimizer", "params", "betas"), f"must be two numbers in [0, 1), got {given(values['betas'])}")
     if "momentum" in values and not _are_betas([values["momentum"]] * 2):
-        keys.wrong(("optimizer", "params", "momentum"), f"must be a number in [0, 1), got {values['momentum']!r}")
+        keys.wrong(("optimizer", "params", "momentum"), f"must be a number in [0, 1), got {given(values['momentum'])}")
     decay = keys.number("weight_decay", 0.1, least=0)
     # GPT-NeoX decays neither norms nor biases, torch all
     return {"kind": kind, **values, "weight_decay": decay, "decay_norms_and_biases": False}
@@ -77,7 +77,7 @@ def _kind(keys: NeoXKeys, section: dict[str, Any]) -> str:
     if str(name).lower() in _OTHER_OPTIMIZERS:
         keys.unsupported("optimizer", f"type: {name}", _OTHER_OPTIMIZERS[str(name).lower()])
     elif str(name).lower() not in _KINDS:
-        keys.wrong(("optimizer", "type"), f"must be Adam, AdamW, cpu_adam, Lion or SGD, got {name!r}")
+        keys.wrong(("optimizer", "type"), f"must be Adam, AdamW, cpu_adam, Lion or SGD, got {given(name)}")
     elif "optimizer" in keys.values:
         keys.add_row("optimizer", "mapped", words + ("; on the GPU" if str(name).lower() == "cpu_adam" else ""))
     else:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from powertrain.models.config import as_yaml
 from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.table import Disposition, Row
 from powertrain.train.config.yaml_source import DEFAULT, ConfigError, KeyPath, Source, UnsupportedConfig, nearest
@@ -14,6 +15,11 @@ _KIND_WORDS = {
     "int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "list": "a list",
     "dict": "a section",
 }  # fmt: skip
+
+
+def given(value: object) -> str:
+    """A wrong value in an error message; a text in quotes."""
+    return repr(value[:80]) if isinstance(value, str) else as_yaml(value)[:80]
 
 
 class NeoXKeys:
@@ -58,7 +64,7 @@ class NeoXKeys:
             if key not in KEYS:
                 self.mistakes.append(f"{self.source.location((key,))}: {key}: unknown key{nearest(key, KEYS)}")
             elif value is not None and not is_kind(value, KEYS[key].kind):
-                self.wrong((key,), f"must be {kind_words(KEYS[key].kind)}, got {str(value)[:80]!r}")
+                self.wrong((key,), f"must be {kind_words(KEYS[key].kind)}, got {given(value)}")
             else:
                 # a refused feature that is off is no reason to stop
                 if KEYS[key].disposition == "refused" and _is_on(value):
@@ -85,11 +91,11 @@ class NeoXKeys:
         """A number, checked before use; for a wrong one an error is collected and the default is returned."""
         value = self.get(key, default)
         if value is not None and above is not None and value <= above:
-            self.wrong((key,), f"must be above {above}, got {value!r}")
+            self.wrong((key,), f"must be above {above}, got {given(value)}")
             # the default goes on: all mistakes are reported at once
             return default
         if value is not None and least is not None and value < least:
-            self.wrong((key,), f"must be at least {least}, got {value!r}")
+            self.wrong((key,), f"must be at least {least}, got {given(value)}")
             return default
         return value
 
@@ -104,7 +110,7 @@ class NeoXKeys:
         if why:
             self.unsupported(key, value, why)
         else:
-            self.wrong((key,), f"must be one of {', '.join([*known, *(refused or {})])}, got {value!r}")
+            self.wrong((key,), f"must be one of {', '.join([*known, *(refused or {})])}, got {given(value)}")
         # a meaning that lets the rest be checked
         return served[str(default).lower()]
 
@@ -112,7 +118,7 @@ class NeoXKeys:
         self.mistakes.append(f"{self.source.location(path)}: {'.'.join(map(str, path))} {words}")
 
     def unsupported(self, key: str, value: Any, todo: str) -> None:
-        self.missing.append(f"{self.source.location((key,))}: {key} is not supported at {str(value)[:60]}: {todo}")
+        self.missing.append(f"{self.source.location((key,))}: {key} is not supported at {as_yaml(value)[:60]}: {todo}")
 
     def add_row(self, key: str, disposition: Disposition, words: str, value: Any = MISSING) -> None:
         """The key's row in the table; for a key that was not set, `value` is its default there."""
@@ -135,10 +141,10 @@ class NeoXKeys:
         if value is None:
             return default
         if not is_kind(value, kind):
-            self.wrong((section, key), f"must be {kind_words(kind)}, got {str(value)[:80]!r}")
+            self.wrong((section, key), f"must be {kind_words(kind)}, got {given(value)}")
             return default
         if least is not None and value < least:
-            self.wrong((section, key), f"must be at least {least}, got {value!r}")
+            self.wrong((section, key), f"must be at least {least}, got {given(value)}")
             return default
         return value
 

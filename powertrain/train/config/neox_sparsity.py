@@ -7,7 +7,7 @@ Facts from GPT-NeoX at ea7aefd8 (megatron/model/utils.py, transformer.py) and De
 from typing import Any
 
 from powertrain.nn.block_sparsity import BlockSparsity
-from powertrain.train.config.neox_source import NeoXKeys, is_kind
+from powertrain.train.config.neox_source import NeoXKeys, given, is_kind
 
 KINDS = ("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer")
 _EVERYWHERE = {"block"}
@@ -99,7 +99,7 @@ class _Section:
     def numbers(self, key: str, default: list[int], least: int) -> list[int]:
         value = self.values.get(key, default)
         if not (isinstance(value, list) and value and all(is_kind(n, "int") and n >= least for n in value)):
-            self.wrong(key, f"must be a list of integers of at least {least}, got {value!r}")
+            self.wrong(key, f"must be a list of integers of at least {least}, got {given(value)}")
             return default
         return value
 

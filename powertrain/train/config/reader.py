@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from powertrain.models.config import ModelConfig
+from powertrain.models.config import ModelConfig, as_yaml
 from powertrain.models.registry import configure
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.config.table import Row
@@ -335,7 +335,7 @@ def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]
         must = f"hold at most {problem['ctx']['max_length']} entries"
     given = problem["input"]
     # a section whose keys are all commented out is null to YAML
-    got = "nothing" if given is None else str(given).lower() if isinstance(given, bool) else repr(str(given)[:80])
+    got = "nothing" if given is None else as_yaml(given) if isinstance(given, bool) else repr(as_yaml(given)[:80])
     return f"{key} must {must}, got {got}"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from powertrain.models.config import ModelConfig
+from powertrain.models.config import ModelConfig, as_yaml
 from powertrain.models.registry import configure
 from powertrain.train.config.objectives import (
     DistillConfig,
@@ -293,7 +293,8 @@ class OptimizerConfig(Section):
             value, default = getattr(self, name), type(self).model_fields[name].default
             if self.kind != kind and value != default:
                 raise ValueError(
-                    f"optimizer.{name} must be {default} unless optimizer.kind is {kind}, got {value} for {self.kind}"
+                    f"optimizer.{name} must be {as_yaml(default)} unless optimizer.kind is {kind}, "
+                    f"got {as_yaml(value)} for {self.kind}"
                 )
         return self
 
@@ -388,10 +389,9 @@ class FP8Config(Section):
         for name in ("history", "most_recent", "margin"):
             value, default = getattr(self, name), type(self).model_fields[name].default
             if self.recipe != "tensor-delayed" and value != default:
-                # true and false as YAML writes them
-                must, got = str(default).lower(), str(value).lower()
                 raise ValueError(
-                    f"fp8.{name} must be {must} unless fp8.recipe is tensor-delayed, got {got} for {self.recipe}"
+                    f"fp8.{name} must be {as_yaml(default)} unless fp8.recipe is tensor-delayed, "
+                    f"got {as_yaml(value)} for {self.recipe}"
                 )
         # a layer's shards may not be whole blocks of the recipe that it would be moved to
         if self.wire == "fp8" and self.watch and self.rescue:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from powertrain.models.config import as_yaml
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -64,5 +66,5 @@ def render(rows: Sequence[Row], console: "Console") -> None:
 
 def shown(value: object) -> str:
     """The value as YAML would have it, cut to a line."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = as_yaml(value)
     return text if len(text) <= 60 else text[:57] + "..."
