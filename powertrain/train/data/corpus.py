@@ -6,6 +6,7 @@ of its sorted paths, without hidden files and data sets (.bin/.idx).
 """
 
 import codecs
+import csv
 import gzip
 import hashlib
 import io
@@ -13,6 +14,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -157,14 +159,36 @@ def raw_documents(files: Iterable[Path]) -> Iterator[Raw]:
 
 
 def warn_of_records(path: Path, start: bytes) -> bool:
-    """Say of a file that is read as one text if it begins with JSON objects, line by line; whether it does."""
-    found = begins_with_records(start)
-    if found:
+    """Say of a file that is read as one text if its lines are JSON objects or rows of a table; whether they are."""
+    if begins_with_records(start):
         tracing.warn(
             f"{path}: its lines are JSON objects, and it is read as one text, with its braces; with a document a line "
             "its name must end in .jsonl"
         )
-    return found
+        return True
+    columns = _columns(start)
+    if columns:
+        tracing.warn(
+            f"{path}: its lines have {columns} columns each, as CSV's, and it is read as one text, with what separates "
+            "them; for a document a row convert it (`datasets` reads CSV and writes jsonl by to_json)"
+        )
+    return columns > 0
+
+
+# lines that must be rows of as many columns for a text to be taken for a table, and characters that are looked at
+_ROWS, _LOOK = 8, 1 << 16
+
+
+def _columns(start: bytes) -> int:
+    """Columns of a table that a text begins with, separated by commas, semicolons or tabs; 0: it begins with none."""
+    lines = start[:_LOOK].decode(errors="replace").lstrip("\ufeff").splitlines()[:_ROWS]
+    for separator in ",;\t" if len(lines) == _ROWS else "":
+        with suppress(csv.Error):
+            widths = {len(row) for row in csv.reader(lines, delimiter=separator)}
+            # two may be any text: a verse with a comma in each line, a list of words and their meanings
+            if len(widths) == 1 and (width := widths.pop()) > 2:
+                return width
+    return 0
 
 
 def begins_with_records(start: bytes) -> bool:

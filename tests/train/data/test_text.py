@@ -112,6 +112,21 @@ def test_lines_of_json_under_another_name_are_said(
     assert f"{file}: its lines are JSON objects, and it is read as one text" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "row, columns",
+    [('{0},"a, b",c', 3), ("{0}\ta\tb\t", 4), ("{0};a;", 3), ("{0},a", 0), ("It was late, {0}.", 0), ("{0}", 0)],
+)
+def test_a_table_under_a_text_s_name_is_said(
+    row: str, columns: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows are one document with their commas; a verse with one in each line is none."""
+    file = tmp_path / "t.txt"
+    file.write_text("\n".join(row.format(n) for n in range(20)))
+    assert len(list(texts([file]))) == 1
+    said = capfd.readouterr().err
+    assert f"its lines have {columns} columns each, as CSV's" in said if columns else not said
+
+
 def test_other_texts_are_not_said_to_be_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     contents = {
         "a.txt": b'{"text": "a"}\n', "b.txt": b"{\n{}\n}\n{}\n", "c.json": b'{\n"a": {}\n}\n',
