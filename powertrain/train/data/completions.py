@@ -139,13 +139,31 @@ class CompletionEncoding:
             if part is None:
                 raise BadDocument(
                     f"{where}: {key}: the chat template must render the first messages of a chat, and its generation "
-                    f"prompt, to the beginning of the whole chat, got another one at message {turn}; records with a "
+                    f"prompt, to the beginning of the whole chat, got "
+                    f"{self._difference(chat, turn, tools)}; records with a "
                     "prompt and a completion, one for each answer, need that of the last answer only"
                 )
             labels[part] = ids[part]
         if all(label == IGNORED for label in labels):
             _bad(where, key, "an answer of the assistant that is not empty", "no token of one")
         return ids, labels
+
+    def _difference(self, chat: list[Any], turn: int, tools: list[Any]) -> str:
+        """What a chat, and the parts of it that a sampler is given, first have different texts in, for an error."""
+
+        def text(part: list[Any], **options: bool) -> str:
+            return self.tokenizer.decode(self._ids(tools)(part, **options))
+
+        whole, parts = text(chat), {"messages up to": text(chat[: turn + 1])}
+        if turn:
+            # first, since it is the shorter one
+            parts = {"the generation prompt before": text(chat[:turn], add_generation_prompt=True), **parts}
+        for name, part in parts.items():
+            same = _common(part, whole)
+            if same < len(part):
+                shown, instead = part[same : same + 40], whole[same : same + 40]
+                return f"{shown!r} from {name} message {turn}, where the whole chat has {instead!r}"
+        return f"another one at message {turn}"
 
     def _log_probs(self, where: str, record: Mapping[str, Any], completion: Completion) -> list[float] | None:
         given = record.get("log_probs")
@@ -198,9 +216,14 @@ def _ends_of_a_question(render: Render) -> tuple[Any, Any]:
     """The text or tokens that the template writes after a user's message: before an answer, and at a chat's end."""
     question = [{"role": "user", "content": "?"}]
     asked, prompted = render(question), render(question, add_generation_prompt=True)
-    pairs = zip(asked, prompted, strict=False)
-    same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(prompted)))
+    same = _common(asked, prompted)
     return prompted[same:], asked[same:]
+
+
+def _common(a: Any, b: Any) -> int:
+    """The length of what two texts, or lists of tokens, both begin with."""
+    pairs = zip(a, b, strict=False)
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def _apart(tokenizer: FileTokenizer, text: str, answers: Sequence[slice | None]) -> tuple[list[int], list[int]]:

@@ -172,11 +172,25 @@ def test_a_template_that_changes_earlier_answers_names_the_alternative() -> None
 
     turns = [("user", "u"), ("assistant", "one"), ("user", "v"), ("assistant", "two")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    with pytest.raises(BadDocument, match=r"at message 1; records with a prompt and a completion, one for each answer"):
+    with pytest.raises(
+        BadDocument,
+        match=r"got '\(think\)one;' from messages up to message 1, where the whole chat has 'one;<user>v;.*'; records",
+    ):
         CompletionEncoding(Thinking(), "messages")(_raw({"messages": messages}))
     record = {"prompt": messages[:3], "completion": messages[3:]}
     (found,) = CompletionEncoding(Thinking(), "messages")(_raw(record))
     assert _text([label for label in found.labels if label >= 0]) == "(think)two;"
+
+
+def test_a_generation_prompt_that_the_chat_does_not_have_is_shown() -> None:
+    class Empty(_Chat):
+        def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+            ids = super().encode_chat(messages, add_generation_prompt=add_generation_prompt)
+            return [*ids, *b"<think>" * add_generation_prompt]
+
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "one"}]
+    with pytest.raises(BadDocument, match=r"got '<think>' from the generation prompt before message 1, .* has 'one;'"):
+        CompletionEncoding(Empty(), "messages")(_raw({"messages": messages}))
 
 
 @pytest.mark.parametrize("tokenizer", [_Chat(), _WithSystem(), _Closed()], ids=["plain", "system", "closed"])
