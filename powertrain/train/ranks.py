@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -434,6 +435,15 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
     return result
 
 
+def _unknown(host: str) -> str:
+    """Why the host's name leads nowhere; "" where it has an address. Asked at the end: a pod may get its name late."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"this machine knows no host {host} ({error.strerror})"
+    return ""
+
+
 _rendezvous_count = itertools.count()
 
 
@@ -455,7 +465,9 @@ def _rendezvous(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) ->
     except dist.DistError as error:
         # at once, and of the rank that opens the store: the port belongs to another program, or to an earlier run
         is_taken = "EADDRINUSE" in str(error)
-        why = "which another process has open" if is_taken else f"for {seconds:.0f} s: {error}"
+        why = "which another process has open"
+        if not is_taken:
+            why = f"for {seconds:.0f} s: {_unknown(rendezvous.host) or error}"
         raise RendezvousError(
             f"rank {launch_env.rank} {'cannot open' if is_taken else 'reached no store at'} {where} {why}"
         ) from None
@@ -464,7 +476,7 @@ def _rendezvous(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) ->
     if tcp is None:
         raise RendezvousError(
             f"rank {launch_env.rank} reached no store at {where} for {seconds:.0f} s (parallel.timeout_minutes): "
-            "rank 0 has not opened it there, or another program has the port"
+            f"{_unknown(rendezvous.host) or 'rank 0 has not opened it there, or another program has the port'}"
         )
     store = dist.PrefixStore(  # type: ignore[attr-defined]
         f"powertrain/{rendezvous.attempt}/{next(_rendezvous_count)}", tcp

@@ -5,6 +5,7 @@ import json
 import socket
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -281,6 +282,18 @@ def test_an_absent_rank_is_named() -> None:
     first = run_ranks(2, "-c", _CONNECT)[0]
     assert "waiting for rank 1, which may be building kernels" in first.stdout
     assert "rank 1 of 2 did not arrive within 6 s (parallel.timeout_minutes)" in first.stdout
+
+
+def test_a_host_without_an_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a rank 0 that had not opened its port."""
+    here = LaunchEnv(CPU, 1, 2, 1, 2, "srun", Rendezvous("nowhere.invalid", 1))
+    unknown = socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=unknown))
+    monkeypatch.setattr("powertrain.train.ranks._within", lambda seconds, work: None)
+    config = run_config({"model": "llama", "parallel": {"timeout_minutes": 0.003}}, 2)
+    words = r"for 0 s \(parallel.timeout_minutes\): this machine knows no host nowhere.invalid \(Name or service"
+    with pytest.raises(RendezvousError, match=words):
+        connect(here, config)
 
 
 def test_a_port_that_says_nothing_is_waited_for_no_longer_than_asked() -> None:
