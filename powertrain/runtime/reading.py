@@ -52,7 +52,7 @@ def named(error: BaseException) -> str:
     """An error's message. The system's errors as file and reason, in place of "[Errno 27] File too large: 'file'"."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
-    return error.strerror if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error.strerror) if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
 
 
 def read_json(file: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:

@@ -9,7 +9,7 @@ import torch
 from powertrain.models import architecture, build, configure
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.generate import complete, generate
-from powertrain.nn import CacheRow, KVCache
+from powertrain.nn import CacheRow, ColumnParallelLinear, KVCache, RowParallelLinear, VocabParallelEmbedding
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 8}
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -46,6 +46,10 @@ def _model(layers: int = 2, **fields: Any) -> CausalLM:
         (lambda m: _cache(rows=[1]), "KVCache: rows must be a sequence of CacheRows"),
         (lambda m: _cache(rows=[CacheRow(1, -1, 4)]), "KVCache: rows must hold sizes of at least 0"),
         (lambda m: _cache(dtype=torch.int64), "KVCache: dtype must be a floating dtype, got int64"),
+        # before its ranks are looked at
+        (lambda m: ColumnParallelLinear("x", 4, None), "ColumnParallelLinear: in_features must be an integer, got 'x'"),
+        (lambda m: RowParallelLinear(4, -1, None), "RowParallelLinear: out_features must be at least 0, got -1"),
+        (lambda m: VocabParallelEmbedding(4, 4, None, sequence_parallel="no"), "sequence_parallel must be True or"),
     ],
 )
 def test_a_wrong_argument_is_named(call: Callable[[CausalLM], Any], words: str) -> None:

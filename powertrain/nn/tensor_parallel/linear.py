@@ -33,6 +33,7 @@ from powertrain.quant.linear import TakesRecipe
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
 from powertrain.runtime.nodes import ON_ONE_RANK, once_differentiable
+from powertrain.runtime.positional import hinted
 
 Ranks = DeviceMesh | Overlap
 
@@ -134,6 +135,7 @@ class _ShardedLinear(TakesRecipe):
     sequence_parallel: bool
 
     def __init__(self, in_features: int, out_features: int, ranks: Ranks, *, bias: bool, **factory: Any) -> None:
+        checks.sizes(type(self).__name__, in_features=in_features, out_features=out_features)
         super().__init__(in_features, out_features, bias=bias, **factory)
         self.overlap, mesh = open_overlap(ranks)
         name, count = (("out_features", out_features), ("in_features", in_features))[self._weight_dim]
@@ -184,6 +186,7 @@ class ColumnParallelLinear(_ShardedLinear):
 
     _weight_dim = 0
 
+    @hinted
     def __init__(
         self,
         in_features: int,
@@ -200,7 +203,7 @@ class ColumnParallelLinear(_ShardedLinear):
         self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
 
     def forward(self, x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        """`shape` as `columns` takes it."""
+        """`shape` as `columns` takes it: without it every rank must have equally many tokens."""
         return columns(x, self, shape=shape)[0]
 
     def added(self, x: Tensor, rows: Sequence[int] | None) -> Tensor | None:
@@ -220,6 +223,7 @@ class RowParallelLinear(_ShardedLinear):
 
     _weight_dim = 1
 
+    @hinted
     def __init__(
         self,
         in_features: int,

@@ -48,6 +48,7 @@ from powertrain.parallel.transport.base import RowCounts
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, cast_by_autocast, is_traced, use_kernel
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.positional import hinted
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -58,6 +59,7 @@ class VocabParallelEmbedding(nn.Embedding):
     Raises ValueError naming the argument if the ranks do not divide V.
     """
 
+    @hinted
     def __init__(
         self,
         num_embeddings: int,
@@ -68,6 +70,7 @@ class VocabParallelEmbedding(nn.Embedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        checks.sizes(type(self).__name__, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
         self.overlap, mesh = open_overlap(ranks)
         self.sequence_parallel = sequence_parallel
