@@ -261,7 +261,7 @@ def orders() -> str:
 def _known(order: Order) -> str:
     """Whether it was measured; which backends were."""
     measured = ", ".join(name for name, estimate in order.estimates.items() if estimate.forward is not None)
-    return f"measured: {measured}" if measured else order.known
+    return f"measured: {measured}" if measured else order.reason
 
 
 def _order(target: Target | None, changed: dict[str, Any]) -> Order:

@@ -38,10 +38,10 @@ def test_explain_has_a_column_per_gpu_and_needs_none() -> None:
     code, output = _run("explain", "attention", "--arch", "A100", "--arch", "H100", "--arch", "RTX 2080", *DEEPSEEK)
     assert code == 0
     (row,) = [line for line in output.splitlines() if line.startswith("triton ")]
-    assert row.split() == ["triton", "chosen", "would", "do", "chosen"]
+    assert row.split() == ["triton", "chosen", "supported", "chosen"]
     (row,) = [line for line in output.splitlines() if line.startswith("hopper ")]
     assert row.split() == ["hopper", "no", "chosen", "no"]
-    assert "why not cudnn:" in output and "sm_80" in output and "head dim 192/128" in output
+    assert "why not cudnn:" in output and "sm_80" in output and "head dim 192 (value 128)" in output
     assert "heads 64" in output and "thd" in output
 
 
@@ -74,12 +74,12 @@ def test_explain_on_the_cpu() -> None:
         (("--bias", "float"), "float bias"),
         (("--mask", "arbitrary"), "bool bias"),
         (("--mask", "padding"), "padded"),
-        (("--mask", "causal_bottom_right"), "causal, bottom right"),
-        (("--kv-heads", "4"), "heads 16/4"),
-        (("--inference", "--lse"), "forward, about 2 x 4096 queries, LSE"),
+        (("--mask", "causal_bottom_right"), "causal (bottom right)"),
+        (("--kv-heads", "4"), "heads 16, KV heads 4"),
+        (("--inference", "--lse"), "forward, batch of about 2 x 4096 queries, returns LSE"),
         (("--deterministic",), "deterministic"),
         (("--layout", "bmghk"), "bmghk"),
-        (("--seqlen", "1", "--seqlen-k", "8192", "--inference"), "about 2 x 1 queries, about 8192 keys"),
+        (("--seqlen", "1", "--seqlen-k", "8192", "--inference"), "batch of about 2 x 1 queries and 8192 keys"),
         (("--dropout", "0.1"), "dropout"),
         (("--torch", "2.12", "--cudnn", "9.22"), "torch 2.12, cuDNN 9.22.0"),
         (("--flash-attn", "4.0.0b36"), "flash-attn-4 4.0.0b36"),
@@ -351,3 +351,13 @@ def test_fp8_that_cannot_be_explained(run_file: str) -> None:
     assert code == 2 and "fp8 needs a config file" in output
     code, output = _run("explain", "attention", run_file)
     assert code == 2 and "attention takes options only" in output
+
+
+def test_the_order_is_a_short_line_and_sources_are_lines_of_their_own() -> None:
+    code, output = _run("explain", "attention", "--arch", "H200")
+    lines = output.splitlines()
+    (order,) = [line for line in lines if line.startswith("  order:")]
+    assert code == 0 and "nearest measured: B" in order and "results" not in order and len(order) < 130
+    first = lines.index("estimated from measurements in:")
+    assert len(lines) > first + 1 and all(line.startswith("  ") for line in lines[first + 1 :])
+    assert len(set(lines[first + 1 :])) == len(lines) - first - 1

@@ -14,7 +14,7 @@ from powertrain.models import build
 from powertrain.runtime.target import Target
 from powertrain.train.config.reader import read_config
 from powertrain.train.config.yaml_source import ConfigError
-from powertrain.train.lint import lint, memory_of, rehearse
+from powertrain.train.lint import lint, memory_of, record_step
 from powertrain.train.mesh_shape import fewest_ranks
 from powertrain.train.optim import DTYPES
 
@@ -70,10 +70,10 @@ def test_every_kernel_of_a_real_step_is_foreseen(monkeypatch: pytest.MonkeyPatch
     """A model of all its layers launches nothing that one layer of each kind did not."""
     config = read_config([OURS], ["train.precision=bf16", "model.num_layers=3"]).config
     target = Target.parse("sm_90")
-    all_layers = {spec.key for spec in rehearse(config, target)}
+    all_layers = {spec.key for spec in record_step(config, target)}
     (finding,) = lint(config, [target]).findings
     assert {spec.key for spec in finding.kernels} == all_layers
-    sharded = {spec.key for spec in rehearse(config, target, world_size=2)}
+    sharded = {spec.key for spec in record_step(config, target, world_size=2)}
     assert sharded - all_layers  # the optimizer then updates float32 weights
 
 
@@ -188,7 +188,7 @@ def test_prebuild_takes_a_training_config(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert result.exit_code == 0, result.output
     config = read_config([OURS], ["train.precision=bf16"]).config
-    assert len(asked) == sum(len(rehearse(config, Target.parse(arch))) for arch in ("sm_80", "sm_90"))
+    assert len(asked) == sum(len(record_step(config, Target.parse(arch))) for arch in ("sm_80", "sm_90"))
     assert out.exists()
 
 
@@ -204,7 +204,7 @@ def test_experts_and_latent_attention(tmp_path: Path) -> None:
     (finding,) = report.findings
     names = " ".join(spec.describe() for spec in finding.kernels)
     assert "grouped" in names and "route" in names and finding.attention.chosen
-    assert {spec.key for spec in finding.kernels} == {spec.key for spec in rehearse(config, finding.target)}
+    assert {spec.key for spec in finding.kernels} == {spec.key for spec in record_step(config, finding.target)}
     assert report.parameters == build(config.model).num_parameters()
 
 
@@ -226,7 +226,9 @@ def test_documents_of_a_run(kind: str) -> None:
     model = "{architecture: gpt_neox, vocab_size: 512, hidden_size: 64, num_layers: 1, num_heads: 2, "
     model += f"layer_types: [{kind}], sparsity: {sparsity}}}"
     run = read_config([OURS], [f"model={model}", "train.precision=bf16", "data.document_mask=true"]).config
-    kernels = [spec for spec in rehearse(run, Target.parse("sm_90")) if spec.signature.keys() & {"do_ptr", "do_desc"}]
+    kernels = [
+        spec for spec in record_step(run, Target.parse("sm_90")) if spec.signature.keys() & {"do_ptr", "do_desc"}
+    ]
     documents = {"attention": "starts_ptr", "sparse": "doc_ptr"}[kind]
     # the sums of o * do for the backward need none
     knowing = [{n for n in s.signature if n.endswith(documents) and n not in s.constants} for s in kernels]

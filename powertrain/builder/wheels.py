@@ -83,8 +83,8 @@ def release_url(recipe: Recipe, version: str, python: Python) -> str:
 def _new_abi(python: Python) -> bool:
     """Whether torch was built with C++11's strings; its CMake file says so, and its wheels since 2.7 all are."""
     config = Path(python.site, "torch/share/cmake/Torch/TorchConfig.cmake")
-    found = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", config.read_text(errors="replace")) if config.is_file() else None
-    return found[1] == "1" if found else tuple(map(int, re.findall(r"\d+", python.torch or "")[:2])) >= (2, 7)
+    match = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", config.read_text(errors="replace")) if config.is_file() else None
+    return match[1] == "1" if match else tuple(map(int, re.findall(r"\d+", python.torch or "")[:2])) >= (2, 7)
 
 
 def _wanted(recipe: Recipe, command: Sequence[str]) -> str | None:

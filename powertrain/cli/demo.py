@@ -102,10 +102,10 @@ def _clear(folder: Path) -> None:
     """An empty folder with the demo's mark: an earlier demo in it is removed; anything else in the way is an error, a
     run of the user too."""
     # a process that is in it, or a link to it, keeps its folder
-    found = [*folder.iterdir()] if folder.exists() else []
-    if found and not (folder / _MARK).is_file():
+    files = [*folder.iterdir()] if folder.exists() else []
+    if files and not (folder / _MARK).is_file():
         raise typer.BadParameter(f"{folder} must be new or an earlier demo's, got other files", param_hint="--folder")
-    for path in found:
+    for path in files:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name != _MARK:

@@ -81,10 +81,10 @@ def recorded(inputs: list[str], target: Target, dtype: Dtype, world_size: int | 
     """The specializations that a training step, a file, or ops at their benchmark's size would launch."""
     if any(word.endswith((".yml", ".yaml", ".json")) for word in inputs):
         from powertrain.cli.lint import read_run, sized
-        from powertrain.train.lint import rehearse
+        from powertrain.train.lint import record_step
 
         config, ranks = sized(read_run(inputs, world_size=world_size), world_size)
-        return rehearse(config, target, world_size=ranks)
+        return record_step(config, target, world_size=ranks)
     import torch
 
     from powertrain.ops.cases import cases

@@ -324,7 +324,7 @@ def peer_verdicts(library: str, case: PeerCase) -> tuple[Verdict, ...]:
             rules = LIBRARIES[library].rules
             reasons = tuple(_reason(rule, case) for rule in rules if _met(rule, name, case))
         # a library takes the first backend without a reason, as our selector does
-        verdict = "no" if reasons else "would do" if chosen else "chosen"
+        verdict = "no" if reasons else "supported" if chosen else "chosen"
         chosen = chosen or verdict == "chosen"
         verdicts.append(Verdict(name, verdict, reasons))
     return tuple(verdicts)

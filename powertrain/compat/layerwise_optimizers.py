@@ -203,16 +203,16 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
         if not grads:
             return loss
         device = grads[0].device
-        scale, found = torch.ones(1, device=device), torch.zeros(1, device=device)
+        scale, found_inf = torch.ones(1, device=device), torch.zeros(1, device=device)
         if grad_scaler is not None:
             scale = grad_scaler._get_scale_async().reshape(1).to(device)
-            found = grad_scaler._check_inf_per_device(self)[device].reshape(1)
+            found_inf = grad_scaler._check_inf_per_device(self)[device].reshape(1)
         # where it is set, the update changes nothing
-        flag = (found != 0).to(torch.int32)
+        flag = (found_inf != 0).to(torch.int32)
         # a flag of its own: the norm is computed in any case
         norm, _ = multi_tensor_l2norm(_CHUNK, torch.zeros_like(flag), [grads])
         for group in self.param_groups:
-            self._step_group(group, flag, norm, scale, found)
+            self._step_group(group, flag, norm, scale, found_inf)
         return loss
 
     def _copy_parameters(self) -> None:
@@ -221,14 +221,14 @@ class FusedMixedPrecisionLamb(torch.optim.Optimizer):
             if p.dtype is self.reduced_precision_dtype and p not in self._copies:
                 self._copies[p] = p.detach().to(torch.float32, copy=True)
 
-    def _step_group(self, group: dict[str, Any], flag: Tensor, norm: Tensor, scale: Tensor, found: Tensor) -> None:
+    def _step_group(self, group: dict[str, Any], flag: Tensor, norm: Tensor, scale: Tensor, found_inf: Tensor) -> None:
         # on the device, so that a skipped step counts without a wait
         group["step"] += (flag == 0).to(torch.int32)
         beta1, beta2 = group["betas"]
         numbers = (
             group["lr"], beta1, beta2, group["eps"], group["step"], group["bias_correction"], group["weight_decay"],
             group["grad_averaging"], self.adam_w_mode, norm, self.defaults["max_grad_norm"] * scale, self.use_nvlamb,
-            found, scale.double().reciprocal().float(),
+            found_inf, scale.double().reciprocal().float(),
         )  # fmt: skip
         # apart: only parameters with copies have a fifth list, of the results rounded to their dtype
         for copied in (False, True):

@@ -432,8 +432,8 @@ def _wide(x: Tensor) -> Tensor:
 
 def norms_of(tensors: Sequence[Tensor], kind: float) -> Sequence[Tensor]:
     """The norm of each; 0 of a tensor without elements, where torch knows no largest magnitude."""
-    found = torch._foreach_norm([x if x.numel() else x.new_zeros(1) for x in tensors], kind)
-    return [_over_shards(norm) for norm in found]
+    norms = torch._foreach_norm([x if x.numel() else x.new_zeros(1) for x in tensors], kind)
+    return [_over_shards(norm) for norm in norms]
 
 
 def _over_shards(norm: Tensor) -> Tensor:

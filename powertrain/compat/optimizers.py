@@ -75,9 +75,11 @@ class FusedAdam(AdamW):
                 loss = closure()
         state, scale = scaler._per_optimizer_states[id(self)], scaler._get_scale_async()
         unscaled = state["stage"] is OptState.UNSCALED
-        found = scaler._found_inf_per_device(self) if unscaled else scaler._check_inf_per_device(self)
+        found_inf = scaler._found_inf_per_device(self) if unscaled else scaler._check_inf_per_device(self)
         self.grad_scale = None if unscaled else scale
-        self.found_inf = torch.stack([torch.zeros_like(scale), *(t.to(scale.device) for t in found.values())]).sum(0)
+        self.found_inf = torch.stack([torch.zeros_like(scale), *(t.to(scale.device) for t in found_inf.values())]).sum(
+            0
+        )
         try:
             self._step(None, **options)
         finally:

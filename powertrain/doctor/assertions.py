@@ -2,7 +2,7 @@
 
 import re
 
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 
 # what a condition asks -> what it means that it is false, and what to do
 _KINDS = (
@@ -36,9 +36,9 @@ _KINDS = (
 )
 
 
-def failed_check(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def failed_check(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     """The condition of the assert above the message; None: the traceback does not show it."""
-    for line in reversed(passage.above[-4:]):
+    for line in reversed(excerpt.above[-4:]):
         if match := re.search(r"(?:^|[\s>|│❱])assert[ (]\(?(?P<check>.{2,160})", line):
             check = match["check"].split(', f"')[0].split(', "')[0].split(", '")[0].rstrip(" ,\\|│(")
             for pattern, meaning, advice in _KINDS:

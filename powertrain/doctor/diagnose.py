@@ -9,9 +9,9 @@ from typing import Literal
 from powertrain.doctor.causes import CAUSES, Cause
 from powertrain.doctor.causes.cause import Derive
 from powertrain.doctor.causes.covers import COVERS
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.literals import literals_of
 from powertrain.doctor.log import Log
-from powertrain.doctor.passage import Passage
 
 Language = Literal["en", "zh"]
 
@@ -141,10 +141,10 @@ def _search_derived(cause: Cause, derive: Derive, log: Log) -> Diagnosis | None:
         telling = ((start, match) for start, match in lines if match and not _USUAL.search(match.string))
         matches += islice(telling, _MOST_DERIVED)
     for start, match in sorted(matches, key=lambda pair: pair[0]):
-        found = _diagnosis(cause, log, start, match)
-        groups = derive(found.groups, Passage(log.above(start, _ABOVE), match.string, log.below(start, _BELOW)))
+        diagnosis = _diagnosis(cause, log, start, match)
+        groups = derive(diagnosis.groups, Excerpt(log.above(start, _ABOVE), match.string, log.below(start, _BELOW)))
         if groups is not None:
-            return Diagnosis(cause, found.line, found.evidence, {**found.groups, **groups})
+            return Diagnosis(cause, diagnosis.line, diagnosis.evidence, {**diagnosis.groups, **groups})
     return None
 
 

@@ -2,17 +2,17 @@
 
 import re
 
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.frames import code_line, packages
-from powertrain.doctor.passage import Passage
 
 _NAME = r"[A-Za-z_][\w.]*(?:\([^()]*\))?(?:\[[^\[\]]*\])?"
 
 
-def none_value(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+def none_value(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str]:
     """what: the expression, or "a value"; where: the library; advice: the remedy for both."""
-    code = code_line(passage.above)
+    code = code_line(excerpt.above)
     expression = _expression(code, groups.get("attribute"))
-    found = packages(passage.above)
+    found = packages(excerpt.above)
     # the last frame's package used None, the one before it made the call
     if len(found) > 1:
         where = f" inside {found[-1]}, called by {found[-2]}"

@@ -1,6 +1,6 @@
 """Why no xFormers operator supports a call: the reasons listed below its message, each once, and their remedies."""
 
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 
 # a reason in the text -> what to do; the first that holds comes first
 _ADVICE = (
@@ -15,11 +15,11 @@ _ADVICE = (
 _MOST = 4
 
 
-def refusals(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+def refusals(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str]:
     """The reasons that the lines below give, and the advice that follows from them."""
-    said = [line.strip() for line in passage.below if line.startswith((" ", "\t")) and ":" not in line[:24]]
+    said = [line.strip() for line in excerpt.below if line.startswith((" ", "\t")) and ":" not in line[:24]]
     reasons = [line for line in dict.fromkeys(said) if any(word in line for word, _ in _ADVICE) or "> " in line]
-    text = "\n".join([passage.line, *passage.below])
+    text = "\n".join([excerpt.line, *excerpt.below])
     advice = next((one for word, one in _ADVICE if word in text), "read the reasons in the log")
     shown = "; ".join(reasons[:_MOST])
     return {"reasons": f": {shown}" if shown else "; its reasons stand below", "advice": advice}

@@ -98,8 +98,8 @@ def lacking_parameter(function: str, name: str, text: str) -> Change | None:
 def package_of_class(name: str) -> str | None:
     """The one package whose history has a class or function of that name."""
     owners = re.compile(rf"{re.escape(name)}(?:[.(]|$)")
-    found = [package for package, known in history().items() if any(map(owners.match, known["names"]))]
-    return found[0] if len(found) == 1 else None
+    candidates = [package for package, known in history().items() if any(map(owners.match, known["names"]))]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _known(name: str) -> Change | None:
@@ -134,10 +134,10 @@ def _with_history(module: str) -> str | None:
 
 def _anywhere(name: str, text: str) -> Change | None:
     """The change of a name in the one package that has it, or in the one of them that the text names."""
-    found = list(_changes(name))
-    if len(found) > 1:
-        found = [one for one in found if f"/{one.package}/" in text or f"\\{one.package}\\" in text] or found
-    return found[0] if len(found) == 1 else None
+    changes = list(_changes(name))
+    if len(changes) > 1:
+        changes = [one for one in changes if f"/{one.package}/" in text or f"\\{one.package}\\" in text] or changes
+    return changes[0] if len(changes) == 1 else None
 
 
 def _changes(name: str) -> Iterator[Change]:

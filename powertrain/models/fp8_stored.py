@@ -109,10 +109,10 @@ class FP8Tensors(Mapping[str, Tensor]):
         )
 
     def __getitem__(self, name: str) -> Tensor:
-        found = self.stored(name)
-        if isinstance(found, Tensor):
-            return found
-        data, scales = found
+        stored = self.stored(name)
+        if isinstance(stored, Tensor):
+            return stored
+        data, scales = stored
         return data.float() * scales.spread(data.shape[0], data.shape[1])
 
     def __iter__(self) -> Iterator[str]:

@@ -24,8 +24,8 @@ class MixtureLM(CausalLM):
         if labels is None or not self.training or not weight:
             return loss
         losses: list[Any] = [m.balance_loss for m in self.moe_layers]
-        if torch.is_grad_enabled() and any(m.router.weight.requires_grad and not found.requires_grad
-                                           for m, found in zip(self.moe_layers, losses, strict=True)):  # fmt: skip
+        if torch.is_grad_enabled() and any(m.router.weight.requires_grad and not balance.requires_grad
+                                           for m, balance in zip(self.moe_layers, losses, strict=True)):  # fmt: skip
             raise RuntimeError(
                 "model.balance_loss must be 0 where layers of experts run without gradients, as in a checkpoint with "
                 f"use_reentrant=True (use_reentrant=False, or a layer's `recompute`, keeps them), got {weight}"

@@ -195,8 +195,8 @@ def read_adapter(folder: Path, config: ModelConfig | None) -> dict[str, Adapter]
     # `read_value` reads it, of a model of ours
     if config is not None:
         tensors.pop(_PREFIX + SCORE, None)
-    found = _by_layer(file, tensors, values)
-    return found if config is None else _as_ours(file, config, found)
+    adapters = _by_layer(file, tensors, values)
+    return adapters if config is None else _as_ours(file, config, adapters)
 
 
 def read_value(folder: Path, config: ModelConfig | None) -> Tensor | None:

@@ -39,8 +39,8 @@ def token_rewards(model: Any, tokens: Tensor) -> Tensor:
     """The reward at every token [B, S], float32."""
     if not hasattr(model, "value"):
         raise ValueError("rewards: model must have a value head (objective reward), got none")
-    found: Tensor = model(tokens, read=lambda states, weight, bias: model.value(states)[..., 0].float())
-    return found
+    values: Tensor = model(tokens, read=lambda states, weight, bias: model.value(states)[..., 0].float())
+    return values
 
 
 class NoHead(nn.Module):

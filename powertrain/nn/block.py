@@ -46,13 +46,13 @@ class Layer(nn.Module):
             return checkpoint(self.compute, x, residual, context, use_reentrant=False, **options)
 
         def routed(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
-            found: list[Tensor] = []
-            return *self.compute(x, residual, context._replace(routed=found)), *found
+            routed_tensors: list[Tensor] = []
+            return *self.compute(x, residual, context._replace(routed=routed_tensors)), *routed_tensors
 
         # kept outside: inside, torch.compile takes no change of a module, and recomputing would count again
-        y, stream, *found = checkpoint(routed, x, residual, use_reentrant=False, **options)
-        if found:  # a user's forward in place of the module's may keep nothing
-            mlp.keep(*found)
+        y, stream, *routed_tensors = checkpoint(routed, x, residual, use_reentrant=False, **options)
+        if routed_tensors:  # a user's forward in place of the module's may keep nothing
+            mlp.keep(*routed_tensors)
         return y, stream
 
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:

@@ -19,10 +19,10 @@ def fp8_dispatch(model: nn.Module, recipe: Recipe | None) -> Report:
     rounding them where they arrive. Results and gradients are sent in the rows' dtype (`spread_experts`).
     Every rank makes the same call. Raises ValueError for a model without experts.
     """
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
-    checks.require(bool(found), "fp8_dispatch", "model", "have experts (powertrain.nn.moe.Experts)", "none")
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+    checks.require(bool(layers), "fp8_dispatch", "model", "have experts (powertrain.nn.moe.Experts)", "none")
     report = Report()
-    for name, experts in found:
+    for name, experts in layers:
         if why := _why_not(experts, recipe):
             report.left.append(Part(name, why=why))
             continue

@@ -185,12 +185,13 @@ def _forward(
             values, top_indices[rows] = logits.topk(top_k)
             top[rows] = z_of(values, options)
         if teacher_x is not None and teacher_weight is not None and divergence is not None:
-            taught = linear(teacher_x[rows], teacher_weight, teacher_bias, teacher_scratch[:count])
+            teacher_logits = linear(teacher_x[rows], teacher_weight, teacher_bias, teacher_scratch[:count])
             teacher_options = options._replace(softcap=teacher_softcap)
             launch_stats(
-                taught, target[rows], teacher_options, own[3:5], None, None, 0, V, batch_invariant=batch_invariant
-            )
-            launch_divergence(logits, taught, own[:2], own[3:5], options, divergence[rows], own[5])
+                teacher_logits, target[rows], teacher_options, own[3:5], None, None, 0, V,
+                batch_invariant=batch_invariant,
+            )  # fmt: skip
+            launch_divergence(logits, teacher_logits, own[:2], own[3:5], options, divergence[rows], own[5])
     finish(outputs[:6], target, ignore_index)
     return outputs
 
@@ -264,18 +265,18 @@ def _bwd(
     grads = _bwd_outputs(
         dlog_probs, dentropy, ddivergence, x, weight, bias, target, stats, None, None, None, None, main_grad, *needs
     )
-    taught = teacher_x if ddivergence is not None else None
+    teacher_rows = teacher_x if ddivergence is not None else None
 
     def make_dlogits(logits: Tensor, cols: slice) -> None:
         teacher = None
-        if taught is not None and teacher_weight is not None:
+        if teacher_rows is not None and teacher_weight is not None:
             part = None if teacher_bias is None else teacher_bias[cols]
-            teacher = logits_into(taught, teacher_weight[cols], part, new_scratch(x, *logits.shape))
+            teacher = logits_into(teacher_rows, teacher_weight[cols], part, new_scratch(x, *logits.shape))
         launch_grads(
             logits, teacher, target, stats, (dlog_probs, dentropy, ddivergence), options, cols.start, weight.shape[0]
         )
 
-    others = int(taught is not None)
+    others = int(teacher_rows is not None)
     grads_by_vocab_blocks(make_dlogits, x, weight, bias, grads, main_grad, needs, other_logits=others, kept=kept)
     return grads
 
@@ -297,8 +298,8 @@ def _backward(
         return (None,) * 17
     op = _bwd_op if ctx.main_grad is None else _bwd_into_op
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    found = op(*grads, *ctx.saved_tensors, ctx.main_grad, *ctx.options, need_dx, need_dw, need_db)
-    dx, dw, db = found if ctx.main_grad is None else (found[0], None, found[1])
+    results = op(*grads, *ctx.saved_tensors, ctx.main_grad, *ctx.options, need_dx, need_dw, need_db)
+    dx, dw, db = results if ctx.main_grad is None else (results[0], None, results[1])
     dw = None if ctx.main_grad is not None else wanted(dw, need_dw)
     return (wanted(dx, need_dx), dw, wanted(db, need_db), *(None,) * 14)
 
@@ -405,13 +406,13 @@ def linear_log_probs(
         )  # fmt: skip
     leaves = (x, weight) if bias is None else (x, weight, bias)
     keep_logits = keep_logits and torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
-    taught: list[Tensor | None] = [None, None, None]
+    teacher_tensors: list[Tensor | None] = [None, None, None]
     shape = (0.0, 0.0)
     if teacher is not None:
-        taught = [None if t is None else t.detach() for t in (as_rows(teacher.x), *teacher[1:3])]
+        teacher_tensors = [None if t is None else t.detach() for t in (as_rows(teacher.x), *teacher[1:3])]
         shape = (float(teacher.softcap or 0.0), float(teacher.beta))
     results = _fwd_op(
-        as_rows(x), weight, bias, as_flat(target), *taught, main_grad,
+        as_rows(x), weight, bias, as_flat(target), *teacher_tensors, main_grad,
         int(ignore_index), float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant,
         keep_logits,
     )[:5]  # fmt: skip

@@ -121,8 +121,8 @@ def _forward(
 
 def _with_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
     # no view to autograd, which would refuse to change it in place
-    found: Tensor = torch.ops.aten._unsafe_view(x, shape)
-    return found
+    view: Tensor = torch.ops.aten._unsafe_view(x, shape)
+    return view
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -355,10 +355,12 @@ def _check(
     _check_experts(op, offsets.shape[0], overlap, capacity)
     good = gate_up.dim() == 3 and gate_up.shape[1] % 2 == 0
     checks.require(good, op, "gate_up", "be [E/W, 2I, H]", list(gate_up.shape))
-    mine, width, hidden = offsets.shape[0] // overlap.size, gate_up.shape[1], rows.shape[1]
+    local_experts, width, hidden = offsets.shape[0] // overlap.size, gate_up.shape[1], rows.shape[1]
     why = f"experts on each of {overlap.size} ranks, gate and up, last dim of rows"
-    checks.shape(op, "gate_up", gate_up, (mine, width, hidden), why)
-    checks.shape(op, "down", down, (mine, hidden, width // 2), "experts here, last dim of rows, half of gate_up's")
+    checks.shape(op, "gate_up", gate_up, (local_experts, width, hidden), why)
+    checks.shape(
+        op, "down", down, (local_experts, hidden, width // 2), "experts here, last dim of rows, half of gate_up's"
+    )
     for name, weight in (("gate_up", gate_up), ("down", down)):
         good = weight.dtype is rows.dtype
         checks.require(good, op, name, f"have rows' dtype {checks.name(rows.dtype)}", checks.name(weight.dtype))
@@ -391,7 +393,7 @@ def moe_experts(
 
 
 @torch.no_grad()
-def rehearse_experts(rows: Tensor, gate_up: Tensor, down: Tensor, size: int, wire: Row | Block | None = None) -> None:
+def record_experts(rows: Tensor, gate_up: Tensor, down: Tensor, size: int, wire: Row | Block | None = None) -> None:
     """Launch on meta tensors the kernels of `spread_experts` on each of `size` ranks, to record them.
 
     rows [N, H]: as many as a rank sends; gate_up [E, 2I, H], down [E, H, I]: all experts'.

@@ -218,8 +218,8 @@ def _start_columns(
         if x is not None:
             return scaling.quantized(gathering.whole, COLUMNS, rows=False).columns, gathering.finish
         there = dict(zip(gathering.order, parts, strict=True))
-        found = [form.unpack(there[rank], K, count, x_inv) for rank, count in enumerate(rows.counts)]
-        return _side_by_side(found, rows), gathering.finish
+        gathered = [form.unpack(there[rank], K, count, x_inv) for rank, count in enumerate(rows.counts)]
+        return _side_by_side(gathered, rows), gathering.finish
 
     return wait
 

@@ -178,8 +178,8 @@ class _ArrivingGrad:
         if self.scale_inv is None:
             return bias_grad(self.handle.whole)
         acc = acc_dtype(self.dy.dtype)
-        mine = self.dy.sum(0, keepdim=True, dtype=acc)
-        everyone = self.overlap.transport.all_gather(mine, RowCounts((1,) * self.overlap.size))
+        local_sum = self.dy.sum(0, keepdim=True, dtype=acc)
+        everyone = self.overlap.transport.all_gather(local_sum, RowCounts((1,) * self.overlap.size))
         return everyone.sum(0).to(self.dy.dtype)
 
 
@@ -252,5 +252,5 @@ def fp8_gemm_reduce_scatter(
     overlap.transport.compare(f"{op} by {recipe}", tuple(rows), [x[:0], weight, bias])
     keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     y = _scatter_op(x, weight, bias, list(rows), overlap.key_for(layer), *scaling, keep)
-    found: Tensor = y[0] if isinstance(y, tuple) else y
-    return found
+    out: Tensor = y[0] if isinstance(y, tuple) else y
+    return out

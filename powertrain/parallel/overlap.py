@@ -104,11 +104,11 @@ class Overlap:
     def exchange_rows(self, count: int) -> list[int]:
         """Every rank's count, for calls whose ranks hold different numbers of rows. Waits for the others' counts."""
         device = "cuda" if self.transport.on_gpus else "cpu"
-        mine = torch.tensor([count], device=device)
-        gathered = mine.new_empty(self.size)
+        local_count = torch.tensor([count], device=device)
+        gathered = local_count.new_empty(self.size)
         # by a collective of the group: it has to be called by all ranks anyway
-        with self.transport.waiting("exchange of row counts", mine):
-            dist.all_gather(list(gathered.split(1)), mine, group=self.group)
+        with self.transport.waiting("exchange of row counts", local_count):
+            dist.all_gather(list(gathered.split(1)), local_count, group=self.group)
         counts: list[int] = gathered.tolist()
         return counts
 

@@ -165,8 +165,8 @@ def multiply_all_reduce(xs: Tensors, weights: Tensors, bias: Maybe, overlap: Ove
     # any number of rows: the first ranks take one more
     rows = RowCounts(tuple(count // size + (rank < count % size) for rank in range(size)))
     # in two halves, since the first overlaps with its products; an all-reduce begins when all are done
-    mine = multiply_scatter(xs, weights, bias, rows, overlap, meanwhile)
-    return overlap.transport.all_gather(mine, rows)
+    local_rows = multiply_scatter(xs, weights, bias, rows, overlap, meanwhile)
+    return overlap.transport.all_gather(local_rows, rows)
 
 
 def pairs_with_grad(tensors: Sequence[Maybe]) -> list[tuple[int, Tensor, Tensor]]:

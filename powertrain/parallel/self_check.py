@@ -33,13 +33,13 @@ def products_are_right(overlap: Overlap, device: torch.device) -> bool:
         return (torch.arange(rows * columns, device=device) % 5).view(rows, columns).to(torch.bfloat16)
 
     x, up, down = whole(4 * size, 8), whole(8 * size, 8), whole(8, 8 * size)
-    mine, part = slice(4 * rank, 4 * rank + 4), slice(8 * rank, 8 * rank + 8)
-    y = gemm_reduce_scatter(all_gather_gemm(x[mine], up[part], overlap), down[:, part], overlap)
+    local_rows, part = slice(4 * rank, 4 * rank + 4), slice(8 * rank, 8 * rank + 8)
+    y = gemm_reduce_scatter(all_gather_gemm(x[local_rows], up[part], overlap), down[:, part], overlap)
     # the reference rounds where the ranks do: after the first product, and each rank's part of the second
     h = (x.double() @ up.double().T).bfloat16().double()
     parts = [h[:, 8 * r : 8 * r + 8] @ down[:, 8 * r : 8 * r + 8].double().T for r in range(size)]
     expected = sum((p.bfloat16().float() for p in parts), torch.zeros_like(parts[0], dtype=torch.float32))
-    return torch.equal(y, expected.bfloat16()[mine])
+    return torch.equal(y, expected.bfloat16()[local_rows])
 
 
 def main() -> None:

@@ -87,18 +87,18 @@ def candidates(module: nn.Module) -> list[Candidate]:
         ]
     if len(inner) == 1:
         return [(f"linear_activation, {kind}", _first(next(iter(inner)), kind)) for kind in _PLAIN]
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     # in and out may be square, so both orders are tried
     for first, second in itertools.permutations(inner):
         if inner[second].in_features == inner[first].out_features:
-            found += [(f"linear_activation, {kind}", _plain(first, second, kind)) for kind in _PLAIN]
+            candidates += [(f"linear_activation, {kind}", _plain(first, second, kind)) for kind in _PLAIN]
         if 2 * inner[second].in_features == inner[first].out_features:
-            found += [
+            candidates += [
                 (f"gated_activation, {kind}, {order}", _packed(first, second, kind, order))
                 for kind in _GATED
                 for order in ("gate_first", "up_first")
             ]
-    return found
+    return candidates
 
 
 def _separate(gate: str, up: str, down: str, kind: str) -> Callable[..., Any]:

@@ -44,18 +44,18 @@ def candidates(module: nn.Module) -> list[Candidate]:
     """In the order in which they are preferred where several compute the same bits."""
     eps = _eps(module)
     assert eps is not None
-    found = []
+    candidates = []
     # "llama" rounds the normalized value before the weight, "te" after the product: they differ in the last bit of
     # bfloat16
     for casting in ("llama", "te"):
         # Gemma's weight is stored as w - 1
         for zero_centered in (False, True):
             name = f"rms_norm, {casting} casting" + (", weight + 1" if zero_centered else "")
-            found.append((name, _rms(eps, casting, zero_centered)))
+            candidates.append((name, _rms(eps, casting, zero_centered)))
     for zero_centered in (False, True):
         name = "layer_norm" + (", weight + 1" if zero_centered else "")
-        found.append((name, _layer(eps, zero_centered)))
-    return found
+        candidates.append((name, _layer(eps, zero_centered)))
+    return candidates
 
 
 def _rms(eps: float, casting: Any, zero_centered: bool) -> Callable[..., Any]:

@@ -274,15 +274,15 @@ def _patch_loss(model: Any, report: Report) -> None:
         return
     name = type(model).__name__
     reason = replace.OTHERS if replace.is_others(model) else loss.why_not(model)
-    found = reason or loss.find(model)
-    if isinstance(found, str):
-        report.add(Part(loss.KIND, name, why=found))
+    outcome = reason or loss.find(model)
+    if isinstance(outcome, str):
+        report.add(Part(loss.KIND, name, why=outcome))
         return
-    replace.install(model, loss.KIND, found[1])
+    replace.install(model, loss.KIND, outcome[1])
     vocabulary = model.get_output_embeddings().out_features
     # logits and their gradient, 16 and 32 bits each
     saved = vocabulary * 12 * 8192 / 2**30
-    report.add(Part(loss.KIND, name, found[0], gain=f"about {saved:.1f} GiB of logits less at 8192 tokens"))
+    report.add(Part(loss.KIND, name, outcome[0], gain=f"about {saved:.1f} GiB of logits less at 8192 tokens"))
 
 
 _STEPS: dict[str, Callable[[nn.Module, Report], None]] = {

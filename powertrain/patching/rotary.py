@@ -74,14 +74,14 @@ def find(
 
     heads  of q, of k, head dim
     """
-    found: dict[str, Rotate] = {}
+    functions: dict[str, Rotate] = {}
     for name, rotate in theirs.items():
         # compared in the dtype that the model will have
         ours = _find(rotate, cos.to(dtype), sin.to(dtype), heads)
         if isinstance(ours, str):
             return f"{name}: {ours}"
-        found[name] = ours
-    return found
+        functions[name] = ours
+    return functions
 
 
 def _find(rotate: Rotate, cos: Tensor, sin: Tensor, heads: tuple[int, int, int]) -> Rotate | str:

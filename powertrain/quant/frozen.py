@@ -77,11 +77,11 @@ class FrozenWeight(GatheredWeight):
         return _restored, (data.view(torch.uint8), scale_inv, *facts)
 
     def __deepcopy__(self, memo: Any) -> "FrozenWeight":
-        found: Any = self.clone()
+        weight: Any = self.clone()
         if isinstance(self, nn.Parameter):
-            found = nn.Parameter(found, requires_grad=self.requires_grad)
-        memo[id(self)] = found
-        return found
+            weight = nn.Parameter(weight, requires_grad=self.requires_grad)
+        memo[id(self)] = weight
+        return weight
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FrozenWeight({list(self.shape)}, {self.dtype}, {self.quantized.data.dtype})"
@@ -130,7 +130,7 @@ def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     unknown = [name for name in stored if name not in names]
     checks.require(not unknown, op, "stored", "name parameters of the model", unknown[:3])
-    found: list[tuple[str, nn.Linear, Quantized, Recipe]] = []
+    matches: list[tuple[str, nn.Linear, Quantized, Recipe]] = []
     for name, quantized in stored.items():
         path, _, kind = name.rpartition(".")
         layer = model.get_submodule(path)
@@ -139,9 +139,9 @@ def keep_frozen(model: nn.Module, stored: Mapping[str, Quantized]) -> Report:
             report.left.append(Part(path, why=why))
             continue
         assert isinstance(layer, nn.Linear)
-        found.append((path, layer, quantized, _recipe(op, name, quantized, layer)))
+        matches.append((path, layer, quantized, _recipe(op, name, quantized, layer)))
     # none is changed unless all can be
-    for path, layer, quantized, recipe in found:
+    for path, layer, quantized, recipe in matches:
         _hold(layer, quantized, recipe)
         report.quantized.append(Part(path, recipe))
     call_layers(model)

@@ -61,8 +61,8 @@ class GatheredWeight(Tensor):
 
         For `fp8_linear`, which reads no value of a weight whose copies it has.
         """
-        found: Tensor = _StandIn.apply(self)
-        return found
+        gathered: Tensor = _StandIn.apply(self)
+        return gathered
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GatheredWeight({list(self.shape)}, {self.dtype}, {self.quantized.data.dtype})"

@@ -178,7 +178,7 @@ def shared_weights(model: nn.Module) -> Iterator[None]:
     For gradient accumulation: nothing may change the weights inside. Costs two bytes an element of the weights while it
     lasts. Layers whose weights FSDP shards quantize each time, as those bytes would undo the sharding (with
     `fp8_all_gather` in each gather); so does compiled code, which cannot know which call is the first.
-    Raises ValueError if `model` is no nn.Module.
+    Raises ValueError for a model that is no nn.Module.
     """
     checks.require(isinstance(model, nn.Module), "shared_weights", "model", "be an nn.Module", type(model).__name__)
     layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not isinstance(m.weight, DTensor)]

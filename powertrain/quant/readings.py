@@ -104,12 +104,12 @@ class Readings:
             rows = as_rows(values.detach())
             self._note(name, "kept", _compared(rows, fp8_quantize(rows, "group", columns=False, measure=True), "e4m3"))
 
-    def _note(self, name: str, role: str, found: Tensor, repeats: Tensor | None = None) -> None:
+    def _note(self, name: str, role: str, amax: Tensor, repeats: Tensor | None = None) -> None:
         key = (name, role)
         # the same operations in the first call as in later ones: selective recomputation counts them
-        self._found[key] = torch.maximum(self._found.get(key, found), found)
+        self._found[key] = torch.maximum(self._found.get(key, amax), amax)
         # the share so far, of which the last one counts
-        self._repeats[key] = found.new_full((1,), -1.0) if repeats is None else repeats
+        self._repeats[key] = amax.new_full((1,), -1.0) if repeats is None else repeats
 
 
 def _measured(layer: FP8State, role: int, x: Tensor) -> Tensor:
@@ -142,10 +142,11 @@ def _compared(x: Tensor, copies: Copies, format: str) -> Tensor:
 def watch(model: nn.Module) -> Iterator[Readings]:
     """Context that measures the operands of every FP8 layer in forward and backward; results keep their bits.
 
-    Of a gated MLP that keeps gate and up in FP8 (`quantize_model(keep="fp8")`) these two are measured too, in the role
-    "kept". Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode
-    only. The host does not wait for the device before `Readings.list()`. Of a layer with DoRA dy is the one before its
-    magnitude. Weights gathered in FP8 are left out. Raises ValueError if `model` is no nn.Module.
+    Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode only. The
+    host waits for the device in `Readings.list()` only. In a gated MLP that keeps gate and up in FP8
+    (`quantize_model(keep="fp8")`) both are measured too, in the role "kept". In a layer with DoRA, dy is the gradient
+    before its magnitude. Weights gathered in FP8 are left out.
+    Raises ValueError for a model that is no nn.Module.
     """
     checks.require(isinstance(model, nn.Module), "watch", "model", "be an nn.Module", type(model).__name__)
     # hooks, so that the layers' own code measures nothing in other steps

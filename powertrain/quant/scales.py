@@ -60,7 +60,7 @@ def updated(amaxes: Values, histories: Values, scales: Values, recipe: Tensor) -
     histories = torch.cat([amaxes[..., None], histories[..., :-1]], -1)
     largest = histories[..., 0] if recipe.most_recent else histories.amax(-1)
     formats = ("e4m3", "e4m3", grad_format(recipe))
-    found = torch.stack([scale_of(largest[:, role], f, recipe.power_of_two) for role, f in enumerate(formats)], 1)
+    new_scales = torch.stack([scale_of(largest[:, role], f, recipe.power_of_two) for role, f in enumerate(formats)], 1)
     # 0 would say that none is known, and the next step would take its tensors' own
-    found = (found * 2.0**-recipe.margin).clamp(min=torch.finfo(found.dtype).tiny)
-    return histories, torch.where(largest > 0, found, scales)
+    new_scales = (new_scales * 2.0**-recipe.margin).clamp(min=torch.finfo(new_scales.dtype).tiny)
+    return histories, torch.where(largest > 0, new_scales, scales)

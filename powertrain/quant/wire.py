@@ -94,7 +94,7 @@ class _Sharded(NamedTuple):
 
 
 def _sharded_weights(model: nn.Module) -> dict[nn.Module, _Sharded]:
-    found: dict[nn.Module, _Sharded] = {}
+    sharded: dict[nn.Module, _Sharded] = {}
     for owner in model.modules():
         if not isinstance(owner, FSDPModule):
             continue
@@ -102,8 +102,8 @@ def _sharded_weights(model: nn.Module) -> dict[nn.Module, _Sharded]:
         # PyTorch 2.11 has one group of parameters a module, later versions a list
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         params = [param for group in groups if group is not None for param in group.fsdp_params]
-        found |= {p._module_info.module: _Sharded(p, owner) for p in params if p._module_info.param_name == "weight"}
-    return found
+        sharded |= {p._module_info.module: _Sharded(p, owner) for p in params if p._module_info.param_name == "weight"}
+    return sharded
 
 
 def _why_not(layer: FP8Linear, sharded: _Sharded | None) -> str | None:

@@ -19,9 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from powertrain.runtime import flops as flop_counting
-from powertrain.runtime import kinds, nodes, positional, recording, replay, steering, tracing
+from powertrain.runtime import invalidation, kinds, nodes, positional, recording, replay, tracing
 from powertrain.runtime import sharding as dtensors
-from powertrain.runtime.compile.rehearsal import rehearsal
+from powertrain.runtime.compile.backward_ahead import backward_ahead
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.op_names import op_names
 from powertrain.runtime.settings import settings
@@ -162,7 +162,7 @@ class Op:
         self.setup_context, self.num_results, self.usual_gradients = setup_context, num_results, usual_gradients
         self.replays = replays
         self._tapes = replay.Table(self.name, replay.Recorder.op_tape)
-        self._rehearsed: set[Any] = set()
+        self._compiled_backwards: set[Any] = set()
         qualified = f"powertrain::{self.name}"
         try:
             _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -214,13 +214,13 @@ class Op:
             return self.run(args)
         # a failure in backward would be too late: the forward has run with our kernel by then
         if settings().on_compile_failure == "reference":
-            self._rehearse_backward(args)
+            self._compile_backward_first(args)
         # the backward's kernels compile beside the forward's
-        before, rehearsal.wanted = rehearsal.wanted, functools.partial(self._compile_backward_ahead, args)
+        before, backward_ahead.wanted = backward_ahead.wanted, functools.partial(self._compile_backward_ahead, args)
         try:
             return self.apply(*args)
         finally:
-            rehearsal.wanted = before
+            backward_ahead.wanted = before
 
     def _refuse_forward_mode(self, args: tuple[Any, ...]) -> None:
         """torch.library drops tangents of tensors that want no gradient, without a word."""
@@ -258,17 +258,17 @@ class Op:
 
         return call
 
-    def _rehearse_backward(self, args: tuple[Any, ...]) -> None:
+    def _compile_backward_first(self, args: tuple[Any, ...]) -> None:
         """Compile the backward's kernels now, while the whole op can still fall back to plain PyTorch."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         key = tuple((t.dtype, t.shape, t.requires_grad) if isinstance(t, Tensor) else t for t in args)
-        if key in self._rehearsed or tensors[0].device.type != "cuda":
+        if key in self._compiled_backwards or tensors[0].device.type != "cuda":
             return
         from powertrain.runtime.compile.service import entry_for
 
         for spec in self._backward_specs(args):
             entry_for(spec)
-        self._rehearsed.add(key)
+        self._compiled_backwards.add(key)
 
     def _compile_backward_ahead(self, args: tuple[Any, ...]) -> None:
         """Compile the backward's kernels in other threads: called when a kernel of the forward begins to compile."""
@@ -331,7 +331,7 @@ def _changed() -> None:
     seen = None
     while seen != (seen := list(_holds)):
         disabled_ops = tuple(sorted({name for names in seen for name in names}))
-    steering.changed()
+    invalidation.changed()
 
 
 class disable:
@@ -383,12 +383,12 @@ def named_spans(wanted: bool = True) -> Iterator[None]:
         _spans = before
 
 
-def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Callable[[F], F]:
+def falls_back(name: str, depends_on: Callable[[], Any] = lambda: None) -> Callable[[F], F]:
     """Let a public op fall back to plain PyTorch if its kernel cannot be compiled and the user allows it.
 
     With POWERTRAIN_ON_COMPILE_FAILURE=reference a CompileError (a deadline passed, a compiler died) is logged once, the
     op is disabled for the rest of the process, and the call is repeated. Repeated eager calls are replayed
-    (runtime/replay.py); `steered_by` returns the values, beside arguments and settings of the process, on which
+    (runtime/replay.py); `depends_on` returns the values, beside arguments and settings of the process, on which
     their way depends.
     """
 
@@ -435,7 +435,7 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 return whole(args, kwargs)
             signature = replay.signature_of((*args, *kwargs.values()))
             if signature is not None:
-                key = signature.key, tuple(kwargs), steered_by()
+                key = signature.key, tuple(kwargs), depends_on()
                 route = routes.find(key)
                 if route is not None:
                     return route.run(signature.tensors)

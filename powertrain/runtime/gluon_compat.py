@@ -97,7 +97,7 @@ def trouble() -> str | None:
 def why_not_hopper(target: Target) -> str | None:
     """Why no Gluon kernel for sm_90 runs on a target, or None."""
     if target.arch != 90:
-        return "it is made for sm_90"
+        return "it runs on sm_90 only"
     if settings().interpret:
         return "Gluon has no interpreter"
     return trouble()

@@ -102,15 +102,15 @@ class Loaded:
 
     def pointers(self, places: Sequence[int], zero: int) -> list[int]:
         """The pointer array for the driver, from the places of all arguments and of a zero."""
-        found: list[int] = []
+        indices: list[int] = []
         for type_, place in zip(self._types, places, strict=True):
             if type_ == "constexpr":
                 continue
-            found.append(place)
+            indices.append(place)
             if type_.startswith("tensordesc"):
                 rank = type_[: type_.index("]")].count(",") + 1
-                found += [zero] * (2 * rank)
-        return found
+                indices += [zero] * (2 * rank)
+        return indices
 
     def scratch(self, programs: int, device: int) -> list[Tensor]:
         """Memory for the hidden scratch pointers. Hold it until the launch is queued: the allocator then reuses it

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from powertrain.runtime.deferred_signals import deferred_signals
-from powertrain.runtime.uncollected import uncollected
+from powertrain.runtime.gc_disabled import gc_disabled
 
 _interrupted = ""  # the module whose import was
 _importing = threading.RLock()
@@ -65,7 +65,7 @@ def resolve(package: str, name: str, public: Mapping[str, str]) -> object:
     """
     if name not in public:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    with _one_thread_at_a_time(), deferred_signals(), uncollected():
+    with _one_thread_at_a_time(), deferred_signals(), gc_disabled():
         module = _imported(public[name])
     value = module if public[name] == f"{package}.{name}" else getattr(module, name)
     setattr(sys.modules[package], name, value)

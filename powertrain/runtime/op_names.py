@@ -16,12 +16,12 @@ _FUNCTIONS = {"AdamW": "adamw", "swiglu": "gated_activation", "geglu": "gated_ac
 
 def op_names(given: Iterable[str]) -> tuple[str, ...]:
     """The ops of these names, functions' names among them; "all" stands for every op. ValueError for another name."""
-    found = []
+    names = []
     for name in given:
         op = _FUNCTIONS.get(name, name)
         if op != "all" and op not in OPS:
             near = difflib.get_close_matches(name, [*OPS, *_FUNCTIONS, "all"], 1)
             meant = f"; did you mean {near[0]!r}?" if near else f": {', '.join(OPS)}, or all"
             raise ValueError(f"must name ops, got {name!r}{meant}")
-        found.append(op)
-    return tuple(found)
+        names.append(op)
+    return tuple(names)

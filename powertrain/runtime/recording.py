@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from powertrain.runtime import checks, steering
+from powertrain.runtime import checks, invalidation
 from powertrain.runtime.target import Target, pretended
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class _State:
             self.active = on or self._observers > 0
         # another thread's call that is being observed loses launches, or launches another target's kernels
         if on:
-            steering.changed()
+            invalidation.changed()
 
     @contextmanager
     def observed(self) -> Iterator[None]:

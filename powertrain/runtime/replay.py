@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from powertrain.runtime import steering, tracing
+from powertrain.runtime import invalidation, tracing
 from powertrain.runtime.call_recorder import OpRun, Recorder, observed_call, recorder
 from powertrain.runtime.plain_calls import observed
 from powertrain.runtime.signature import PLAIN, Signature, signature_of
@@ -181,11 +181,11 @@ class Table:
         self._finish = finish  # (recorder, result, stream) -> the recording, or None
         self._known: dict[Any, Any] = {}
         self._calls: dict[Any, int] = {}  # that went the whole way
-        self._epoch = steering.epoch  # in which the recordings were made
+        self._epoch = invalidation.epoch  # in which the recordings were made
 
     def bind(self, key: Any, signature: Signature, call: Callable[[], Any]) -> Any:
         """The result of a call that plain PyTorch computes; what computes it is kept as a `Route`."""
-        if len(self._known) >= _MOST_SIGNATURES or self._epoch is not steering.epoch:
+        if len(self._known) >= _MOST_SIGNATURES or self._epoch is not invalidation.epoch:
             self._forget()
         result, function = observed(signature.tensors, call)
         if function is not None:
@@ -193,7 +193,7 @@ class Table:
         return result
 
     def _forget(self) -> None:
-        self._epoch = steering.epoch
+        self._epoch = invalidation.epoch
         self._known.clear()
         self._calls.clear()
 
@@ -206,7 +206,7 @@ class Table:
         kernels, and not if two recordings have failed."""
         calls = self._calls.get(key, 0)
         if not 1 <= calls <= 2:
-            if not calls and (len(self._calls) >= _MOST_SIGNATURES or self._epoch is not steering.epoch):
+            if not calls and (len(self._calls) >= _MOST_SIGNATURES or self._epoch is not invalidation.epoch):
                 self._forget()
             self._calls[key] = max(calls, 1)
             return call()

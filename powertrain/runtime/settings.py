@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from powertrain.runtime import steering
+from powertrain.runtime import invalidation
 from powertrain.runtime.op_names import op_names
 
 # eleven days: no wait is meant to be longer, and the waits of threads and pipes take no infinite one
@@ -166,7 +166,7 @@ def reload() -> Settings:
     """Read the environment again."""
     global _current
     _current = None
-    steering.changed()
+    invalidation.changed()
     return settings()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from powertrain.runtime import recording, steering
+from powertrain.runtime import invalidation, recording
 from powertrain.runtime.call_recorder import index_of
 from powertrain.runtime.float32_products import fp32_precision
 from powertrain.runtime.settings import settings
@@ -137,10 +137,10 @@ def read({names}):
     if not ({first}.is_cuda or here.in_interpreter):
         return read_plain({names}) if {first}.is_cpu else None
     # read first: what changes from here on makes the signature one of the past
-    epoch = steering.epoch
+    epoch = invalidation.epoch
     try:
         {addresses}
-        if state.redirected or steering.unsettled:
+        if state.redirected or invalidation.unsettled:
             return None
         # a check ends the process at a nested tensor, whose strides are an error of C++
         if {any_nested}:
@@ -179,7 +179,7 @@ def read({names}):
 _PLAIN_SOURCE = (
     """
 def read_plain({names}):
-    epoch = steering.epoch
+    epoch = invalidation.epoch
     if {any_irregular} or settings().interpret:
         return None
 """
@@ -286,7 +286,7 @@ _NAMES: dict[str, Any] = {
     "are_empty": _are_empty,
     "are_interpreted": _are_interpreted,
     "sharing": _sharing,
-    "steering": steering,
+    "invalidation": invalidation,
     "state": recording.state,
     "settings": settings,
     "strided": torch.strided,

@@ -145,16 +145,16 @@ class _Source:
 
     def _layouts_of_outputs(self) -> dict[int, _Layout]:
         """storage -> the layout in which it is returned: an allocation is made in that one."""
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         for out in self._outputs:
             if out is None:
                 continue
             if not isinstance(out, Tensor):
                 raise NotReplayable("it returns more than tensors")
             # the gradient of x + residual is one tensor for both
-            if found.setdefault(out.untyped_storage()._cdata, out) is not out:
+            if tensors.setdefault(out.untyped_storage()._cdata, out) is not out:
                 raise NotReplayable("two results lie in one allocation")
-        return {storage: _Layout.of(out) for storage, out in found.items()}
+        return {storage: _Layout.of(out) for storage, out in tensors.items()}
 
     def _allocate(self, name: str, x: Tensor, outputs: dict[int, _Layout]) -> None:
         storage, layout = x.untyped_storage()._cdata, _Layout.of(x)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from powertrain.runtime import steering, tracing
+from powertrain.runtime import invalidation, tracing
 from powertrain.runtime.atomic_file import write_whole
 from powertrain.runtime.compile import kernel_store
 from powertrain.runtime.target import Target
@@ -124,7 +124,7 @@ def save(device: str, plans: dict[str, dict[str, Changes]], about: dict[str, Any
         merged = {name: {**tuned(device).get(name, {}), **table} for name, table in {**tuned(device), **plans}.items()}
         write_whole(path, json.dumps({**about, "device": device, "plans": merged}, indent=1, sort_keys=True).encode())
     tuned.cache_clear()
-    steering.changed()
+    invalidation.changed()
     return path
 
 
@@ -148,9 +148,9 @@ class session:
         global _tuning
         met.clear()
         forced.clear()
-        _tuning = steering.unsettled = True
+        _tuning = invalidation.unsettled = True
 
     def __exit__(self, *error: object) -> None:
         global _tuning
-        _tuning = steering.unsettled = False
+        _tuning = invalidation.unsettled = False
         forced.clear()

@@ -31,9 +31,9 @@ class _Finder(MetaPathFinder):
             return None
         ours = self.ours + fullname.removeprefix(self.name)
         # found under our name first: the spec must be the alias's, the module ours
-        found = importlib.util.find_spec(ours)
-        if found is not None:
-            return ModuleSpec(fullname, _Loader(ours), is_package=found.submodule_search_locations is not None)
+        spec = importlib.util.find_spec(ours)
+        if spec is not None:
+            return ModuleSpec(fullname, _Loader(ours), is_package=spec.submodule_search_locations is not None)
         # an import statement gets an error that lists the modules; importlib.util.find_spec gets None
         # the frame that asks tells an import statement from importlib.util.find_spec, which transformers and others
         # call to look whether a library is there

@@ -78,14 +78,14 @@ def explain(config: RunConfig, target: Target) -> tuple[Line, ...]:
     if config.parallel.expert > 1:
         check_expert(config.model, config.parallel.expert, _shard(config), config.parallel.tensor)
     parts = {part.name: part for part in (*report.quantized, *report.left)}
-    found: dict[tuple[object, ...], Line] = {}
+    lines: dict[tuple[object, ...], Line] = {}
     for name, part in _in_order(model, parts):
         for line in _lines(name, part, model.get_submodule(name), config, target):
             # equal layers of all blocks become one line with a count
             key = (line.name, line.shape, line.why)
-            before = found.get(key)
-            found[key] = line if before is None else replace(before, count=before.count + 1)
-    return tuple(found.values())
+            before = lines.get(key)
+            lines[key] = line if before is None else replace(before, count=before.count + 1)
+    return tuple(lines.values())
 
 
 def _lines(name: str, part: Part, layer: Any, config: RunConfig, target: Target) -> Iterator[Line]:

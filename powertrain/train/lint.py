@@ -16,7 +16,7 @@ from powertrain.models import build
 from powertrain.models.pipeline import largest_share
 from powertrain.ops.attention.explain import Explanation, explain_attention
 from powertrain.ops.linear_log_probs import Teacher, linear_log_probs
-from powertrain.parallel.experts import rehearse_experts
+from powertrain.parallel.experts import record_experts
 from powertrain.quant.recipe import Block, Row
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
@@ -121,7 +121,7 @@ def lint(config: RunConfig, targets: list[Target], *, world_size: int = 1) -> Re
     return Report(tuple(_groups(model)), memory, findings)
 
 
-def rehearse(config: RunConfig, target: Target, *, world_size: int = 1, layers: int | None = None) -> "list[Spec]":
+def record_step(config: RunConfig, target: Target, *, world_size: int = 1, layers: int | None = None) -> "list[Spec]":
     """The kernels that one training step launches on `target`: a step on meta tensors, whose launches are recorded.
 
     world_size   above 1 the optimizer updates float32 weights, of which the model has 16-bit copies
@@ -139,7 +139,7 @@ def rehearse(config: RunConfig, target: Target, *, world_size: int = 1, layers: 
                 p.grad_dtype = torch.float32
         optimizer.scaled(_loss(model, config)).backward()
         if config.parallel.expert > 1:
-            _rehearse_experts(model, config)
+            _record_experts(model, config)
         if world_size > 1:
             masters = _model(config)
             optimizer = Optimizer(masters, config.optimizer, config.train)
@@ -149,14 +149,14 @@ def rehearse(config: RunConfig, target: Target, *, world_size: int = 1, layers: 
     return wanted.specs
 
 
-def _rehearse_experts(model: Any, config: RunConfig) -> None:
+def _record_experts(model: Any, config: RunConfig) -> None:
     tokens = config.train.micro_batch_size * config.train.seq_length
     for moe in model.moe_layers:
         gate_up, down, top_k = moe.experts.gate_up, moe.experts.down, moe.router.options["top_k"]
         rows = gate_up.new_empty((tokens * top_k, down.shape[1]))
         recipe = fp8.recipe_of(config.fp8)
         wire = recipe if config.fp8.wire == "fp8" and isinstance(recipe, Row | Block) else None
-        rehearse_experts(rows, gate_up, down, config.parallel.expert, wire)
+        record_experts(rows, gate_up, down, config.parallel.expert, wire)
 
 
 def memory_of(target: Target) -> int | None:
@@ -340,7 +340,7 @@ def _memory(config: RunConfig, model: Any, activations: dict[str, int], world_si
 
 
 def _finding(config: RunConfig, model: nn.Module, target: Target, memory: Memory, world_size: int) -> Finding:
-    kernels = rehearse(config, target, world_size=world_size, layers=_kinds_of_layers(model))
+    kernels = record_step(config, target, world_size=world_size, layers=_kinds_of_layers(model))
     finding = Finding(target, explain_run_attention(config, model, target.name), kernels, memory_of(target))
     if config.train.precision == "bf16" and not target.has_bf16:
         finding.problems.append(f"{target.name} has no bfloat16 arithmetic: train.precision fp16 or fp32")

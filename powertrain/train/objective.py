@@ -100,8 +100,8 @@ def token_log_probs(model: nn.Module, batch: Batch, **options: Any) -> LogProbs:
     def read(states: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbs:
         return linear_log_probs(states, weight, batch.labels, bias=bias, **options)
 
-    found: LogProbs = model(batch.tokens, read=read, **batch.documents)
-    return found
+    log_probs: LogProbs = model(batch.tokens, read=read, **batch.documents)
+    return log_probs
 
 
 class Reference:
@@ -318,24 +318,24 @@ class Policy:
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         options, (sequence, values, sampled) = self.options, _completions(batch)
         ref = None if self.reference is None else self.reference(batch)
-        found = token_log_probs(self.model, batch, entropy=True)
+        current = token_log_probs(self.model, batch, entropy=True)
         # NaN stands for a sampler's value that is not known
-        old = torch.where(sampled.isnan(), found.log_probs.detach(), sampled)
+        old = torch.where(sampled.isnan(), current.log_probs.detach(), sampled)
         loss = losses.policy_loss(
-            found.log_probs, old, values, sequence, ratio=options.ratio, average=options.average,
+            current.log_probs, old, values, sequence, ratio=options.ratio, average=options.average,
             clip=(options.clip_low, options.clip_high), ref_log_probs=ref, kl_weight=options.kl_weight, kl=options.kl,
             divisor=counted,
         )  # fmt: skip
         with torch.no_grad():
-            assert found.entropy is not None
-            log_ratio = found.log_probs - old
+            assert current.entropy is not None
+            log_ratio = current.log_probs - old
             if options.ratio == "sequence":  # what the loss clips
                 log_ratio = mean_by_sequence(log_ratio, sequence, len(values))[sequence.clamp(min=0)]
             ratio = log_ratio.exp()
             clipped = (ratio < 1 - options.clip_low) | (ratio > 1 + options.clip_high)
             # exp(d) - d - 1 is an estimate of the divergence that is never negative
-            behind = (old if ref is None else ref) - found.log_probs
-            metrics = (ratio, clipped.float(), behind.exp() - behind - 1, found.entropy)
+            behind = (old if ref is None else ref) - current.log_probs
+            metrics = (ratio, clipped.float(), behind.exp() - behind - 1, current.entropy)
         return loss, torch.stack([self._sum(m.detach(), sequence, len(values)) for m in metrics]) / counted
 
     def _sum(self, values: Tensor, sequence: Tensor, count: int) -> Tensor:
@@ -361,7 +361,9 @@ class Distill:
                 batch.tokens, read=lambda states, weight, bias: (states, weight, bias), **batch.documents
             )
         teacher = Teacher(states, head, bias, beta=self.options.beta)
-        found = token_log_probs(self.model, batch, teacher=teacher, temperature=self.options.temperature, entropy=True)
-        assert found.divergence is not None and found.entropy is not None
-        loss = losses.distillation_loss(found.divergence, _completions(batch).sequence, divisor=counted)
-        return loss, torch.stack([-found.log_probs.detach().sum(), found.entropy.detach().sum()]) / counted
+        student = token_log_probs(
+            self.model, batch, teacher=teacher, temperature=self.options.temperature, entropy=True
+        )
+        assert student.divergence is not None and student.entropy is not None
+        loss = losses.distillation_loss(student.divergence, _completions(batch).sequence, divisor=counted)
+        return loss, torch.stack([-student.log_probs.detach().sum(), student.entropy.detach().sum()]) / counted

@@ -176,13 +176,13 @@ def own_error(error: RuntimeError) -> BaseException:
 
 def _ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of the ranks with the first and the last stage of this rank's pipeline; None on those in between."""
-    mine = None
+    own_group = None
     for pipeline in mesh.mesh.flatten(1).T.tolist():
         # every rank makes every group, in the same order
         group = dist.new_group([pipeline[0], pipeline[-1]])
         if dist.get_rank() in (pipeline[0], pipeline[-1]):
-            mine = group
-    return mine
+            own_group = group
+    return own_group
 
 
 class _Stage(nn.Module):

@@ -91,13 +91,13 @@ class ReferenceCache:
         compute: Callable[[Batch], Tensor],
     ) -> None:  # fmt: skip
         rank = 0 if self.group is None else dist.get_rank(self.group)
-        mine: dict[bytes, Floats] = {}
+        own_values: dict[bytes, Floats] = {}
         for (batch, found), new in zip(part, holders, strict=True):
             if not new:
                 continue
             values = compute(batch).float().cpu().numpy()
-            mine |= {e.digest: values[e.row, e.places] for e in found if new.get(e.digest) == rank}
-        done_by_all(lambda: _write(self.folder, mine) if mine else None, self.group)
+            own_values |= {e.digest: values[e.row, e.places] for e in found if new.get(e.digest) == rank}
+        done_by_all(lambda: _write(self.folder, own_values) if own_values else None, self.group)
 
     def attach(self, batch: Batch) -> Batch:
         """The batch with `reference` [B, S], 0 where labels do not count. Raises ValueError naming the samples."""
@@ -150,7 +150,7 @@ def _first_holders(everywhere: list[list[list[bytes]]], known: set[bytes]) -> li
 def examples(batch: Batch) -> list[_Example]:
     """The examples of a batch on the host that have a label which counts."""
     assert batch.document_ids is not None
-    found = []
+    examples = []
     tokens, labels, documents = (x.numpy() for x in (batch.tokens, batch.labels, batch.document_ids))
     for row in range(len(tokens)):
         starts = np.flatnonzero(np.diff(documents[row], prepend=-1))
@@ -158,8 +158,8 @@ def examples(batch: Batch) -> list[_Example]:
             counted = np.flatnonzero(labels[row, start:stop] != IGNORED)
             if len(counted):
                 content = tokens[row, start:stop].tobytes() + labels[row, start:stop].tobytes()
-                found.append(_Example(hashlib.blake2b(content, digest_size=_DIGEST).digest(), row, start + counted))
-    return found
+                examples.append(_Example(hashlib.blake2b(content, digest_size=_DIGEST).digest(), row, start + counted))
+    return examples
 
 
 def _write(folder: Path, values: dict[bytes, Floats]) -> None:

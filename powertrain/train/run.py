@@ -26,7 +26,7 @@ from powertrain.train.data.completion_sources import open_completions
 from powertrain.train.data.sources import Data, open_data, open_tokenizer, user_cache
 from powertrain.train.data.tokenizer import FILES, Tokenizer, load_tokenizer, padded_vocab_size, tokenizer_in
 from powertrain.train.host_memory import keep_freed_memory
-from powertrain.train.lint import rehearse
+from powertrain.train.lint import record_step
 from powertrain.train.mesh_shape import check_parallel
 from powertrain.train.objective import FORMATS
 from powertrain.train.ranks import LaunchEnv, Ranks, be_deterministic, connect, disconnect, naming_lost_ranks
@@ -64,8 +64,8 @@ def build_kernels(config: RunConfig, device: torch.device, world_size: int) -> p
     """
     if device.type != "cuda":
         return None
-    specs = rehearse(config, Target.of(device), world_size=world_size, layers=2)
-    # the time of the builds, without that of the rehearsal
+    specs = record_step(config, Target.of(device), world_size=world_size, layers=2)
+    # the time of the builds, without that of recording the step
     started = time.monotonic()
     report = prebuild.build(specs)
     sources = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))

@@ -29,12 +29,12 @@ def run_tasks(
     from lm_eval import simple_evaluate
 
     with evaluating(scorer.model):
-        found = simple_evaluate(
+        results = simple_evaluate(
             lm_eval_model(scorer), tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager,
             random_seed=None, numpy_random_seed=None, torch_random_seed=None, log_samples=False, bootstrap_iters=1000,
         )  # fmt: skip
-    assert found is not None
-    return {task: _numbers(values) for task, values in found["results"].items()}
+    assert results is not None
+    return {task: _numbers(values) for task, values in results["results"].items()}
 
 
 def manager_of(tasks: Sequence[str], folder: Path | None = None, *, argument: str = "tasks") -> Any:

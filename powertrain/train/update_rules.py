@@ -144,7 +144,7 @@ class TorchRule:
                 grad = _local(p.grad).float()
                 master.grad = grad if grad_factor is None else grad * grad_factor
         if self._is_meta():
-            # a rehearsal of launches: these are torch's own kernels
+            # only launches are recorded: these are torch's own kernels
             return
         self.inner.step()
         for p, master in self.masters.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, combine, varlen_attention
 from powertrain.ops.attention.hopper import backward, backward_d512, forward, forward_d512
-from powertrain.runtime import driver, steering
+from powertrain.runtime import driver, invalidation
 from tests.gpu.arch import ON_SM90
 from tests.ops.attention.attention_launches import any_order
 
@@ -54,9 +54,9 @@ def _one_after_the_other() -> Iterator[None]:
         for module in (backward, backward_d512, combine, forward, forward_d512):
             stack.enter_context(mock.patch.object(module, "starts_early", lambda target: False))
         # no recording of a call goes the other way
-        steering.changed()
+        invalidation.changed()
         yield
-    steering.changed()
+    invalidation.changed()
 
 
 def _inputs(case: Case) -> list[Tensor]:
@@ -156,7 +156,7 @@ def test_they_are_launched_early() -> None:
         return real(*given)
 
     driver._config_of.cache_clear()
-    steering.changed()
+    invalidation.changed()
     with mock.patch.object(driver, "LaunchConfig", seen):
         _chain(case, inputs, 1)
     assert len(launches) >= 4 and all(launches)

@@ -190,7 +190,7 @@ def test_a_kernel_that_cannot_be_compiled_falls_back_as_a_whole(broken: str, mon
     for kernel in (norm_fwd_kernels._norm_fwd_kernel, norm_bwd_kernels._norm_bwd_kernel):
         monkeypatch.setattr(kernel, "_loaded", {})
         kernel._tables.clear()
-    monkeypatch.setattr(norm._norm_op, "_rehearsed", set())
+    monkeypatch.setattr(norm._norm_op, "_compiled_backwards", set())
     settings.reload()
     try:
         x = torch.randn(4, 512, device=CUDA, requires_grad=True)

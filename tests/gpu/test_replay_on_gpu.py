@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 import powertrain
-from powertrain.runtime import replay, steering
+from powertrain.runtime import invalidation, replay
 
 _CALLS = 7
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    steering.changed()
+    invalidation.changed()
 
 
 def _inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable, rope_table
-from powertrain.runtime import steering
+from powertrain.runtime import invalidation
 from tests.cuda_graph import captured
 from tests.gpu.arch import ON_SM90
 from tests.ops.attention.attention_launches import any_order
@@ -43,9 +43,9 @@ def test_chains(rows: int, width: int) -> None:
     table = rope_table(64, rows, device="cuda")
     with torch.no_grad(), any_order():
         with mock.patch.multiple("powertrain.ops.early_start", starts_early=lambda target: False):
-            steering.changed()
+            invalidation.changed()
             expected = _chain(x, weight, bias, table)
-        steering.changed()
+        invalidation.changed()
         graph, in_graph = captured(lambda: _chain(x, weight, bias, table))
         for _ in range(20):
             eager = _chain(x, weight, bias, table)
@@ -100,8 +100,8 @@ def test_beside_memsets_copies_and_other_streams(rows: int, width: int) -> None:
             replayed = [y.clone() for y in in_graph]
             eager = _branches(x, filled, copied, weight, side)
             with mock.patch.multiple("powertrain.ops.early_start", starts_early=lambda target: False):
-                steering.changed()
+                invalidation.changed()
                 expected = _branches(x, filled, copied, weight, side)
-            steering.changed()
+            invalidation.changed()
             for each in (eager, replayed):
                 assert all(torch.equal(a, b) for a, b in zip(each, expected, strict=True))

@@ -158,7 +158,7 @@ def test_choice_by_size(size: tuple[int, int, int], backend: str, why: str) -> N
 
 def test_choice_by_gpu_and_dtype() -> None:
     size = (8192, 8192, 8192)
-    assert "made for sm_90, this is sm_80" in str(choose(*size, target=Target.parse("A100")))
+    assert "runs on sm_90 only, got sm_80" in str(choose(*size, target=Target.parse("A100")))
     assert "not float32" in str(choose(*size, dtype=torch.float32, target=H200))
     assert "16 bits" in str(choose(*size, accumulate=True, target=H200))
     assert choose(*size, out_dtype=torch.float32, accumulate=True, target=H200).backend == "hopper"

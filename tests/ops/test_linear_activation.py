@@ -64,7 +64,7 @@ def test_the_choice_is_explained() -> None:
     assert choose(16384, 8192, 2048, target=H200).backend == "hopper"
     short = choose(16384, 8192, 1280, target=H200)
     assert short.backend == "apart" and "K must be at least 2048" in short.why_not["hopper"]
-    assert "made for sm_90" in choose(16384, 8192, 4096, target=Target.parse("A100")).why_not["hopper"]
+    assert "runs on sm_90 only" in choose(16384, 8192, 4096, target=Target.parse("A100")).why_not["hopper"]
 
 
 def _epilogue(a: Tensor, b: Tensor, y: Tensor, e: Epilogue) -> None:

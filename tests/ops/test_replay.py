@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import powertrain
 from powertrain.ops.cases import Case, cases
 from powertrain.ops.fp8.current import new_states
-from powertrain.runtime import recording, replay, signature, steering
+from powertrain.runtime import invalidation, recording, replay, signature
 from powertrain.runtime.dispatch import Op, falls_back
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
@@ -38,10 +38,10 @@ _CASES = 1  # of each op; its other cases are slow tests here, and the op's own 
 
 @pytest.fixture(autouse=True)
 def _replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    steering.changed()
+    invalidation.changed()
     monkeypatch.setattr(signature, "in_interpreter", True)
     yield
-    steering.changed()
+    invalidation.changed()
 
 
 class _Counted:
@@ -470,7 +470,7 @@ def test_recordings_of_the_past_are_dropped(device: torch.device) -> None:
     table = replay.Table("op", replay.route)
     x = torch.randn(4, 16, device=device)
     for _ in range(20):
-        steering.changed()
+        invalidation.changed()
         signature = replay.signature_of((x,))
         assert signature is not None
         table.record(signature.key, signature, lambda: None)

@@ -15,7 +15,7 @@ from powertrain.parallel.transport.heartbeat import PeerTimeout
 from powertrain.parallel.transport.simulated import World
 from powertrain.quant import Row, Tensor
 from powertrain.runtime.target import Target
-from powertrain.train.lint import rehearse
+from powertrain.train.lint import record_step
 from tests.distributed.experts_worker import check, check_wire, simulated
 from tests.distributed.worker import MODELS, run_config
 
@@ -147,10 +147,10 @@ def test_kernels_of_spread_experts_are_foreseen() -> None:
     case = {"model": "deepseek", "train": {"precision": "bf16"}}
     configs = run_config(case, 2), run_config({**case, "parallel": {"expert": 2}}, 2)
     target = Target.parse("sm_90")
-    whole, spread = ({spec.key for spec in rehearse(config, target, world_size=2)} for config in configs)
+    whole, spread = ({spec.key for spec in record_step(config, target, world_size=2)} for config in configs)
     assert whole < spread
     wired = run_config({**case, "parallel": {"expert": 2}, "fp8": {"recipe": "row", "wire": "fp8"}}, 2)
-    names = {spec.kernel.name for spec in rehearse(wired, target, world_size=2)}
+    names = {spec.kernel.name for spec in record_step(wired, target, world_size=2)}
     assert {"_quantize_row_kernel", "_dequantize_kernel"} <= names
 
 

@@ -7,7 +7,7 @@ import torch
 
 import powertrain
 from powertrain.ops.cases import cases
-from powertrain.runtime import signature, steering
+from powertrain.runtime import invalidation, signature
 from powertrain.runtime.float32_products import allows_tf32
 from powertrain.runtime.settings import settings
 
@@ -52,7 +52,7 @@ def test_kernels_run(
     op: str, allow: Callable[[bool], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signature, "in_interpreter", True)
-    steering.changed()
+    invalidation.changed()
     if op == "decode_attention":
         tensors = {"query": torch.randn(1, 1, 2, 16, device=device)}
         tensors |= {name: torch.randn(1, 8, 2, 16, device=device) for name in ("key_cache", "value_cache")}
@@ -68,4 +68,4 @@ def test_kernels_run(
         result = run(**tensors)
         if isinstance(result, torch.Tensor) and result.requires_grad:
             result.sum().backward()
-    steering.changed()
+    invalidation.changed()

@@ -22,8 +22,8 @@ import powertrain.parallel
 from powertrain.runtime import gluon_compat
 from powertrain.runtime.compile import function_source
 from powertrain.runtime.compile.function_source import source_lines
+from powertrain.runtime.gc_disabled import gc_disabled
 from powertrain.runtime.settings import settings
-from powertrain.runtime.uncollected import uncollected
 
 
 def _device_functions() -> list[FunctionType]:
@@ -137,16 +137,16 @@ def _tokens_of_nothing() -> None:
 
 def test_collections_go_on_afterwards() -> None:
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), uncollected():
+    with pytest.raises(ZeroDivisionError), gc_disabled():
         assert not gc.isenabled()
-        with uncollected():
+        with gc_disabled():
             pass
         assert not gc.isenabled()
         _ = 1 // 0
     assert gc.isenabled()
     gc.disable()
     try:
-        with uncollected():
+        with gc_disabled():
             pass
         assert not gc.isenabled()  # who had none before gets none
     finally:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import powertrain
 from powertrain.runtime import driver, recording, tracing
 from powertrain.runtime.compile import service as compile_service
-from powertrain.runtime.compile.rehearsal import rehearsal
+from powertrain.runtime.compile.backward_ahead import backward_ahead
 from powertrain.runtime.errors import WarmUpFirst
 from powertrain.runtime.launch import Kernel, Loaded, kernel
 from powertrain.runtime.settings import settings
@@ -396,7 +396,7 @@ def test_a_backward_begins_to_compile_before_the_forward_is_compiled(monkeypatch
     x = torch.randn(4, 520, requires_grad=True)
     _norm_op(x, None, None, None, 1e-6, False, False, False)
     assert order == ["backward", "forward", "forward"]
-    assert rehearsal.wanted is None
+    assert backward_ahead.wanted is None
     # a call without gradients has no backward
     with torch.no_grad(), pytest.raises(compile_service.CompileError):
         compile_service.entry_for(spec_of(_twice_kernel), again=True)
@@ -508,7 +508,7 @@ class Spy:
     seen = []
     wanted = property(lambda self: None, lambda self, value: value and self.seen.append(value))
 
-dispatch.rehearsal = Spy()
+dispatch.backward_ahead = Spy()
 
 def meta(*shape):
     return torch.empty(shape, dtype=torch.bfloat16, device="meta").requires_grad_()

@@ -15,7 +15,7 @@ from powertrain.train.config.schema import FP8Config
 from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.fp8 import recipe_of
 from powertrain.train.fp8_watch import FP8Watch
-from powertrain.train.lint import rehearse
+from powertrain.train.lint import record_step
 from powertrain.train.reporting.metrics import PartialSink
 from powertrain.train.trainer import TrainingStopped
 from tests.train.tiny_run import open_trainer, read
@@ -239,10 +239,10 @@ def test_kernels_of_a_run_are_known_before_it(tmp_path: Path) -> None:
     wide = "{architecture: llama, hidden_size: 1024, num_layers: 3, num_heads: 8, intermediate_size: 2048}"
     config = read(tmp_path / "fp8", "fp8.recipe=row", f"model={wide}", "fp8.keep=['layers.2.*']").config
     config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 256})})
-    kernels = {spec.kernel.name for spec in rehearse(config, Target.parse("H100"), layers=1)}
+    kernels = {spec.kernel.name for spec in record_step(config, Target.parse("H100"), layers=1)}
     assert {"_quantize_row_kernel", "_quantize_tile_kernel"} <= kernels
     assert not {k for k in kernels if "quantize" in k} & {
-        spec.kernel.name for spec in rehearse(config, Target.parse("A100"), layers=1)
+        spec.kernel.name for spec in record_step(config, Target.parse("A100"), layers=1)
     }
 
 

@@ -20,7 +20,7 @@ from powertrain.train.checkpoint.convert import convert
 from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.yaml_source import ConfigError
-from powertrain.train.lint import lint, rehearse
+from powertrain.train.lint import lint, record_step
 from powertrain.train.objective import make_objective, token_log_probs
 from powertrain.train.reporting.metrics import JsonLines, PartialSink, StepRecord, read_metrics
 from powertrain.train.run import start, with_vocabulary
@@ -340,10 +340,10 @@ def test_a_poisoned_weight_stops_the_run_by_name(objective: str, tmp_path: Path)
 
 @pytest.mark.parametrize("objective", ["policy", "distill", *_slow("sft", "dpo", "kto", "reward")])
 def test_kernels_of_a_step_are_known_before_it(objective: str, tmp_path: Path) -> None:
-    """What `rehearse` records, for which kernels are built before ranks wait for each other."""
+    """What `record_step` records, for which kernels are built before ranks wait for each other."""
     run = read_run(tmp_path, objective, *(["train.distill.teacher=teacher"] if objective == "distill" else []))
     config = with_vocabulary(run.config, 256)
-    names = {spec.kernel.name for spec in rehearse(config, Target.parse("sm_90"))}
+    names = {spec.kernel.name for spec in record_step(config, Target.parse("sm_90"))}
     wanted = {"sft": "_row_stats_kernel", "reward": "_norm_fwd_kernel", "distill": "_divergence_kernel"}
     assert wanted.get(objective, "_log_prob_grads_kernel") in names
 

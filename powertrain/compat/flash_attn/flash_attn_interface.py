@@ -158,12 +158,12 @@ def flash_attn_varlen_func(
         fits = capacity is None or capacity <= most
         checks.require(fits, op, "max_seqlen_k", f"be at most {most}, the pages of block_table", capacity)
         if reads:
-            found = decode_attention(
+            results = decode_attention(
                 q, k, v, lengths, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
                 max_seqlen_q=known(max_seqlen_q), scale=softmax_scale, is_causal=causal, window_size=window_size,
                 softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
             )  # fmt: skip
-            return (*found, None) if return_attn_probs else found
+            return (*results, None) if return_attn_probs else results
         assert capacity is not None
         if lengths.shape[0] == block_table.shape[0]:
             checks.pages(op, "block_table", block_table, k.shape[0], k.shape[1], torch.zeros_like(lengths), lengths)

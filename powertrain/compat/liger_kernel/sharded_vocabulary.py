@@ -41,10 +41,10 @@ def liger_fused_linear_scaled_cross_entropy_tp(
         checks.require(dist.is_initialized(), op, "tp_group", "be a group, or a default group be initialized", None)
         tp_group = dist.group.WORLD
     assert tp_group is not None
-    found = vocab_parallel_linear_log_probs(
+    results = vocab_parallel_linear_log_probs(
         input, weight, target, Overlap(tp_group), sequence_parallel=False, temperature=temperature,
         ignore_index=ignore_index, entropy=return_entropy,
     )  # fmt: skip
     # 0 and not -0.0 for ignored tokens, as there
-    losses = 0.0 - found.log_probs
-    return losses if found.entropy is None else (losses, found.entropy)
+    losses = 0.0 - results.log_probs
+    return losses if results.entropy is None else (losses, results.entropy)

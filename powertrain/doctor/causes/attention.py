@@ -41,8 +41,8 @@ CAUSES = (
         "flash-attn；CUDA_LAUNCH_BLOCKING=1 可确认是该调用",
         _FLASH + "/issues/1311",
         confidence="likely",
-        derive=lambda groups, passage: {}
-        if any("varlen" in line or "pad_input" in line or "bert_padding" in line for line in passage.above[-8:])
+        derive=lambda groups, excerpt: {}
+        if any("varlen" in line or "pad_input" in line or "bert_padding" in line for line in excerpt.above[-8:])
         else None,
     ),
     Cause(
@@ -113,6 +113,6 @@ CAUSES = (
         "使用支持融合损失的训练器版本（在其参数中设 use_liger_kernel=True），或 fused_linear_cross_entropy=False",
         "https://github.com/linkedin/Liger-Kernel/issues/568",
         confidence="likely",
-        derive=lambda groups, passage: {} if any("logits" in line for line in passage.above[-3:]) else None,
+        derive=lambda groups, excerpt: {} if any("logits" in line for line in excerpt.above[-3:]) else None,
     ),
 )  # fmt: skip

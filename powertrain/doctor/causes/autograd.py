@@ -18,7 +18,7 @@ CAUSES = (
     Cause(
         "gradient-unused",
         r"differentiated Tensors appears to not have been used in the graph",
-        "torch.autograd.grad was asked for the gradient of a tensor that the result does not depend on",
+        "torch.autograd.grad was called for the gradient of a tensor that the result does not depend on",
         "allow_unused=True (its gradient is None), or take the tensor out of the inputs",
         "对结果不依赖的张量调用了 torch.autograd.grad",
         "allow_unused=True（梯度为 None），或从 inputs 中去掉该张量",

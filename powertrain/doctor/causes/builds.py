@@ -3,7 +3,7 @@
 import re
 
 from powertrain.doctor.causes.cause import Cause
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
@@ -15,8 +15,8 @@ _BUILD = re.compile(
 )
 
 
-def _of_a_build(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    lines = [groups["command"]] if "command" in groups else passage.above[-6:]
+def _of_a_build(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    lines = [groups["command"]] if "command" in groups else excerpt.above[-6:]
     return {} if any(map(_BUILD.search, lines)) else None
 
 
@@ -168,7 +168,7 @@ CAUSES = (
         "credentials-asked",
         r"(?:Username|Password) for '(?P<host>https?://[^']+)':?\s*(?:terminal prompts disabled.*|"
         r"No such device or address.*)?$",
-        "git asks who you are at {host}, and nobody answers: the repository is private, moved, or its name is wrong",
+        "git asks for your login at {host} and gets none: the repository is private, moved, or its name is wrong",
         "look whether the address is right; if it is private: gh auth login, or an ssh address (git+ssh://git@…). In "
         "a terminal, powertrain build -- <the same command> shows the question and takes the answer",
         "git 询问您在 {host} 的身份，却没有人回答：仓库是私有的、已迁移，或名称有误",
@@ -272,7 +272,7 @@ CAUSES = (
         r"identifier \W?(?:__grid_constant__|__nv_fp8\w*|__nv_fp4\w*|CUtensorMap|"
         r"cudaLaunchKernelEx\w*)\W? is undefined|"
         r"fatal error: cuda_fp[864]\.h",
-        "the source uses what this CUDA toolkit does not have yet: the toolkit is older than the source wants",
+        "the source uses what this CUDA toolkit does not have yet: the toolkit is older than the source needs",
         "build with a newer toolkit (CUDA_HOME), or an older version of the package",
         "源码使用了当前 CUDA 工具包尚不具备的功能：工具包太旧",
         "使用更新的工具包编译（CUDA_HOME），或安装该包的旧版本",
@@ -350,7 +350,7 @@ CAUSES = (
         "visual-c",
         r"Microsoft Visual C\+\+ \d+\.\d+ or greater is required|Error checking compiler version for cl|"
         r"Unable to find vcvarsall",
-        "the build wants the compiler of Visual Studio, which is not installed or not on PATH",
+        "the build needs the compiler of Visual Studio, which is not installed or not on PATH",
         "install the Build Tools for Visual Studio with C++ and run in its x64 prompt; or use WSL",
         "编译需要 Visual Studio 的编译器，但未安装或不在 PATH 中",
         "安装 Visual Studio 生成工具（含 C++）并在其 x64 命令行中运行；或使用 WSL",
@@ -384,7 +384,7 @@ CAUSES = (
         r"fatal error: (?P<header>cu(?:blas_v2|blasLt|blas|sparse|solverDn|fft|rand|rand_kernel|da_runtime|"
         r"da_runtime_api|"
         r"da|da_fp16|da_bf16|da_profiler_api|pti)\.h|nvToolsExt\.h|nvtx3/\S+): No such file",
-        "{header} of the CUDA toolkit is not there: only a part of the toolkit is installed (conda's cuda-nvcc), or "
+        "{header} of the CUDA toolkit is missing: only a part of the toolkit is installed (conda's cuda-nvcc), or "
         "another folder is searched",
         "install the whole toolkit of torch's CUDA (conda install -c nvidia cuda-toolkit=12.x) and export CUDA_HOME "
         "and "
@@ -489,7 +489,7 @@ CAUSES = (
     Cause(
         "libaio",
         r"requires the dev libaio \.so object and headers|cannot find -laio\b|fatal error: libaio\.h",
-        "DeepSpeed's async_io wants libaio with its headers",
+        "DeepSpeed's async_io needs libaio with its headers",
         "apt install libaio-dev (or: conda install -c conda-forge libaio)",
         "DeepSpeed 的 async_io 需要 libaio 及其头文件",
         "apt install libaio-dev（或 conda install -c conda-forge libaio）",

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 
-Derive = Callable[[dict[str, str], Passage], dict[str, str] | None]
+Derive = Callable[[dict[str, str], Excerpt], dict[str, str] | None]
 Confidence = Literal["certain", "likely", "possible"]
 
 

@@ -55,7 +55,7 @@ CAUSES = (
     Cause(
         "cmake-old",
         r"CMake (?P<want>[\d.]+) or higher is required\.\s*You are running version (?P<have>[\d.]+\d)",
-        "CMake {have} is older than the project wants ({want})",
+        "CMake {have} is older than the project requires ({want})",
         "pip install --upgrade cmake, and see that it comes first on PATH",
         "CMake {have} 低于该项目的要求（{want}）",
         "pip install --upgrade cmake，并确认它在 PATH 最前",
@@ -147,7 +147,7 @@ CAUSES = (
         r"nvcc fatal\s*: Could not open input file|"
         r"ninja: error: '(?P<input>[^']{1,200})'.{0,120}missing and no known rule|ninja: error: (?:manifest|"
         r"loading 'build\.ninja')",
-        "a file that the build wants is not there ({file}{input}): an earlier step did not make it, a submodule is "
+        "a file that the build needs is missing ({file}{input}): an earlier step did not make it, a submodule is "
         "missing, or the path has a space",
         "the first error above; git submodule update --init --recursive; rm -r build and again; a path without "
         "spaces",

@@ -5,29 +5,29 @@ import re
 from powertrain.doctor.causes.cause import Cause
 from powertrain.doctor.causes.gpu import bytes_of
 from powertrain.doctor.cuda_errors import MEANINGS
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 
 
-def _number(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _number(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     number = int(groups.get("runtime") or groups.get("start") or groups.get("count") or 0)
     meaning = MEANINGS.get(number)
     return None if meaning is None else {"number": str(number), "meaning": meaning[0], "advice": meaning[1]}
 
 
-def _others(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _others(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     """Whether processes hold a third of the GPU that torch's allocator here, or this process, has not got."""
-    this = re.search(r"this process has ([\d.]+ \wi?B) memory in use", passage.line)
+    this = re.search(r"this process has ([\d.]+ \wi?B) memory in use", excerpt.line)
     if not groups.get("own") and not this:
         return None
     own = bytes_of(groups.get("own") or (this[1] if this else "")) + bytes_of(groups.get("reserved") or "0 B")
-    rest = sum(map(bytes_of, _HELD.findall(passage.line))) - own
+    rest = sum(map(bytes_of, _HELD.findall(excerpt.line))) - own
     return {"rest": f"{rest / 2**30:.1f} GiB"} if rest > bytes_of(groups["total"]) / 3 else None
 
 
 _HELD = re.compile(r"(?:Process \d+ has|this process has) ([\d.]+ \wi?B) memory in use")
 
 
-def _larger_than_the_gpu(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _larger_than_the_gpu(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     total = groups.get("total") or groups["all"]
     return {"whole": total} if bytes_of(groups["size"]) > bytes_of(total) else None
 
@@ -37,7 +37,7 @@ CAUSES = (
         "oom-larger-than-gpu",
         r"out of memory\. Tried to allocate (?P<size>[\d.]+ \wi?B)(?:\. GPU \d+ has a total capacity of "
         r"(?P<total>[\d.]+ \wi?B)| \(GPU \d+; (?P<all>[\d.]+ \wi?B) total capacity)",
-        "one tensor of {size} was asked for, and the whole GPU has {whole}: freeing other memory would not help",
+        "one tensor of {size} was requested, and the whole GPU has {whole}: freeing other memory would not help",
         "the line of code above names it: attention scores of a long sequence (attn_implementation=\"sdpa\", "
         "powertrain.attention), logits (powertrain.linear_cross_entropy), a mask, or a size that is wrong",
         "请求了一个 {size} 的张量，而整块 GPU 只有 {whole}：释放其他内存无济于事",
@@ -117,7 +117,7 @@ CAUSES = (
         "cuda-not-supported",
         r"CUDA error: operation not supported|cudaErrorNotSupported|CUDA_ERROR_NOT_SUPPORTED|"
         r"API call is not supported in the installed CUDA driver",
-        "this driver, virtual GPU or WSL does not have a function that is asked for: CUDA IPC, expandable "
+        "this driver, virtual GPU or WSL does not have a function that was called: CUDA IPC, expandable "
         "segments, cudaMallocAsync, multicast",
         "PYTORCH_CUDA_ALLOC_CONF without expandable_segments or backend; NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0; "
         "a newer driver",
@@ -131,7 +131,7 @@ CAUSES = (
         "invalid-handle",
         r"CUDA error: invalid resource handle|CUDA error: invalid device context|CUDA error: context is destroyed|"
         r"cudaErrorInvalidResourceHandle",
-        "a stream, event or memory handle of another GPU, process or time was used",
+        "a stream, event or memory handle of another GPU or process, or one that is no longer valid, was used",
         "torch.cuda.set_device(LOCAL_RANK) first; the tensors and the stream of a call on one device (with "
         "torch.cuda.device(x.device))",
         "使用了另一 GPU、进程或已失效的 stream、event 或内存句柄",
@@ -144,7 +144,7 @@ CAUSES = (
         "invalid-argument",
         r"CUDA error: invalid argument|CUDA_ERROR_INVALID_VALUE|CUDA driver error: invalid argument|"
         r"CUDA error: invalid value",
-        "a CUDA call refused its arguments; the line does not say which",
+        "a CUDA call got invalid arguments; the message does not say which",
         "CUDA_LAUNCH_BLOCKING=1 <the same command> names the call; a newer driver, and torch and the extension for "
         "one CUDA",
         "某个 CUDA 调用拒绝了参数；该行没有说明是哪一个",
@@ -210,7 +210,7 @@ CAUSES = (
         r"quantization method \w+ is not supported for the current GPU|Minimum capability: ?\d+|"
         r"requires (?:a )?(?:GPU|CUDA device)s? with compute capability|requires GPU with sm\d+|"
         r"only supported on (?:GPUs|devices|CUDA devices) with (?:compute )?capability",
-        "the kernel wants a newer GPU than this one",
+        "the kernel needs a newer GPU than this one",
         "a method or dtype for this GPU (for Turing and Volta: fp16, no Marlin, no FP8); python -c 'import torch; "
         "print(torch.cuda.get_device_capability())'",
         "该核函数需要比当前更新的 GPU",

@@ -23,7 +23,7 @@ CAUSES = (
         r"straddling object|Extra data: line \d+ column|Expecting value: line \d+ column|"
         r"Expecting ',' delimiter|Expecting property name|JSON parse error: (?:Missing|Invalid|"
         r"The document)",
-        "the file is no JSON of the kind that is read: one big list instead of one object a line "
+        "the file is not JSON of the expected form: one big list instead of one object a line "
         "(or the other way round), empty, cut short, or an HTML or Git LFS page",
         "head -c 300 FILE; json.load for a list, one json.loads a line for .jsonl; "
         "load_dataset(\"json\", field=\"data\") for a list inside an object; download it again",

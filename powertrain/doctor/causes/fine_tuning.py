@@ -3,8 +3,8 @@
 import re
 
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.frames import code_line
-from powertrain.doctor.passage import Passage
 
 _TRANSFORMERS = "https://huggingface.co/docs/transformers/"
 _DATASETS = "https://huggingface.co/docs/datasets/"
@@ -12,13 +12,13 @@ _DATASETS = "https://huggingface.co/docs/datasets/"
 _OPTIMIZER = re.compile(r"[/\\]optim[/\\]|exp_avg|momentum_buffer|multi_tensor|fused_adam|lr_scheduler|\bbuf\.mul_")
 
 
-def _in_optimizer(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    return {} if any(map(_OPTIMIZER.search, passage.above[-6:])) else None
+def _in_optimizer(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    return {} if any(map(_OPTIMIZER.search, excerpt.above[-6:])) else None
 
 
-def _in_auto_class(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _in_auto_class(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     auto_class = re.compile(r"configuration_auto|auto_factory|CONFIG_MAPPING|AutoConfig")
-    is_about_config = any(map(auto_class.search, passage.above[-6:]))
+    is_about_config = any(map(auto_class.search, excerpt.above[-6:]))
     kind = (groups.get("kind") or groups.get("config") or "").split(".")[-1]
     return {"model": kind} if is_about_config else None
 
@@ -29,8 +29,8 @@ _ROW = re.compile(
 _NO_ROW = re.compile(r"ckpt|checkpoint|state_dict|config|environ")
 
 
-def _in_row(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    code = code_line(passage.above)
+def _in_row(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    code = code_line(excerpt.above)
     return {"code": code} if _ROW.search(code) and not _NO_ROW.search(code) else None
 
 
@@ -73,8 +73,8 @@ CAUSES = (
         "the optimizer's state (moments) has other sizes than the parameters: it was saved by another number of "
         "ranks, with other frozen layers or adapters, or parameters in another order",
         "resume with the same number of ranks, model and parameter groups, or gather the full optimizer state before "
-        "saving (FSDP: full_optim_state_dict, get_optimizer_state_dict); or load the weights alone and start the "
-        "optimizer anew",
+        "saving (FSDP: full_optim_state_dict, get_optimizer_state_dict); or load the weights alone and begin "
+        "with a new optimizer",
         "优化器状态（动量）的大小与参数不同：由不同数量的 rank 保存、冻结层或适配器不同，或参数顺序不同",
         "用相同的 rank 数、模型与参数组恢复，或保存前聚合完整的优化器状态（FSDP：full_optim_state_dict）；"
         "或只加载权重，重新开始优化器",

@@ -1,14 +1,14 @@
 """The GPU, its driver, and the libraries on it."""
 
 from powertrain.doctor.causes.cause import Cause
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.refusals import refusals
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 
 
-def _enough_is_free(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _enough_is_free(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     """Whether twice the refused size was free: then it is not the GPU's memory that ran out."""
     free = groups.get("free") or groups["left"]
     return {} if 2 * bytes_of(groups["size"]) <= bytes_of(free) else None
@@ -24,7 +24,7 @@ def bytes_of(size: str) -> float:
 _TORCH_INDEX = {11: "cu118", 12: "cu126", 13: "cu130"}
 
 
-def _torch_for_driver(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+def _torch_for_driver(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str]:
     """11040 is CUDA 11.4."""
     version = int(groups["version"])
     major = version // 1000
@@ -144,7 +144,7 @@ CAUSES = (
         "fp8-shape",
         r"FP8 execution requires (?:2D input matrices with height|the product of all dimensions except the last to be) "
         r"divisible by 8 and ",
-        "FP8 tensor cores take rows in eights and columns in sixteens only",
+        "FP8 products need a multiple of 8 rows and a multiple of 16 columns",
         "pad tokens and features to a multiple of 32, or leave this layer in bf16: fp8_autocast(enabled=False)",
         "FP8 张量核要求行数为 8 的倍数、列数为 16 的倍数",
         "将 token 数和特征数补齐到 32 的倍数，或让该层使用 bf16：fp8_autocast(enabled=False)",
@@ -164,7 +164,7 @@ CAUSES = (
     Cause(
         "triton-shared-memory",
         r"out of resource: shared memory,? ?Required: (?P<need>\d+),? ?Hardware limit(?:ation)?: (?P<have>\d+)",
-        "a Triton kernel's tile wants {need} bytes of shared memory, this GPU has {have} a block: it was tuned for "
+        "a Triton kernel's tile needs {need} bytes of shared memory, this GPU has {have} a block: it was tuned for "
         "a larger one",
         "smaller block sizes or num_stages in that kernel; Powertrain plans its tiles by the GPU",
         "Triton 核函数需要 {need} 字节共享内存，而本 GPU 每块只有 {have}：它是为更大的 GPU 调优的",
@@ -175,7 +175,7 @@ CAUSES = (
         "cuda-out-of-memory",
         r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)|CUDA driver error: (?P<driver>out "
         r"of memory)",
-        "the GPU's memory is full: {size}{driver} (more was asked for)",
+        "the GPU's memory is full: {size}{driver} (more was requested)",
         "a smaller micro-batch with more accumulation, activation checkpointing, FSDP; "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if much is reserved but unallocated",
         "GPU 显存已满：还需要 {size}{driver}",
@@ -273,7 +273,7 @@ CAUSES = (
     Cause(
         "device-ordinal",
         r"CUDA error: invalid device ordinal|device >= 0 && device < num_gpus|CUDAContext\.cpp\W{1,3}\d",
-        "a GPU of a number that is not there was asked for: more processes than GPUs, or CUDA_VISIBLE_DEVICES hides "
+        "a GPU index that does not exist was requested: more processes than GPUs, or CUDA_VISIBLE_DEVICES hides "
         "some",
         "--nproc-per-node = GPUs of the host; LOCAL_RANK, not RANK, in set_device; nvidia-smi -L",
         "使用了不存在的 GPU 编号：进程多于 GPU，或 CUDA_VISIBLE_DEVICES 隐藏了一些",
@@ -293,7 +293,7 @@ CAUSES = (
     Cause(
         "nvlink-defect",
         r"uncorrectable NVLink error|CUDA_ERROR_NVLINK_UNCORRECTABLE",
-        "an NVLink between GPUs lost data: a link, bridge or NVSwitch failed, or another GPU of it was reset",
+        "an NVLink between GPUs lost data: a link, bridge or NVSwitch failed, or another GPU on it was reset",
         "nvidia-smi nvlink -e; dmesg | grep -i xid (74); reset the GPUs or reboot; if it comes back, the hardware has "
         "to be repaired; NCCL_P2P_DISABLE=1 goes without",
         "GPU 之间的 NVLink 丢失数据：链路、桥或 NVSwitch 故障，或其他 GPU 被重置",
@@ -402,7 +402,7 @@ CAUSES = (
         r"(?P<left>[\d.]+ \wi?B) is free)",
         "{size} were refused though {free}{left} of the GPU are free: the limit is another, such as WSL's memory, "
         "host memory that is pinned, or a fraction set for the process",
-        ".wslconfig memory= (WSL), ulimit -v and the cgroup; no set_per_process_memory_fraction; a defect driver: "
+        ".wslconfig memory= (WSL), ulimit -v and the cgroup; no set_per_process_memory_fraction; a defective driver: "
         "nvidia-smi, reboot",
         "GPU 还有 {free}{left} 空闲却拒绝了 {size}：限制在别处，例如 WSL 的内存、锁页内存，或进程的显存比例",
         "WSL 的 .wslconfig memory=，ulimit -v 和 cgroup；检查 set_per_process_memory_fraction；nvidia-smi，重启",
@@ -454,7 +454,7 @@ CAUSES = (
     Cause(
         "launch-resources",
         r"too many resources requested for launch",
-        "a kernel wants more registers or threads a block than this GPU has: it was compiled or tuned for another",
+        "a kernel needs more registers or threads per block than this GPU has: it was compiled or tuned for another",
         "smaller blocks or fewer warps in that kernel; a build for this GPU's arch (no debug flags)",
         "核函数需要的寄存器或每块线程数超过该 GPU：它是为另一种 GPU 编译或调优的",
         "减小该核函数的 block 或 warp 数；为本 GPU 架构编译（不带调试选项）",
@@ -510,7 +510,7 @@ CAUSES = (
         "cudnn-not-initialized",
         r"CUDNN_STATUS_NOT_INITIALIZED|unable to find an engine to execute this computation|"
         r"Unable to find a valid cuDNN algorithm",
-        "cuDNN could not start or found no way: the GPU's memory is full, or another cuDNN or driver does not suit",
+        "cuDNN could not start or found no algorithm: the GPU's memory is full, or cuDNN or driver does not fit",
         "nvidia-smi for free memory; a smaller batch; unset LD_LIBRARY_PATH; "
         "powertrain doctor --only twice --only driver",
         "cuDNN 无法启动或找不到算法：显存已满，或 cuDNN、驱动不匹配",

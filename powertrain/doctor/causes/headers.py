@@ -3,8 +3,8 @@
 import re
 
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.frames import own_module
-from powertrain.doctor.passage import Passage
 
 # beginnings of names, and the library that declares them
 _LIBRARIES = (
@@ -24,14 +24,14 @@ _LIBRARIES = (
 )
 
 
-def _library(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _library(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     names = [value.split("::")[0] for value in groups.values()] + list(groups.values())
     found = next((library for name in names for start, library in _LIBRARIES if re.match(start, name)), None)
     return None if found is None else {"library": found}
 
 
-def _own(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    return {} if own_module(groups["module"].split(".")[0], passage.above) else None
+def _own(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    return {} if own_module(groups["module"].split(".")[0], excerpt.above) else None
 
 
 CAUSES = (

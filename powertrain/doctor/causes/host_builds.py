@@ -91,7 +91,7 @@ CAUSES = (
         "以上）；或不编译该操作：DeepSpeed 用 DS_BUILD_CPU_ADAM=0",
         "https://github.com/deepspeedai/DeepSpeed/issues/7556",
         confidence="likely",
-        derive=lambda groups, passage: {"isa": _isa("\n".join([*passage.above[-3:], passage.line]))},
+        derive=lambda groups, excerpt: {"isa": _isa("\n".join([*excerpt.above[-3:], excerpt.line]))},
         derives=("isa",),
     ),
     Cause(
@@ -113,7 +113,7 @@ CAUSES = (
         "object-missing",
         r"cannot find \S{1,300}\.(?:o|obj|so\.o)\b(?::|$)|no such file or directory: '\S{1,200}\.o'|"
         r"\b(?P<object>[\w.+-]{1,100}\.o): No such file or directory",
-        "the linker wants an object file that was not made: its compile step failed or did not run (an earlier, "
+        "the linker needs an object file that was not made: its compile step failed or did not run (an earlier, "
         "interrupted or parallel build), or this release's build has a defect",
         "rm -r build *.egg-info and pip's cache, then build again one at a time: MAX_JOBS=1, no -j in --build-option "
         "or "

@@ -21,7 +21,7 @@ CAUSES = (
         r"could not select device driver \"?\"? with capabilities: \[\[gpu\]\]|"
         r"failed to discover GPU vendor from CDI|unknown or invalid runtime name: nvidia|"
         r"unresolvable CDI devices nvidia\.com",
-        "Docker knows no way to give GPUs to a container: nvidia-container-toolkit is not installed on the host, or "
+        "Docker cannot give GPUs to a container: nvidia-container-toolkit is not installed on the host, or "
         "Docker was not configured for it; the driver may be fine",
         "install nvidia-container-toolkit; sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl "
         "restart docker; nvidia-smi on the host shows whether the driver is there; without a GPU: no --gpus",

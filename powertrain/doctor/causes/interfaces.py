@@ -5,9 +5,9 @@ from functools import partial
 from powertrain.doctor import releases
 from powertrain.doctor.assertions import failed_check
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.frames import called, caller, packages, remote_code
 from powertrain.doctor.known_names import RENAMED
-from powertrain.doctor.passage import Passage
 
 _PATTERN = (
     r"cannot import name '(?P<imported>\w+)' from (?:partially initialized module )?'(?P<module>[\w.]+)'|"
@@ -18,7 +18,7 @@ _PATTERN = (
 )
 
 
-def _change(groups: dict[str, str], passage: Passage) -> releases.Change | None:
+def _change(groups: dict[str, str], excerpt: Excerpt) -> releases.Change | None:
     if "imported" in groups:
         return releases.lacking_name(groups["module"], groups["imported"])
     if "attribute" in groups:
@@ -30,41 +30,41 @@ def _change(groups: dict[str, str], passage: Passage) -> releases.Change | None:
     function = groups["function"]
     if function == "__init__":
         # before Python 3.10 the message does not name the class
-        function = called(passage.above) or function
-    return releases.lacking_parameter(function, groups["argument"], "\n".join(passage.above))
+        function = called(excerpt.above) or function
+    return releases.lacking_parameter(function, groups["argument"], "\n".join(excerpt.above))
 
 
-def _lacks(side: str, python: bool, groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    found = _change(groups, passage)
-    if found is None or found.side != side or (found.package == "Python") != python:
+def _lacks(side: str, python: bool, groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    change = _change(groups, excerpt)
+    if change is None or change.side != side or (change.package == "Python") != python:
         return None
-    instead = found.instead or RENAMED.get(found.name, "")
-    caller_name = caller(passage.above)
+    instead = change.instead or RENAMED.get(change.name, "")
+    caller_name = caller(excerpt.above)
     # a library that asks itself has files of two releases
     caller_name = (
-        f"{caller_name}'s other files (two releases are mixed)" if caller_name == found.package else caller_name
+        f"{caller_name}'s other files (two releases are mixed)" if caller_name == change.package else caller_name
     )
     return {
-        "package": found.package,
-        "name": found.name,
-        "when": found.when,
-        "when_zh": found.when_zh,
-        "spec": found.spec,
+        "package": change.package,
+        "name": change.name,
+        "when": change.when,
+        "when_zh": change.when_zh,
+        "spec": change.spec,
         "caller": caller_name,
         "instead": f" (now {instead})" if instead else "",
         "instead_zh": f"（现为 {instead}）" if instead else "",
     }
 
 
-def _both(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+def _both(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str]:
     module = groups.get("module") or groups.get("of") or ""
-    caller_name = caller(passage.above)
-    return {"package": releases.package_of(module), "caller": caller_name, **_likely_side(caller_name, passage)}
+    caller_name = caller(excerpt.above)
+    return {"package": releases.package_of(module), "caller": caller_name, **_likely_side(caller_name, excerpt)}
 
 
-def _likely_side(caller_name: str, passage: Passage) -> dict[str, str]:
+def _likely_side(caller_name: str, excerpt: Excerpt) -> dict[str, str]:
     """A library that asks is newer than what it asks; a program of one's own, or a model's code, is older."""
-    own = caller_name.endswith(".py") or remote_code(passage.above)
+    own = caller_name.endswith(".py") or remote_code(excerpt.above)
     if own:
         return {
             "likely": "newer",
@@ -82,26 +82,26 @@ def _likely_side(caller_name: str, passage: Passage) -> dict[str, str]:
     }
 
 
-def _class_package(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+def _class_package(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str]:
     owner = groups.get("of") or groups.get("type") or groups.get("config") or ""
     package = releases.package_of_class(owner)
-    return {"package": f"{package}'s {owner}" if package else owner, "caller": caller(passage.above)}
+    return {"package": f"{package}'s {owner}" if package else owner, "caller": caller(excerpt.above)}
 
 
-def _remote(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    return {} if remote_code(passage.above) else None
+def _remote(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    return {} if remote_code(excerpt.above) else None
 
 
 # a frame of these packages does not show which of two libraries is at fault
 _NEUTRAL = {"torch", "_pytest", "pluggy", "ray", "IPython", "gradio", "click", "typer", "hydra", "fire", "wandb"}
 
 
-def _inside(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    found = [package for package in packages(passage.above) if package not in _NEUTRAL]
-    if not found:
+def _inside(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    inside = [package for package in packages(excerpt.above) if package not in _NEUTRAL]
+    if not inside:
         return None
-    outer = found[-2] if len(found) > 1 else "the code that calls it"
-    return {"inner": found[-1], "outer": outer}
+    outer = inside[-2] if len(inside) > 1 else "the code that calls it"
+    return {"inner": inside[-1], "outer": outer}
 
 
 _DERIVES = ("package", "name", "when", "when_zh", "spec", "caller", "instead", "instead_zh")

@@ -127,7 +127,7 @@ CAUSES = (
         "max-connections",
         r"CUDA_DEVICE_MAX_CONNECTIONS\W? (?:environment variable )?(?:must be|should be|to) |"
         r"set (?:the environment variable )?CUDA_DEVICE_MAX_CONNECTIONS",
-        "Megatron's sequence parallelism wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the collective is launched "
+        "Megatron's sequence parallelism needs CUDA_DEVICE_MAX_CONNECTIONS=1, so that the collective is launched "
         "before the product",
         "export CUDA_DEVICE_MAX_CONNECTIONS=1 (on Blackwell and newer, as the message says)",
         "Megatron 的序列并行要求 CUDA_DEVICE_MAX_CONNECTIONS=1，使通信先于矩阵乘启动",
@@ -172,7 +172,7 @@ CAUSES = (
         r"Current node has no GPU available|Cannot provide a placement group|node running low on memory|"
         r"No available node types can fulfill|The current node timed out during startup|"
         r"The actor died because its (?:node|owner) has died",
-        "Ray has not the GPUs or memory that were asked for, or its worker was ended for memory",
+        "Ray does not have the GPUs or memory that were requested, or its worker was ended for memory",
         "ray status; ray stop --force and start again with all GPUs visible; fewer workers, or "
         "RAY_memory_usage_threshold",
         "Ray 没有所需的 GPU 或内存，或其 worker 因内存被终止",
@@ -197,7 +197,7 @@ CAUSES = (
         "hostfile",
         r"No slot '\d+' specified on host|[Hh]ostfile .{0,60}(?:not formatted|is empty|contains)|"
         r"not found in hostfile|bad formatting",
-        "the hostfile or --include names a GPU or host that is not there",
+        "the hostfile or --include names a GPU or host that does not exist",
         "HOST slots=N, one a line, with the GPUs that nvidia-smi -L shows; deepspeed --include localhost:0,1",
         "hostfile 或 --include 指定了不存在的 GPU 或主机",
         "每行一个 HOST slots=N，与 nvidia-smi -L 一致；deepspeed --include localhost:0,1",

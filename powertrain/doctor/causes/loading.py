@@ -1,8 +1,8 @@
 """A built extension, or a package, does not load."""
 
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.library_names import library_of_module, way_to_module
-from powertrain.doctor.passage import Passage
 from powertrain.doctor.releases import NAMESPACES
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
@@ -10,16 +10,16 @@ _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
 
 
-def _way(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+def _way(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str]:
     return {"way": way_to_module(groups["module"]) or "python -m pip install it"}
 
 
-def _part_of_python(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _part_of_python(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     library = library_of_module(groups["module"])
     return None if library is None else {"library": library}
 
 
-def _of_one_package(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _of_one_package(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     return None if groups["package"] in NAMESPACES else {}
 
 
@@ -369,7 +369,7 @@ CAUSES = (
         r"requires the latest version of bitsandbytes|requires bitsandbytes|"
         r"No package metadata was found for bitsandbytes",
         "Transformers finds no bitsandbytes in this Python, one that is too old, or one that does not see the GPU",
-        "python -m pip install -U bitsandbytes accelerate with the Python that runs, and start it anew; python -m "
+        "python -m pip install -U bitsandbytes accelerate with the Python that runs, and start it again; python -m "
         "bitsandbytes",
         "Transformers 在当前 Python 中找不到 bitsandbytes，版本太旧，或看不到 GPU",
         "用运行程序的 Python 执行 python -m pip install -U bitsandbytes accelerate 并重新启动；python -m bitsandbytes",

@@ -64,7 +64,7 @@ CAUSES = (
         r"KeyError: '(?:iteration|total_iters|checkpoint_version|args|opt_param_scheduler|rng_state|"
         r"optimizer_state_dict|word_embeddings|language_model)'",
         "the checkpoint lacks what Megatron writes into its own: it was converted, saved by another program or "
-        "release, or only the weights are there",
+        "release, or has only the weights",
         "--finetune (weights only, iteration 0), --no-load-optim --no-load-rng; the converter of this release "
         "(tools/checkpoint, powertrain convert)",
         "检查点缺少 Megatron 自己写入的内容：由转换得到、由其他程序或版本保存，或只有权重",
@@ -72,8 +72,8 @@ CAUSES = (
         "powertrain convert）",
         "https://github.com/intelligent-machine-learning/dlrover/issues/977",
         confidence="likely",
-        derive=lambda groups, passage: {}
-        if any("egatron" in line or "checkpointing.py" in line or "neox" in line for line in passage.above)
+        derive=lambda groups, excerpt: {}
+        if any("egatron" in line or "checkpointing.py" in line or "neox" in line for line in excerpt.above)
         else None,
     ),
     Cause(
@@ -81,7 +81,7 @@ CAUSES = (
         r"Could not find an index file at|(?:document|index)\.idx\b.{0,80}(?:not exist|not found|No such)|"
         r"doc_idx\.npy|Index file doesn't match expected format|"
         r"Invalid prefix.{0,40}data-path|One or both of the \.idx and \.bin files cannot be found",
-        "a prepared data set is not there under this prefix, is cut short, or of another kind: data_path is the path "
+        "no prepared data set exists under this prefix, or it is cut short, or of another kind: data_path is the path "
         "without .bin and .idx, and both files must be readable on every node",
         "ls <prefix>.bin <prefix>.idx on each node; prepare it (preprocess_data.py --append-eod, "
         "powertrain preprocess); the index cache must be written by rank 0 before the others read it "

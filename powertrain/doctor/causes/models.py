@@ -39,7 +39,7 @@ CAUSES = (
         "attention-implementation",
         r"does not support an attention implementation through|does not support Flash ?Attention ?2|"
         r"does not support attention implementation|doesn't support .{0,10}attn_implementation",
-        "this model class has no code for the attention that was asked for (or is the default)",
+        "this model class has no code for the attention that was requested (or is the default)",
         "attn_implementation=\"eager\" in from_pretrained; a newer transformers, where the model may "
         "have it",
         "该模型类没有所要求（或默认）的注意力实现",
@@ -161,7 +161,7 @@ CAUSES = (
     Cause(
         "resume-missing",
         r"No valid checkpoint found in output directory|Can't find a valid checkpoint at",
-        "the run is to go on from a checkpoint, and there is none in that folder (or it is not "
+        "the run should resume from a checkpoint, and that folder has none (or it is not "
         "whole)",
         "ls the folder for checkpoint-N with its weights; leave resume_from_checkpoint out for a "
         "first run; give the path of one checkpoint",

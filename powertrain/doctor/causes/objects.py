@@ -4,8 +4,8 @@ import re
 
 from powertrain.doctor import releases
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.frames import caller, packages
-from powertrain.doctor.passage import Passage
 
 _BUILTIN = {
     "dict", "list", "tuple", "str", "int", "float", "bool", "set", "function", "method", "generator", "bytes", "type",
@@ -14,34 +14,34 @@ _BUILTIN = {
 _TRAINER = re.compile(r"\w*Trainer$")
 
 
-def _builtin(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _builtin(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     kind = groups.get("of") or groups.get("callee") or groups.get("item") or ""
     if kind not in _BUILTIN:
         return None
     name = groups.get("name")
     wants = f"{name} of it" if name else "to call it" if "callee" in groups else "an item of it"
-    return {"kind": kind, "wants": wants, "caller": caller(passage.above)}
+    return {"kind": kind, "wants": wants, "caller": caller(excerpt.above)}
 
 
-def _private(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _private(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     owner = groups.get("of") or groups.get("module") or groups.get("source") or ""
     if owner in _BUILTIN or owner.startswith("_"):
         return None
     package = releases.package_of_class(owner) or (releases.package_of(owner) if "." in owner else "")
     if not package and _TRAINER.match(owner):
         package = "trl" if re.search(r"GRPO|DPO|SFT|PPO|KTO|ORPO|Reward", owner) else "transformers"
-    caller_name = caller(passage.above)
+    caller_name = caller(excerpt.above)
     return {"package": package or f"the library of {owner}", "caller": caller_name}
 
 
-def _config(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+def _config(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str]:
     package = releases.package_of_class(groups["of"]) or f"the library of {groups['of']}"
-    return {"package": package, "caller": caller(passage.above)}
+    return {"package": package, "caller": caller(excerpt.above)}
 
 
-def _inside_package(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    found = packages(passage.above)
-    return {"package": found[-1]} if found and found[-1] not in ("torch", "IPython") else None
+def _inside_package(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    names = packages(excerpt.above)
+    return {"package": names[-1]} if names and names[-1] not in ("torch", "IPython") else None
 
 
 CAUSES = (
@@ -84,7 +84,7 @@ CAUSES = (
         r"TypeError: '(?P<item>int|float|bool|function|method|type|set|generator|property|DynamicCache|\w+Output|"
         r"\w+Config|"
         r"BatchEncoding)' object is not subscriptable",
-        "a {kind} stands where {caller} expects another kind of object ({wants} is asked for): the library that made "
+        "a {kind} stands where {caller} expects another kind of object ({wants} is used): the library that made "
         "it is of another release (a method that is a property now, a config or a cache that is an object or a dict "
         "now), or it was given unwrapped",
         "print type() of it there; the release of that library that {caller} names in its requirements; model_dump, "

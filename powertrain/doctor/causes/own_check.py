@@ -3,18 +3,18 @@
 import re
 
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.own_words import statement_and_advice
-from powertrain.doctor.passage import Passage
 
 # a compiler's words about source code are no advice
 _SOURCE = re.compile(r"\.(?:cu|cuh|h|hpp|hxx|cpp|cc|c|inl)[(:]\d+")
 
 
-def _advice(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    if _SOURCE.search(passage.line):
+def _advice(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    if _SOURCE.search(excerpt.line):
         return None
-    found = statement_and_advice(passage.line, passage.below[:4])
-    return None if found is None else {"statement": found[0], "advice": found[1]}
+    pair = statement_and_advice(excerpt.line, excerpt.below[:4])
+    return None if pair is None else {"statement": pair[0], "advice": pair[1]}
 
 
 CAUSES = (

@@ -3,17 +3,17 @@
 import re
 
 from powertrain.doctor.causes.cause import Cause
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
 
 
-def _asked_for(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _asked_for(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     """pip lists releases that it passed over for this Python, asked for or not."""
     if "ignored" not in groups:
         return {}
-    asked = [version for line in passage.below[:4] for version in re.findall(r"==([\w.]+)", line)]
+    asked = [version for line in excerpt.below[:4] for version in re.findall(r"==([\w.]+)", line)]
     return {} if any(f"{version} Requires-Python" in groups["ignored"] for version in asked) else None
 
 
@@ -105,7 +105,7 @@ CAUSES = (
         "pip-conflict",
         r"The conflict is caused by:|^\s{2,}[\w.-]{2,60} [\w.+]{1,30} depends on \S|"
         r"ResolutionImpossible|which is incompatible\.|these package versions have conflicting dependencies",
-        "the requirements contradict each other: two packages want different versions of a third (often torch)",
+        "the requirements contradict each other: two packages require different versions of a third (often torch)",
         "versions made for each other (powertrain doctor --only versions); the pinned one with --no-deps",
         "依赖互相矛盾：两个包要求第三个包（常为 torch）的不同版本",
         "选择相互匹配的版本（powertrain doctor --only versions）；对固定版本的包使用 --no-deps",
@@ -213,7 +213,7 @@ CAUSES = (
     Cause(
         "wheel-missing",
         r"invalid command 'bdist_wheel'",
-        "setup.py wants the package wheel, which is not in the Python that builds",
+        "setup.py needs the package wheel, which is not in the Python that builds",
         "pip install wheel (and a setuptools from 70.1 on has it built in)",
         "setup.py 需要 wheel 包，而编译用的 Python 没有",
         "pip install wheel（setuptools 70.1 起自带）",

@@ -14,7 +14,7 @@ CAUSES = (
     Cause(
         "mpi-not-started",
         r"MPI_Comm_rank\(\) (?:function was )?called before MPI_INIT",
-        "Userbuffers was built to start over MPI, and nobody called MPI_Init: the job was not started by mpiexec, or "
+        "Userbuffers was built to start over MPI, and MPI_Init was not called: the job was not started by mpiexec, or "
         "initialize_ub came first",
         "start with mpiexec and import mpi4py.MPI before initialize_ub; or TransformerEngine 1.9 or newer built "
         "without NVTE_UB_WITH_MPI, with bootstrap_backend='gloo'. powertrain doctor --overlap prints the line",
@@ -57,7 +57,7 @@ CAUSES = (
         "calls-differ",
         r"CollectiveMismatch: ranks must make the same calls: (?P<one>rank 0 makes .{1,400}?); "
         r"(?P<other>rank \d+ makes .*)",
-        "ranks took different ways. {one}; {other}",
+        "ranks ran different code paths. {one}; {other}",
         "make what differs in the two calls equal on all ranks: the batch's shape, the mask, the mode, a branch on the "
         "rank or on data; uneven rows go into rows= (powertrain.parallel.Overlap.exchange_rows gathers them)",
         "各 rank 的调用不同。{one}；{other}",
@@ -154,7 +154,7 @@ CAUSES = (
     Cause(
         "nccl-timeout",
         r"Watchdog caught collective operation timeout: \w+\(.*OpType=(?P<operation>\w+)",
-        "one rank did not come to {operation}: it died, or the ranks take different ways",
+        "one rank did not reach {operation}: it died, or the ranks run different code paths",
         "find the rank with the smallest last completed SeqNum, and read its log; TORCH_NCCL_TRACE_BUFFER_SIZE=2000 "
         "TORCH_NCCL_DUMP_ON_TIMEOUT=1 writes the pending collective of each rank",
         "有 rank 没有进入 {operation}：它已退出，或各 rank 执行路径不同",
@@ -216,7 +216,7 @@ CAUSES = (
         "ssh-login",
         r"Command '\W{0,2}ssh\b.{0,200} returned non-zero exit status 255|ssh: connect to host \S+ port \d+|"
         r"pdsh@\S+: \S+ ssh exited",
-        "a host of the hostfile cannot be entered by ssh without a password",
+        "ssh cannot log in to a host of the hostfile without a password",
         "ssh -o BatchMode=yes HOST hostname; ssh-copy-id HOST (this host, too); the port in ~/.ssh/config; powertrain "
         "doctor --hostfile FILE tries each",
         "无法不用密码 ssh 登录 hostfile 中的某台主机",
@@ -258,7 +258,7 @@ CAUSES = (
     Cause(
         "nccl-interface",
         r"no socket interface found|No interface found (?:matching|starting|in the same)",
-        "NCCL finds no network interface of the names it was given",
+        "NCCL finds no network interface with the given names",
         "ip -br addr; NCCL_SOCKET_IFNAME=<an interface that is there>, or unset it",
         "NCCL 找不到指定名称的网络接口",
         "ip -br addr；NCCL_SOCKET_IFNAME=<存在的接口>，或取消该设置",
@@ -383,7 +383,7 @@ CAUSES = (
     Cause(
         "illegal-instruction",
         r"Illegal instruction|SIGILL\b",
-        "a library was compiled for a CPU with instructions (AVX2, AVX-512) that this one does not have",
+        "a library was compiled for instructions (AVX2, AVX-512) that this CPU does not have",
         "lscpu | grep Flags; an older or plainer build of the library, or build it on this machine",
         "某个库是为具有更多指令（AVX2、AVX-512）的 CPU 编译的",
         "lscpu | grep Flags；使用较旧或通用的版本，或在本机编译",
@@ -449,8 +449,8 @@ CAUSES = (
     Cause(
         "nccl-system-error",
         r"ncclSystemError|unhandled system error|ncclInternalError|ncclInvalidUsage",
-        "NCCL stopped; this line does not say why: network interface, /dev/shm, two ranks on one GPU, or different "
-        "versions",
+        "NCCL stopped; this line does not give the reason. Possible ones: network interface, /dev/shm, two ranks on "
+        "one GPU, or different versions",
         "in a container first --ipc=host or --shm-size=16g; else NCCL_DEBUG=INFO <the same command>, and give that log "
         "to powertrain diagnose",
         "NCCL 停止，这一行没有说明原因：网络接口、/dev/shm、两个 rank 使用同一 GPU，或版本不同",

@@ -17,7 +17,7 @@ CAUSES = (
     Cause(
         "fsdp-device",
         r"Inconsistent compute device and `device_id` on rank (?P<rank>\d+): (?P<is>\S+) vs (?P<asked>\S+)",
-        "on rank {rank} the model is on {is}, while FSDP was asked for {asked}",
+        "on rank {rank} the model is on {is}, while FSDP was given {asked}",
         "torch.cuda.set_device(int(os.environ[\"LOCAL_RANK\"])) before the model is made, and "
         "device_id=torch.cuda.current_device()",
         "rank {rank} 的模型在 {is} 上，而 FSDP 被要求使用 {asked}",
@@ -88,7 +88,7 @@ CAUSES = (
         r"can only be used on CUDA devices|Your setup doesn't support bf16|"
         r"fp16 mixed precision requires a GPU|bf16 mixed precision requires|"
         r"FP16 .{0,60}only be used on",
-        "fp16 or bf16 was asked for where torch sees no GPU that has it: a build for the CPU, no "
+        "fp16 or bf16 was requested, and torch sees no GPU that supports it: a build for the CPU, no "
         "visible GPU, or one before Ampere",
         "python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'; a CUDA "
         "build of torch; fp16 instead of bf16 before sm_80; neither on a CPU",
@@ -127,7 +127,7 @@ CAUSES = (
         "model-parallel-groups",
         r"parallel group is not initialized|model parallel is not initialized|"
         r"initialize_model_parallel",
-        "Megatron's process groups were asked for before they were made",
+        "Megatron's process groups were used before they were created",
         "torch.distributed.init_process_group, then parallel_state.initialize_model_parallel(), "
         "before the model is built",
         "在创建之前就请求了 Megatron 的进程组",
@@ -141,7 +141,7 @@ CAUSES = (
         "the saved optimizer is of another set of parameters: layers were frozen, added (LoRA), or "
         "grouped otherwise since",
         "the same model, freezing and groups as when it was saved; or load the weights alone and "
-        "start the optimizer anew",
+        "begin with a new optimizer",
         "保存的优化器对应另一组参数：之后冻结、增加（LoRA）或重新分组",
         "使用保存时的模型、冻结与分组；或只加载权重并重新开始优化器",
         "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html",
@@ -149,7 +149,7 @@ CAUSES = (
     Cause(
         "fused-optimizer",
         r"`?fused=True`? requires all the params",
-        "the fused optimizer wants every parameter on a GPU in a floating dtype, and one is on the "
+        "the fused optimizer needs every parameter on a GPU in a floating dtype, and one is on the "
         "CPU, meta or quantized",
         "move the model before the optimizer is made; fused=False (optim=\"adamw_torch\") with "
         "offloading or quantized weights",

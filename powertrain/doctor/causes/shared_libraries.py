@@ -1,17 +1,17 @@
 """A shared library, or a symbol, that the loader does not find."""
 
 from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.library_names import library_of_symbol, package_of_library
-from powertrain.doctor.passage import Passage
 
 
-def _package(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _package(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     file = groups.get("library") or groups.get("dylib") or groups.get("needed") or ""
     get = package_of_library(file)
     return None if get is None else {"get": get}
 
 
-def _defining(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+def _defining(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
     other = library_of_symbol(groups["symbol"])
     return None if other is None else {"other": other}
 

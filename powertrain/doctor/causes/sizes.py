@@ -3,16 +3,21 @@
 import re
 
 from powertrain.doctor.causes.cause import Cause
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 from powertrain.doctor.shapes import PATTERN, reading
 
 
-def _read(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
-    found = reading(passage.line, passage.above)
-    if found is None:
+def _read(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str] | None:
+    meaning = reading(excerpt.line, excerpt.above)
+    if meaning is None:
         return None
-    numbers = " / ".join(re.findall(r"\d+(?:, ?\d+)*", passage.line.partition("Error")[2])[:6])
-    return {"shows": found[0], "advice": found[1], "where": found[2], "numbers": f" {numbers} " if numbers else ""}
+    numbers = " / ".join(re.findall(r"\d+(?:, ?\d+)*", excerpt.line.partition("Error")[2])[:6])
+    return {
+        "shows": meaning[0],
+        "advice": meaning[1],
+        "where": meaning[2],
+        "numbers": f" {numbers} " if numbers else "",
+    }
 
 
 CAUSES = (

@@ -213,7 +213,7 @@ CAUSES = (
     Cause(
         "missing-key",
         r"^\s*KeyError: '?(?P<name>[\w./-]{1,80})'?\s*$",
-        "{name} is not in the mapping that is asked for it: a config, state dict, batch or "
+        "{name} is not in the mapping that was searched for it: a config, state dict, batch or "
         "environment of another release or form",
         "the line above the message; print its keys; the releases of the program and of what wrote "
         "the file",

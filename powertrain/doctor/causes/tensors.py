@@ -65,7 +65,7 @@ CAUSES = (
         "dtensor-mixed",
         r"got mixed torch\.Tensor and DTensor|does not have a sharding strategy registered|"
         r"Sharding propagation failed",
-        "an operation got a sharded tensor (DTensor) beside a plain one, or has no rule for sharded tensors",
+        "an operation got a sharded tensor (DTensor) and a plain one, or has no rule for sharded tensors",
         "distribute_tensor (or .full_tensor(), .to_local()) so that both are of one kind; a newer torch",
         "某运算同时得到分片张量（DTensor）和普通张量，或没有分片规则",
         "用 distribute_tensor（或 .full_tensor()、.to_local()）使二者一致；升级 torch",
@@ -152,7 +152,7 @@ CAUSES = (
     Cause(
         "no-parameters",
         r"optimizer got an empty parameter list",
-        "the optimizer was given nothing to train: every parameter is frozen, or model.parameters() was used up "
+        "the optimizer got no parameters to train: every parameter is frozen, or model.parameters() was used up "
         "before",
         "check requires_grad; pass list(model.parameters()); with PEFT: target_modules must match",
         "优化器没有可训练的参数：全部冻结，或 model.parameters() 迭代器已用尽",
@@ -163,7 +163,7 @@ CAUSES = (
         "shared-tensors",
         r"trying to be saved contained shared tensors|Some tensors share memory|tensors share(?:d)? memory, this will "
         r"lead",
-        "safetensors does not save two names of one tensor (tied weights)",
+        "safetensors does not save one tensor under two names (tied weights)",
         "save_pretrained, which knows the ties; safetensors.torch.save_model(model, path); or "
         "safe_serialization=False",
         "safetensors 不保存同一张量的两个名字（绑定的权重）",
@@ -220,7 +220,7 @@ CAUSES = (
     Cause(
         "attention-alignment",
         r"is not correctly aligned|attn_bias\.stride\(-\d\) % \d+ != 0",
-        "an attention mask or bias does not lie on the bounds that the kernel reads: its rows must be multiples of "
+        "an attention mask or bias does not have the alignment that the kernel needs: its rows must be multiples of "
         "8 elements apart",
         "a mask sliced from one whose last dim is padded to a multiple of 8; is_causal instead of a mask",
         "注意力 mask 或 bias 的地址不满足核函数要求：行距须为 8 个元素的倍数",

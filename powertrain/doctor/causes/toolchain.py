@@ -165,7 +165,7 @@ CAUSES = (
         r"error: package directory '[^']{1,200}' does not exist|"
         r"error: file '[^']{1,200}' does not exist|can't copy '[^']{1,200}': doesn't exist|"
         r"assert len\(sources\) > 0",
-        "setup.py names a folder or file that is not there: submodules are missing, or it was "
+        "setup.py names a folder or file that does not exist: submodules are missing, or it was "
         "started from another folder",
         "git submodule update --init --recursive; run pip in the folder of setup.py; a whole clone "
         "instead of a downloaded archive",

@@ -3,12 +3,12 @@
 import re
 
 from powertrain.doctor.causes.cause import Cause
-from powertrain.doctor.passage import Passage
+from powertrain.doctor.excerpt import Excerpt
 
 
-def _batch_numbers(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+def _batch_numbers(groups: dict[str, str], excerpt: Excerpt) -> dict[str, str]:
     """The product, which GPT-NeoX has on the next line."""
-    text = "\n".join([passage.line, *passage.below[:1]])
+    text = "\n".join([excerpt.line, *excerpt.below[:1]])
     numbers = re.search(r"world_size\s*(\d+ != [\d *]*\d)", text)
     return {"numbers": numbers[1] if numbers else ""}
 
@@ -77,8 +77,8 @@ CAUSES = (
     Cause(
         "checkpoint-shape",
         r"size mismatch for (?P<parameter>[\w.]+): copying a param with shape",
-        "the checkpoint is of another configuration than the model: {parameter} has another shape (sizes, vocabulary, "
-        "or shards of another tensor-parallel size)",
+        "the checkpoint belongs to another configuration than the model: {parameter} has another shape (sizes, "
+        "vocabulary, or shards of another tensor-parallel size)",
         "the config that belongs to the checkpoint; merge or split shards for another tensor-parallel size "
         "(powertrain convert)",
         "检查点与模型的配置不同：{parameter} 的形状不同（大小、词表，或张量并行数不同的分片）",
@@ -88,8 +88,8 @@ CAUSES = (
     Cause(
         "checkpoint-keys",
         r"Missing key\(s\) in state_dict|Unexpected key\(s\) in state_dict",
-        "the checkpoint's names are not the model's: another architecture or version, or a prefix (module., "
-        "_orig_mod.) was saved too",
+        "the checkpoint has other parameter names than the model: another architecture or version, or a prefix "
+        "(module., _orig_mod.) was saved too",
         "compare list(state)[:5] with the model's; strip the prefix; the version of the code that wrote it",
         "检查点的名称与模型不同：架构或版本不同，或保存了前缀（module.、_orig_mod.）",
         "比较 list(state)[:5] 与模型的名称；去掉前缀；使用写入它的代码版本",
@@ -123,7 +123,7 @@ CAUSES = (
     Cause(
         "no-map-location",
         r"Attempting to deserialize object on a? ?(?:CUDA|cuda) device",
-        "the file holds tensors of a GPU (or of a GPU number) that is not here",
+        "the file holds tensors of a GPU (or a GPU index) that this machine does not have",
         "torch.load(..., map_location='cpu'), then model.to(device)",
         "文件中的张量位于此处不存在的 GPU",
         "torch.load(..., map_location='cpu')，再 model.to(device)",
@@ -146,7 +146,7 @@ CAUSES = (
         r"requires the SentencePiece library|Couldn't instantiate the backend tokenizer|"
         r"`tiktoken` (?:is )?required|requires the protobuf library",
         "the tokenizer needs a package that is not installed",
-        "python -m pip install sentencepiece tiktoken protobuf tokenizers, and start anew",
+        "python -m pip install sentencepiece tiktoken protobuf tokenizers, and start again",
         "分词器需要的包没有安装",
         "python -m pip install sentencepiece tiktoken protobuf tokenizers，然后重新启动",
         "https://huggingface.co/docs/transformers/installation",
@@ -155,7 +155,7 @@ CAUSES = (
         "hub-name",
         r"is not a local folder and is not a valid model identifier|Repository Not Found for url|"
         r"Cannot access gated repo|401 Client Error: Unauthorized for url|GatedRepoError|Repo id must be in the form",
-        "the Hub does not give this model: the name or path is wrong, or it is private or gated and nobody is logged "
+        "the Hub does not return this model: the name or path is wrong, or it is private or gated and nobody is logged "
         "in",
         "see whether the path exists; hf auth login, and accept the terms on the model's page",
         "Hub 没有提供该模型：名称或路径错误，或为私有、受限模型而未登录",
@@ -205,7 +205,7 @@ CAUSES = (
     Cause(
         "unscale-fp16",
         r"Attempting to unscale FP16 gradients",
-        "the parameters themselves are fp16, and GradScaler wants fp32 ones",
+        "the parameters themselves are fp16, and GradScaler needs fp32 parameters",
         "load the model in fp32 (or bf16 and no scaler); with PEFT: cast trainable parameters to fp32",
         "参数本身是 fp16，而 GradScaler 需要 fp32",
         "以 fp32 加载模型（或 bf16 且不用 scaler）；PEFT：将可训练参数转为 fp32",
@@ -238,8 +238,8 @@ CAUSES = (
     Cause(
         "vllm-memory-taken",
         r"Free memory on device\W.{0,60}is less than desired GPU memory utilization",
-        "vLLM wants a share of the whole GPU (--gpu-memory-utilization, 0.9 by default), and other processes hold so "
-        "much of it that less is free",
+        "vLLM reserves a share of the whole GPU (--gpu-memory-utilization, 0.9 by default), and other processes hold "
+        "so much of it that less is free",
         "nvidia-smi names the processes: end them (an engine that was killed leaves workers behind); or a smaller "
         "--gpu-memory-utilization",
         "vLLM 要占用整个显存的一定比例（--gpu-memory-utilization，默认 0.9），而其他进程占用过多，剩余不足",
@@ -264,7 +264,7 @@ CAUSES = (
         r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size|"
         r"number of required GPUs exceeds the total number of available GPUs|"
         r"is greater than the number of available GPUs",
-        "the tensor-parallel size does not suit: heads are not divisible by it, or there are fewer GPUs",
+        "the tensor-parallel size does not fit: heads are not divisible by it, or there are fewer GPUs",
         "--tensor-parallel-size that divides the heads and is at most the GPUs of the host",
         "张量并行数不合适：不能整除 head 数，或多于 GPU 数",
         "--tensor-parallel-size 应整除 head 数且不超过本机 GPU 数",

@@ -44,7 +44,7 @@ CAUSES = (
         "triton-missing",
         r"Cannot find a working triton installation|Triton (?:package )?is not (?:installed|available)|"
         r"ModuleNotFoundError: No module named 'triton'",
-        "torch.compile or a library wants Triton, which is not installed in this Python or does not work here",
+        "torch.compile or a library needs Triton, which is not installed in this Python or does not work here",
         "pip install triton at the version that torch requires (Linux); on Windows: triton-windows, or WSL",
         "torch.compile 或某个库需要 Triton，但当前 Python 没有安装或无法使用",
         "安装 torch 要求版本的 triton（Linux）；Windows 上用 triton-windows 或 WSL",
@@ -76,7 +76,7 @@ CAUSES = (
         "TORCHDYNAMO_DISABLE=1、attn_implementation=\"sdpa\"；取消 TRITON_OVERRIDE_ARCH",
         "https://github.com/patientx/ComfyUI-Zluda/issues/210",
         confidence="likely",
-        derive=lambda groups, passage: None if _OURS.fullmatch(groups["arch"]) else {},
+        derive=lambda groups, excerpt: None if _OURS.fullmatch(groups["arch"]) else {},
     ),
     Cause(
         "triton-tools-missing",
@@ -181,7 +181,7 @@ CAUSES = (
     Cause(
         "triton-resources",
         r"out of resource: (?P<what>threads|registers|tensor memory)",
-        "a Triton kernel's tile wants more {what} than this GPU has",
+        "a Triton kernel's tile needs more {what} than this GPU has",
         "a smaller block or fewer warps or stages in that kernel's configs; a newer version of its package",
         "Triton 核函数的 tile 所需 {what} 超过该 GPU",
         "减小该核函数配置中的 block、warp 或 stage；升级其所属的包",

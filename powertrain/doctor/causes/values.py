@@ -59,7 +59,7 @@ CAUSES = (
     Cause(
         "channels",
         r"Given groups=\d+, weight of size .{1,60}to have (?P<want>\d+) channels, but got (?P<got>\d+)",
-        "the convolution wants {want} channels and the input has {got}: grey or RGBA images, "
+        "the convolution needs {want} channels and the input has {got}: grey or RGBA images, "
         "channels last, or latents of another model",
         "image.convert(\"RGB\"); x.permute(0, 3, 1, 2); in_channels of the model, or the VAE and the "
         "model of one family",

@@ -342,14 +342,14 @@ def _gathered(tokens: Tensor, layers: Sequence["ColumnParallelLinear"], rows: Se
     """GEMMs of all ranks' tokens; layers with the same recipe (or none) share one gather."""
     made: dict[int, Tensor] = {}
     for recipe in dict.fromkeys(layer.fp8_recipe for layer in layers):
-        mine = [i for i, layer in enumerate(layers) if layer.fp8_recipe == recipe]
-        alike = [layers[i] for i in mine]
+        indices = [i for i, layer in enumerate(layers) if layer.fp8_recipe == recipe]
+        alike = [layers[i] for i in indices]
         (weights, biases), overlap, name = _operands(alike), alike[0].overlap, _named(*alike)
         if recipe is None:
             ys = all_gather_gemm(tokens, weights, overlap, bias=biases, rows=rows, layer=name)
         else:
             ys = fp8_all_gather_gemm(tokens, weights, overlap, recipe, biases=biases, rows=rows, layer=name)
-        made |= dict(zip(mine, ys, strict=True))
+        made |= dict(zip(indices, ys, strict=True))
     return [made[i] for i in range(len(layers))]
 
 

@@ -315,8 +315,8 @@ def summed_dx(dx: Tensor, counts: Sequence[int], overlap: Overlap) -> Tensor:
         return dx
     rows = RowCounts(tuple(counts) or even_rows(dx.shape[0], overlap.size))
     # in two halves, since every rank needs the sum of its own tokens only where sequences are parallel
-    mine = overlap.transport.reduce_scatter(dx, rows)
-    return mine if counts else overlap.transport.all_gather(mine, rows)
+    local_dx = overlap.transport.reduce_scatter(dx, rows)
+    return local_dx if counts else overlap.transport.all_gather(local_dx, rows)
 
 
 def _linear_outputs(x: Tensor, weight: Tensor, bias: Any, target: Any, main_grad: Any, *rest: Any) -> tuple[Any, ...]:

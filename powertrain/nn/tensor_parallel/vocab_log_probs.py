@@ -60,13 +60,13 @@ def _shard_stats(logits: Tensor, target: Tensor, options: Options, entropy: bool
     return own
 
 
-def _shard_divergence(logits: Tensor, taught: Tensor, stats: Tensor, options: Options) -> Tensor:
+def _shard_divergence(logits: Tensor, teacher_logits: Tensor, stats: Tensor, options: Options) -> Tensor:
     """[2, rows]: this rank's parts of the divergence and of its gradient's center."""
     own = logits.new_empty((2, logits.shape[0]), dtype=stats.dtype)
     if use_kernel(_OP, logits):
-        launch_divergence(logits, taught, stats[:2], stats[3:5], options, own[0], own[1])
+        launch_divergence(logits, teacher_logits, stats[:2], stats[3:5], options, own[0], own[1])
         return own
-    log_p, log_q = _log_p(logits, stats[:2], options), _log_p(taught, stats[3:5], _of_teacher(options))
+    log_p, log_q = _log_p(logits, stats[:2], options), _log_p(teacher_logits, stats[3:5], _of_teacher(options))
     p, q, beta = log_p.exp(), log_q.exp(), options.beta
     if options.kind == 0:
         own[0], own[1] = weighted(q, log_q - log_p).sum(1), 0.0
@@ -89,12 +89,12 @@ def _of_teacher(options: Options) -> Options:
 
 
 def _shard_grads_(
-    logits: Tensor, taught: Tensor | None, target: Tensor, stats: Tensor, grads: tuple[Tensor | None, ...],
+    logits: Tensor, teacher_logits: Tensor | None, target: Tensor, stats: Tensor, grads: tuple[Tensor | None, ...],
     options: Options, start: int, size: int,
 ) -> None:  # fmt: skip
     """The logits become their gradients, in place."""
     if use_kernel(_OP, logits):
-        launch_grads(logits, taught, target, stats, (grads[0], grads[1], grads[2]), options, start, size)
+        launch_grads(logits, teacher_logits, target, stats, (grads[0], grads[1], grads[2]), options, start, size)
         return
     entropy, center = stats[2, :, None], stats[5, :, None]
     dlog_probs, dentropy, ddivergence = (None if g is None else g[:, None] for g in grads)
@@ -107,8 +107,8 @@ def _shard_grads_(
         d[rows, index[rows]] += dlog_probs[rows, 0]
     if dentropy is not None:
         d -= dentropy * weighted(p, log_p + entropy)
-    if ddivergence is not None and taught is not None:
-        log_q = _log_p(taught, stats[3:5], _of_teacher(options))
+    if ddivergence is not None and teacher_logits is not None:
+        log_q = _log_p(teacher_logits, stats[3:5], _of_teacher(options))
         beta = options.beta
         if options.kind == 0:
             d += ddivergence * (p - log_q.exp())
@@ -177,7 +177,7 @@ def _forward(
     outputs = _outputs(x, weight, bias, target, teacher_x, entropy, top_k, counts, key)
     log_probs, _, divergence, top, top_indices, stats = outputs
     whole, words = _whole(x, counts, overlap), weight.shape[0]
-    taught_whole = None if teacher_x is None else _whole(teacher_x, counts, overlap)
+    teacher_rows = None if teacher_x is None else _whole(teacher_x, counts, overlap)
     start, size = overlap.rank * words, overlap.size * words
     num_logits = 1 if teacher_x is None else 2
     blocks = blocks_within_scratch(target.shape[0], num_logits * words, x.element_size())
@@ -194,11 +194,11 @@ def _forward(
         stats[0, rows], stats[1, rows], log_probs[rows], stats[2, rows] = found
         if top is not None and top_indices is not None:
             top[rows], top_indices[rows] = _combined_top(logits, top_k, options, start, overlap)
-        if taught_whole is not None and teacher_weight is not None and divergence is not None:
-            taught = logits_into(taught_whole[rows], teacher_weight, teacher_bias, teacher_scratch[:count])
-            own = _shard_stats(taught, target[rows], _of_teacher(options), False, start, size)
+        if teacher_rows is not None and teacher_weight is not None and divergence is not None:
+            teacher_logits = logits_into(teacher_rows[rows], teacher_weight, teacher_bias, teacher_scratch[:count])
+            own = _shard_stats(teacher_logits, target[rows], _of_teacher(options), False, start, size)
             stats[3:5, rows] = _combined_stats(own, overlap)[:2]
-            own = _shard_divergence(logits, taught, stats[:, rows], options)
+            own = _shard_divergence(logits, teacher_logits, stats[:, rows], options)
             divergence[rows], stats[5, rows] = _gathered(own, overlap).sum(0) if overlap.size > 1 else own
     # in this order, as `finish` subtracts them
     log_probs.sub_(stats[0]).sub_(stats[1]).masked_fill_(target == ignore_index, 0.0)
@@ -220,8 +220,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None,) * 17
     op = _bwd_op if ctx.main_grad is None else _bwd_into_op
     needs = ctx.needs_input_grad[:3]
-    found = op(*wants, *ctx.saved_tensors, ctx.main_grad, *ctx.options, list(ctx.counts), ctx.key, *needs)
-    dx, dw, db = found if ctx.main_grad is None else (found[0], None, found[1])
+    results = op(*wants, *ctx.saved_tensors, ctx.main_grad, *ctx.options, list(ctx.counts), ctx.key, *needs)
+    dx, dw, db = results if ctx.main_grad is None else (results[0], None, results[1])
     return (wanted(dx, needs[0]), wanted(dw, needs[1]), wanted(db, needs[2]), *(None,) * 14)
 
 
@@ -239,15 +239,15 @@ def _bwd(
     teacher_softcap: float, beta: float, counts: Sequence[int], key: str, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     overlap, options = find(key), Options(ignore_index, temperature, softcap, teacher_softcap, beta)
-    whole, words = _whole(x, counts, overlap), weight.shape[0]
-    taught = None if teacher_x is None or ddivergence is None else _whole(teacher_x, counts, overlap)
-    start, size = overlap.rank * words, overlap.size * words
+    whole, local_vocab_size = _whole(x, counts, overlap), weight.shape[0]
+    teacher_rows = None if teacher_x is None or ddivergence is None else _whole(teacher_x, counts, overlap)
+    start, size = overlap.rank * local_vocab_size, overlap.size * local_vocab_size
 
     def make_dlogits(logits: Tensor, cols: slice) -> None:
         teacher = None
-        if taught is not None and teacher_weight is not None:
+        if teacher_rows is not None and teacher_weight is not None:
             part = None if teacher_bias is None else teacher_bias[cols]
-            teacher = logits_into(taught, teacher_weight[cols], part, new_scratch(x, *logits.shape))
+            teacher = logits_into(teacher_rows, teacher_weight[cols], part, new_scratch(x, *logits.shape))
         grads = (dlog_probs, dentropy, ddivergence)
         _shard_grads_(logits, teacher, target, stats, grads, options, start + cols.start, size)
 
@@ -256,7 +256,7 @@ def _bwd(
     db = torch.empty_like(bias) if need_db and bias is not None else empty(x)
     needs = (need_dx, need_dw, need_db)
     grads_by_vocab_blocks(
-        make_dlogits, whole, weight, bias, (dx, dw, db), main_grad, needs, other_logits=int(taught is not None)
+        make_dlogits, whole, weight, bias, (dx, dw, db), main_grad, needs, other_logits=int(teacher_rows is not None)
     )
     return summed_dx(dx, counts, overlap) if need_dx else dx, dw, db
 
@@ -333,18 +333,20 @@ def vocab_parallel_linear_log_probs(
     counts = even_rows(flat.shape[0], overlap.size) if sequence_parallel and overlap.size > 1 else ()
     have, tokens = rows.shape[0], counts[overlap.rank] if counts else flat.shape[0]
     checks.require(have == tokens, op, "x", f"have {tokens} of target's {flat.shape[0]} tokens", list(x.shape))
-    mine = None if teacher is None else teacher._replace(x=as_rows(teacher.x))
+    rows_teacher = None if teacher is None else teacher._replace(x=as_rows(teacher.x))
     vocab_size = weight.shape[0] * overlap.size
-    check_arguments(op, rows, weight, flat[:have], bias, temperature, softcap, top_k, mine, main_grad, vocab_size)
+    check_arguments(
+        op, rows, weight, flat[:have], bias, temperature, softcap, top_k, rows_teacher, main_grad, vocab_size
+    )
     overlap.transport.compare(op, counts, [rows[:0], weight, bias])
-    taught: list[Tensor | None] = [None, None, None]
+    teacher_tensors: list[Tensor | None] = [None, None, None]
     caps = (0.0, 0.0)
     if teacher is not None:
-        taught = [None if t is None else t.detach() for t in (as_rows(teacher.x), *teacher[1:3])]
+        teacher_tensors = [None if t is None else t.detach() for t in (as_rows(teacher.x), *teacher[1:3])]
         caps = (float(teacher.softcap or 0.0), float(teacher.beta))
     results = _fwd_op(
-        rows, weight, bias, flat, *taught, main_grad, ignore_index, float(temperature), float(softcap or 0.0), *caps,
-        entropy, top_k, list(counts), overlap.key,
+        rows, weight, bias, flat, *teacher_tensors, main_grad, ignore_index, float(temperature), float(softcap or 0.0),
+        *caps, entropy, top_k, list(counts), overlap.key,
     )[:5]  # fmt: skip
     absent = (False, not entropy, teacher is None, not top_k, not top_k)
     shaped = (None if no else t.view((*target.shape, *t.shape[1:])) for t, no in zip(results, absent, strict=True))

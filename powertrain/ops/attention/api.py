@@ -1,4 +1,4 @@
-"""The public attention functions: arguments become a call (arguments.py), its facts choose a backend (select.py)."""
+"""The public attention functions: they check the arguments (arguments.py), choose a backend (select.py) and run it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -18,7 +18,7 @@ from powertrain.ops.attention.arguments import (
     packed_call,
     with_positive_scale,
 )
-from powertrain.ops.attention.backend_preferences import steering
+from powertrain.ops.attention.backend_preferences import preference_or_none
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.invariant import run_invariant
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
@@ -40,7 +40,7 @@ _DENSE = tuple(name for name in LAYOUTS if name != "thd")
 
 
 class _Options(TypedDict, total=False):
-    """Keywords of both functions, for type checkers: `return_lse` decides the type of their result."""
+    """Keywords of both functions, for type checkers; `return_lse` decides the type of the result."""
 
     is_causal: bool
     causal_align: Alignment
@@ -82,7 +82,7 @@ def attention(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: "Unpack[_Dense]"
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@falls_back("attention", steering)
+@falls_back("attention", preference_or_none)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -160,7 +160,7 @@ def attention(
         float32 products are full precision unless PyTorch is set to allow TF32.
     Memory beyond inputs and results, our kernel: LSE, 4 * B * H * Sq bytes, is saved beside inputs and out; backward
         takes 8 * B * H * ceil(Sq / 128) * 128 bytes, the Hopper one besides 4 for each of dq's elements, head dims
-        rounded up to 64, 80, 96, 128, 160, 192 or 256, and 4 * B * K * Sk * (D + E) where heads that share keys are
+        rounded up to 64, 80, 96, 128, 160, 192 or 256, and 4 * B * K * Sk * (D + E) where query heads of a KV head are
         split over tiles. Where the GPU has TMA attn_bias is copied, once in the forward and once in the
         backward, without what it is broadcast to: a boolean one as 2 bytes an element, another one if its rows are no
         multiple of 16 bytes apart. The gradient of a bias that is broadcast takes 4 * B * H * Sq * Sk bytes more, if
@@ -227,7 +227,7 @@ def varlen_attention(
     return_lse: bool,
     **options: "Unpack[_Packed]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@falls_back("varlen_attention", steering)
+@falls_back("varlen_attention", preference_or_none)
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -332,13 +332,13 @@ def _run(call: AttentionCall, backend: str | Sequence[str] | None) -> Any:
 
 
 def _draws_none_and_takes_no_others(call: AttentionCall) -> bool:
-    """Whether query, key, value and a bias are all the tensors of a call."""
+    """Whether a call has no tensors besides query, key, value and a bias."""
     others = (*call.tensors._replace(bias=None), *call.varlen[:4])
     return call.dropout_p == 0 and all(x is None for x in others)
 
 
 def _plain(call: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Tensor | None]]) -> Any:
-    """The call by a backend of plain PyTorch, and those that repeat it."""
+    """Run the call on a backend of plain PyTorch, and let repeated calls skip the checks."""
     layout, mask, varlen, has_lse = call.layout, call.mask, call.varlen, call.return_lse
     rest = call.scale, call.dropout_p, None, has_lse, call.deterministic, call.sizes
 
@@ -351,7 +351,8 @@ def _plain(call: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Ten
 
 
 class Facts(NamedTuple):
-    """The facts of a call that a choice depends on: cheap to make, to hash and to compare, at every call."""
+    """The properties of a call that the choice of a backend depends on; cheap to build, hash and compare in each
+    call."""
 
     dtype: torch.dtype
     head_dim_qk: int
@@ -374,12 +375,13 @@ class Facts(NamedTuple):
     lengths: tuple[Any, ...]  # fields of Lengths
 
     def as_constants(self) -> tuple[Any, ...]:
-        """As `select.names_traced` takes them: the fields of mask and lengths in their place, no symbolic sizes."""
+        """Facts as arguments of `select.names_traced`: mask and lengths as their fields, without symbolic sizes."""
         mask = (getattr(self.mask, name) for name in _MASK_FIELDS)
         return tuple(_constant(fact) for fact in (*self[:4], *mask, *self[5:-1], *self.lengths))
 
     def without_symbols(self) -> "Facts":
-        """Outside of torch.compile, where fake tensors may have symbolic sizes: a table has no place for those."""
+        """Facts without symbolic sizes, for use as a key: fake tensors may have such sizes outside of torch.compile
+        too."""
         return Facts._make((*map(_guarded, self[:-1]), tuple(map(_guarded, self.lengths))))
 
 
@@ -405,7 +407,7 @@ def facts_of(call: AttentionCall) -> Facts:
 
 
 def _constant(fact: Any) -> Any:
-    """A fact as a constant, where Dynamo traces sizes as symbols."""
+    """A size as a constant, where Dynamo traces sizes as symbols."""
     # bool is a subclass of int, so it is asked first
     if isinstance(fact, bool):
         return True if fact else False
@@ -451,7 +453,7 @@ def problem_of(*facts: Any) -> AttentionProblem:
 
 
 def _autocast(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three in autocast's dtype, as F.scaled_dot_product_attention casts its own."""
+    """Query, key and value in autocast's dtype, as F.scaled_dot_product_attention casts them."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         checks.tensor(op, name, x)
     kind = query.device.type
@@ -463,7 +465,8 @@ def _autocast(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 def _aligned(query: Tensor, key: Tensor, value: Tensor, compiling: bool) -> bool:
-    """Base addresses and strides are multiples of 16 bytes (traced tensors have no address yet: taken to be)."""
+    """Base addresses and strides are multiples of 16 bytes. Traced tensors have no address yet; theirs are assumed to
+    be."""
     size = query.element_size()
     # sizes may be symbols, which know no `|`
     if compiling:

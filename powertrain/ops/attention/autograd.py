@@ -1,7 +1,7 @@
 """The ops of our attention kernels: schemas, tensors saved for backward, and the gradients of a call.
 
-Saved for backward: the inputs, out, and lse (float32). Backward needs nothing else of the forward, so any backward op
-differentiates any of these forwards.
+Saved for backward: the inputs, out, and lse (float32). A backward needs nothing else from the forward, so any backward
+op can follow any of these forwards.
 """
 
 from collections.abc import Callable, Mapping

@@ -172,17 +172,17 @@ def points_of(rows: Iterable[tuple[Mapping[str, Any], float]], sources: Mapping[
     return {kind: _points(found) for kind, found in kinds.items()}
 
 
-def _points(found: list[tuple[Case, float, Mapping[str, list[float | None]], str]]) -> Points:
-    backends = dict.fromkeys(name for _, _, ms, _ in found for name in ms)
-    ms = {name: np.array([_steps(times.get(name, [None, None])) for _, _, times, _ in found]) for name in backends}
-    cases = tuple(case for case, *_ in found)
+def _points(rows: list[tuple[Case, float, Mapping[str, list[float | None]], str]]) -> Points:
+    backends = dict.fromkeys(name for _, _, ms, _ in rows for name in ms)
+    ms = {name: np.array([_steps(times.get(name, [None, None])) for _, _, times, _ in rows]) for name in backends}
+    cases = tuple(case for case, *_ in rows)
     return Points(
         cases,
         np.array([_coordinates(case) for case in cases]),
-        np.array([weight for _, weight, _, _ in found]),
+        np.array([weight for _, weight, _, _ in rows]),
         np.array([_nominal(case) for case in cases]),
         ms,
-        tuple(file for *_, file in found),
+        tuple(file for *_, file in rows),
     )
 
 
@@ -197,14 +197,14 @@ def estimates_at(points: Points, case: Case) -> dict[str, Estimate]:
     apart = points.places - np.array(_coordinates(case))
     weights = points.weights * np.exp(-(apart**2).sum(1) / 2)
     nominal = _nominal(case)
-    found = {}
+    estimates = {}
     for name, ms in points.ms.items():
         forward, step = (_fitted(apart, weights, ms[:, n] / points.nominal[:, n], nominal[n]) for n in (0, 1))
         # each is fitted by itself, so the difference may come out too small
         backward = None if forward is None or step is None else max(step - forward, forward / 2)
         if forward is not None:
-            found[name] = Estimate(forward, backward)
-    return found
+            estimates[name] = Estimate(forward, backward)
+    return estimates
 
 
 def _fitted(apart: Array, weights: Array, ratios: Array, nominal: float) -> float | None:

@@ -19,15 +19,17 @@ from powertrain.ops.attention.problem import AttentionProblem
 # H200, lengths 301 to 330). Lengths that change, as those of prompts do, pay that again and again, so it goes first
 # only where it gains as much. Training has few shapes, and pays it once in thousands of steps
 _PLANNED = {False: 1.25, True: 1.1}  # by whether a gradient is wanted
+_PLAIN = Kind("half", ())  # 16 bits, without ALiBi, softcap and determinism
 
 
 class Order(NamedTuple):
-    """In which order forwards and backwards are tried, how that is known, and the estimates that decided."""
+    """In which order forwards and backwards are tried, the reason, the estimates that decided, and their sources."""
 
     names: tuple[str, ...]
     backwards: tuple[str, ...]
-    known: str
+    reason: str
     estimates: Mapping[str, Estimate]
+    sources: tuple[str, ...] = ()  # files of the measurements behind the estimates
 
     def behind(self, forward: str) -> tuple[str, ...]:
         """Backwards of this forward: unless they were measured, its own first."""
@@ -66,31 +68,32 @@ def _is_192_128(p: AttentionProblem) -> bool:
 
 _REST = ("chunked", "reference")
 _LAST = ("triton", "flash", "flash-attn-2", "efficient", *_REST)
-_BY_HAND = "chosen by hand between neighbouring measurements on one H200"
+_BY_HAND = "chosen by hand from measurements of similar problems on one H200"
 # benchmarks/results/2026-11-24_h200_attention_choice.md
-_MOSTLY_HOPPER = "hopper first: within 3 % of the fastest in 475 of 534 choices, random problems, an H100 and an H200"
-_PADDED = f"{_BY_HAND}; the Hopper kernels pad these head dims"
+_MOSTLY_HOPPER = "hopper was within 3 % of the fastest in 475 of 534 random problems on an H100 and an H200"
+_PADDED = f"{_BY_HAND}; the hopper backend pads these head dims"
 # A100: cuDNN at 0.82 of flash-2's speed, A10G 0.93, L40S 1.00, RTX PRO 6000 0.88: huggingface/transformers#48163
-_PUBLISHED = "not measured here: published numbers (cuDNN against flash-2: huggingface/transformers#48163)"
+_PUBLISHED = "from published times of cuDNN and flash-2 (huggingface/transformers#48163), not from own measurements"
 
 # the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
 FIXED_ORDERS = (
     # on the CPU triton means the interpreter, which is for tests; why_not refuses it otherwise
-    FixedOrder(("triton", "cpu", *_REST), "triton runs on the CPU only when asked to be interpreted", (0, 0)),
+    FixedOrder(("triton", "cpu", *_REST), "triton runs on the CPU only with POWERTRAIN_INTERPRET=1", (0, 0)),
     FixedOrder(
-        # PyTorch's memory-efficient kernels have sm_75 variants for tensor cores
+        # PyTorch's memory-efficient kernels have sm_75 variants for tensor cores; Triton compiles a 64x64x32 float16
+        # product to 1024 FMAs
         ("efficient", "triton", *_REST),
-        "Triton's tl.dot reaches no tensor core on sm_75 (a 64x64x32 float16 product compiles to 1024 FMAs)",
+        "Triton's tl.dot does not use the tensor cores of sm_75",
         (75, 79),
     ),
     FixedOrder(
         ("triton", "efficient", *_REST),
-        "float32 where TF32 is allowed: as on an H200",
+        "the order measured on an H200 for float32 with TF32",
         applies=lambda p: p.dtype is torch.float32 and p.tf32,
     ),
     FixedOrder(
         ("efficient", "triton", *_REST),
-        "float32 at full precision: as on an H200",
+        "the order measured on an H200 for float32 without TF32",
         applies=lambda p: p.dtype is torch.float32,
     ),
     # of cuDNN's time (2026-11-28): biases forward .42 to 1.01, with backward .79 to .88, 326 tokens 1.15; masks that
@@ -176,7 +179,7 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
     names, backwards = fixed.names, _fixed_backwards(problem, fixed.names)
     kind, points = points_for(problem)
     if points is None:
-        return Order(names, backwards, f"fixed, {fixed.why}", {})
+        return Order(names, backwards, f"fixed; {fixed.why}", {})
     case = case_for(problem)
     estimates = _with_backward(estimates_at(points, case), problem, backwards, forbidden)
     costs = {name: estimate.cost(problem.needs_grad) for name, estimate in estimates.items()}
@@ -184,15 +187,13 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
     known_costs = {name: cost for name, cost in costs.items() if cost is not None and name in fixed.named}
     # one measured backend gives nothing to compare with
     if len(known_costs) < 2:
-        return Order(names, backwards, f"fixed, {fixed.why}", {})
+        return Order(names, backwards, f"fixed; {fixed.why}", {})
     planned = _PLANNED[problem.needs_grad]
-    nearest, files = near(points, case)
-    known = f"by measured times ({kind}; this is {case}, the nearest measured is {nearest}): {', '.join(files)}"
-    known += (
-        f"; cuDNN's times are multiplied by {planned:g}, as it plans every new shape" if "cudnn" in known_costs else ""
-    )
-    known += f"; backends that were not measured are in a fixed order, {fixed.why}"
-    return Order(by_cost(names, known_costs, planned), backwards, known, estimates)
+    nearest, sources = near(points, case)
+    reason = f"estimated times; nearest measured: {nearest}{'' if kind == _PLAIN else f' {kind}'}"
+    if "cudnn" in known_costs:
+        reason += f"; cuDNN's time x {planned:g} (it plans every new shape)"
+    return Order(by_cost(names, known_costs, planned), backwards, reason, estimates, sources)
 
 
 def by_cost(names: tuple[str, ...], costs: Mapping[str, float], planned: float) -> tuple[str, ...]:

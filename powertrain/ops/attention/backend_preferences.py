@@ -97,7 +97,7 @@ def context_preference() -> BackendPreference:
     return _current.get(_NO_PREFERENCE)
 
 
-def steering() -> BackendPreference | None:
+def preference_or_none() -> BackendPreference | None:
     """`context_preference`, cheap to hash where no context is."""
     return _current.get(None)
 

@@ -11,8 +11,8 @@ from powertrain.ops.attention.backends.reference import run_reference
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.runtime import dispatch
 from powertrain.runtime.dispatch import Op
+from powertrain.runtime.gc_disabled import gc_disabled
 from powertrain.runtime.settings import settings
-from powertrain.runtime.uncollected import uncollected
 
 
 class Backend(Protocol):
@@ -22,8 +22,7 @@ class Backend(Protocol):
     uses_philox_seed: bool  # dropout is that of `attention_keep`, from the call's seed
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        """Every need of the forward (and, unless `BACKWARDS` has it, of its own backward) that the problem does not
-        meet."""
+        """Every unmet requirement of the forward (and of its own backward, unless that is in `BACKWARDS`)."""
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """(out, lse), differentiable; lse may be None unless the call wants it."""
@@ -31,7 +30,7 @@ class Backend(Protocol):
 
 class _Lazy:
     # importing Triton and Gluon takes long, and most CPU processes never need them
-    """A backend of ours whose module has `why_not(problem)` and `run(call)`, imported at its first question."""
+    """A backend of ours whose module has `why_not(problem)` and `run(call)`; the module is imported on first use."""
 
     def __init__(self, name: str, module: str, uses_philox_seed: bool = True) -> None:
         self.name, self._module, self.uses_philox_seed = name, module, uses_philox_seed
@@ -39,7 +38,7 @@ class _Lazy:
 
     def _load(self) -> Any:
         if self._loaded is None:
-            with uncollected():
+            with gc_disabled():
                 self._loaded = importlib.import_module(self._module)
         return self._loaded
 
@@ -51,7 +50,7 @@ class _Lazy:
                 yield Reason(f'switched off by powertrain.disable("{name}") or POWERTRAIN_DISABLE', "leave that out")
             # the interpreter runs kernels on CPU tensors
             if problem.target is None and not settings().interpret:
-                yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
+                yield Reason("it runs on a GPU only, got the CPU", "use chunked or cpu, or move the tensors to a GPU")
                 # no need to import Triton for that
                 return
         yield from self._load().why_not(problem)
@@ -63,7 +62,7 @@ class _Lazy:
 
 
 class Reference:
-    """The specification itself: takes everything, with the whole score matrix in memory."""
+    """The specification itself: it supports every call, and holds the whole score matrix in memory."""
 
     name = "reference"
     uses_philox_seed = True
@@ -102,7 +101,7 @@ SEPARABLE = ("hopper",)
 
 
 def backward_why_not(name: str, problem: AttentionProblem) -> Iterator[Reason]:
-    """Every need of a backward of `BACKWARDS` that the problem does not meet, as far as it is known without tensors."""
+    """Every unmet requirement of a backward of `BACKWARDS` that is known without tensors."""
     # imported at the question, as the backends are
     reasons: Iterator[Reason] = importlib.import_module(BACKWARDS[name]).backward_why_not(problem)
     return reasons

@@ -12,7 +12,7 @@ from powertrain.runtime.launch import kernel
 
 @triton.jit
 def cache_entry(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, PAGE_SIZE: tl.constexpr):
-    """Entry of the cache's first dim that holds a sequence's positions."""
+    """Index in the cache's first dim of the entry or page that holds each position of a sequence."""
     if PAGE_SIZE > 0:
         # the shape of position
         # masked: entries of the table behind a sequence's pages may hold any number
@@ -27,7 +27,7 @@ def cache_entry(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, 
 
 @triton.jit
 def row_of_entry(position, PAGE_SIZE: tl.constexpr):
-    """Rows of positions in their entries."""
+    """The row of each position in its entry."""
     if PAGE_SIZE > 0:
         position = position % PAGE_SIZE
     return position.to(tl.int64)
@@ -64,7 +64,7 @@ def _append_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Some heads of one new token a program. A token beyond the cache's capacity is dropped."""
+    """A program appends some heads of one new token. A token beyond the cache's capacity is dropped."""
     batch = tl.program_id(0).to(tl.int64) // num_new
     token = tl.program_id(0).to(tl.int64) % num_new
     heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]

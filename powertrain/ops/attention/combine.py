@@ -1,5 +1,5 @@
-"""Partial results over splits of the keys, combined by their LSE: the last step of decoding, and of the Hopper forward
-where it splits keys. decode_tiles.py combines the parts of its list of tiles, with `add_parts` of this file."""
+"""Combines the results of splits over the keys by their LSE: the last step of decoding, and of the Hopper forward where
+it splits keys. decode_tiles.py has a kernel of its own for the splits of its list; it uses `add_parts` of this file."""
 
 from typing import NamedTuple
 
@@ -17,8 +17,9 @@ from powertrain.runtime.target import Target
 
 @triton.jit
 def add_parts(acc, total, top, lses, parts, AHEAD: tl.constexpr):
-    """AHEAD blocks of parts more of some rows: acc [rows, dims], their results weighted by 2^(lse - top); the weights'
-    sum and the highest LSE, base 2, so far. lses [parts, rows], -inf of none, base 2; parts [parts, rows, dims]."""
+    """Add AHEAD blocks of splits to some rows. acc [rows, dims] is the sum of results weighted by 2^(lse - top), total
+    the sum of the weights, top the highest LSE so far. lses [splits, rows], base 2, -inf where a row has no such split;
+    parts [splits, rows, dims]: the results of the splits."""
     higher = top
     for i in tl.static_range(AHEAD):
         higher = tl.maximum(higher, tl.max(lses[i], axis=0))
@@ -29,7 +30,7 @@ def add_parts(acc, total, top, lses, parts, AHEAD: tl.constexpr):
     for i in tl.static_range(AHEAD):
         weight = tl.exp2(lses[i] - safe[None, :])
         total += tl.sum(weight, axis=0)
-        # the result of a part without keys may be NaN
+        # the result of a split without keys may be NaN
         part = tl.where((lses[i] != float("-inf"))[:, :, None], parts[i], 0.0)
         acc += tl.sum(weight[:, :, None] * part, axis=0)
     return acc, total, higher
@@ -60,9 +61,9 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """BLOCK_H heads of one query, some channels: the splits' results, weighted by exp(lse - max). AHEAD tiles of
-    BLOCK_S splits are loaded at a time. With `parts`, a sequence's are those of its tile's parts; one part alone is the
-    result already."""
+    """For BLOCK_H heads of one query and some channels: the sum of the splits' results, weighted by exp(lse - max).
+    AHEAD blocks of BLOCK_S splits are loaded at a time. With `parts`, a sequence has its own number of splits; a single
+    split needs no combination."""
     wait_for_kernel_before(STARTS_EARLY)
     # unsigned: half of the instructions
     batch = (tl.program_id(0).to(tl.uint32) // num_queries.to(tl.uint32)).to(tl.int32)
@@ -80,7 +81,7 @@ def _combine_kernel(
         entry = parts_ptr + (batch * tl.cdiv(num_queries * ratio, block_m) + tile) * 2
         second = tl.load(entry)  # [BLOCK_H]
         count = tl.load(entry + 1)  # [BLOCK_H]
-        # the attention kernel has stored a single part as the result itself
+        # the attention kernel has stored a single split as the result itself
         is_row = is_row & (count > 1)
         num_splits = tl.max(tl.where(is_row, count, 0))
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -130,18 +131,17 @@ def _combine_kernel(
 
 
 class PartTable(NamedTuple):
-    """Parts of each sequence's keys, where sequences have different numbers of them."""
+    """Where the results of each sequence's splits are, if sequences have different numbers of splits."""
 
-    parts: (
-        Tensor  # [B, tiles, 2] int32: slot of the second part's result, number of parts; one alone is in `out` already
-    )
+    # [B, tiles, 2] int32: slot of the second split's result, number of splits; a single split's result is in `out`
+    parts: Tensor
     heads_per_kv: int
-    block_m: int  # rows (query, query head of a kv head) of a tile
-    extra: int  # slot of the first sequence's first part; those of the others follow
+    block_m: int  # rows (query, query head of a KV head) of a tile
+    extra: int  # slot of the first sequence's first split; those of the others follow
 
 
 class Rows(NamedTuple):
-    """Of a program that combines."""
+    """The rows that one program combines."""
 
     heads: int  # of a query, a power of 2
     splits: int  # at a time, which warps share
@@ -178,7 +178,7 @@ def combine(
     strides: tuple[int, ...],
     table: PartTable | None = None,
 ) -> None:
-    """Results of parts of the keys, weighted by their LSE, into `out`, with these strides by batch, query and head, and
+    """Combine the results of splits, weighted by their LSE, into `out`, with strides by batch, query and head, and
     `lse` [B, H, S], or [H, S] if B is 1. partial [splits, B, S, H, E] and partial_lse [splits, *lse's shape], float32;
     with a table [slots, S, H, E] and [slots, H, S]. A partial result whose LSE is -inf is ignored."""
     sq, h, head_dim_v = partial.shape[-3:]

@@ -2,22 +2,22 @@
 
     s = scale * q k^T,  masked;   o = softmax(s) v;   lse = log sum exp(s)     one sequence of a batch, its cache so far
 
-Decoding reads every key and value once and computes little, so it runs at the speed of memory. One program serves one
-kv head of one sequence and one part (split) of its keys: the queries of all heads that share the kv head, times the
-new tokens, are the rows of one tile. Splits exist only to fill the GPU; they leave float32 partial results, which a
-second kernel combines. The host chooses from shapes (cache size, heads, SMs): the number of splits of one sequence
-alone, or of each with num_splits; of a batch, the number in all, which a small kernel shares out among the sequences by
-their lengths (decode_schedule.py; of packed queries decode_tiles.py). The host never reads the lengths, and one CUDA
-graph serves all of them.
+Decoding reads every key and value once and computes little, so memory bandwidth limits it. One program computes one
+KV head of one sequence and one split of its keys. The rows of its tile are the new tokens times the query heads of the
+KV head. Splits exist only to fill the GPU; they produce float32 partial results, which a second kernel combines. The
+host chooses the number of splits from shapes (cache size, heads, SMs): for a single sequence, or for each sequence with
+num_splits. For a batch it chooses the total, which a small kernel distributes over the sequences by their lengths
+(decode_schedule.py; for packed queries decode_tiles.py). The host never reads the lengths, and one CUDA graph is valid
+for all lengths.
 
-On Hopper other kernels serve most calls in float16 and bfloat16 (decode_op.py): that of hopper/decode_mla.py MLA caches
-with at least 16 rows (queries times heads) a sequence, and that of hopper/forward_pages.py, the attention forward over
-caches, packed queries and equal numbers of queries of each sequence, one query or more.
+On Hopper other kernels compute most calls in float16 and bfloat16 (decode_op.py): hopper/decode_mla.py computes MLA
+caches with at least 16 rows (queries times heads) per sequence; hopper/forward_pages.py, the attention forward over
+caches, computes packed queries and equal numbers of queries per sequence, from one query on.
 
-Pages are found by page_table[batch, token // page_size]: one page id per block of keys where whole blocks lie in a
-page, else one per key. Head dims are split into power-of-two pieces (192 = 128 + 64), never padded to the next one.
+page_table[batch, token // page_size] is the page id of a key: one is read per block of keys if blocks do not cross
+pages, else one per key. Head dims are divided into power-of-two pieces (192 = 128 + 64), never padded to the next one.
 
-B sequences of n keys, K kv heads, head dims d and e: 2 * B * n * K * (d + e) bytes in 16 bits (d alone where the values
+B sequences of n keys, K KV heads, head dims d and e: 2 * B * n * K * (d + e) bytes in 16 bits (d alone where the values
 are the keys' first e channels), and splits * B * H * e * 8 bytes of partial results.
 
 Sources: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); paged KV cache: Kwon et al.,
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.arguments import as_int32, window_bounds
-from powertrain.ops.attention.backend_preferences import steering
+from powertrain.ops.attention.backend_preferences import preference_or_none
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.cache_append import append_op
 from powertrain.ops.attention.decode_op import decode_op, why_not_many
@@ -144,7 +144,7 @@ def _packed_rows(
 
 
 def _rows(cache: Tensor, n: int, page_table: Tensor | None, cache_batch_idx: Tensor | None) -> Tensor:
-    """All rows a sequence may have, [capacity, kv heads, d]. Page ids beyond its length may be anything."""
+    """All rows a sequence may have, [capacity, KV heads, d]. Page ids beyond its length may be anything."""
     if page_table is None:
         return cache[n if cache_batch_idx is None else int(cache_batch_idx[n])]
     if not cache.shape[0]:
@@ -177,7 +177,7 @@ def _append_ref(
         value_cache[entry, position] = value_new[fits]
 
 
-@falls_back(_OP, steering)
+@falls_back(_OP, preference_or_none)
 def decode_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -207,42 +207,44 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new queries over a KV cache, after new keys and values were appended to it in place.
 
-    Shapes: B batch, S new queries, N new keys, H query heads (a multiple of the K kv heads), D and E head dims.
+    Shapes: B batch, S new queries, N new keys, H query heads (a multiple of the K KV heads), D and E head dims.
         query          [B, S, H, D]  float32, float16 or bfloat16 (float64 on the CPU); D up to 576
         key_cache      [C, L, K, D]  C >= B entries of up to L rows; with a page table [pages, page size >= 1, K, D]
         value_cache    [C, L, K, E]  E up to 512; None: the first head_dim_v channels of the keys (MLA), read once
-        cache_seqlens  [B] int32     rows of each sequence before the append, on the same device, never read by the host
-                       but on the CPU; a length above the capacity raises there, and counts as the capacity elsewhere
-        key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; rows beyond the capacity are dropped
+        cache_seqlens  [B] int32     rows of each sequence before the append, on the same device; the host reads them on
+                       the CPU only. A length above the capacity raises there, and counts as the capacity elsewhere
+        key_new, value_new   [B, N, K, D], [B, N, K, E], written after the last row; dropped beyond the capacity
         page_table     [B, max pages] int32: page p of a sequence is its rows [p * page size, (p + 1) * page size)
-        cache_batch_idx  [B] int32   the entry of the cache that serves each sequence (not with pages)
+        cache_batch_idx  [B] int32   the entry of the cache for each sequence (not with pages)
         cache_leftpad    [B] int32   a sequence's first row; its length still counts from row 0
         cu_seqlens_q   [B + 1] int32  query is [T, H, D]: sequence n's are rows cu_seqlens_q[n] to cu_seqlens_q[n + 1],
-                       any number of each, such as chunks of prompts beside single new tokens. Its keys are in the cache
-                       already: not with key_new, rotary and num_splits
-        max_seqlen_q   most queries of a sequence, with cu_seqlens_q; None: T. Tiles are chosen by it, never results
-        rotary         table from `rope_table`; key_new and query are rotated before use, the first of each by the
-                       position cache_seqlens, the next by the following ones (without causal and window: all queries
-                       by the first's). Not with a table of axes (M-RoPE): rotate those with `rope` before
-        is_causal      the last query stands at the last key (bottom right)
+                       any number per sequence, such as chunks of prompts and single new tokens. The keys must be in
+                       the cache already; key_new, rotary and num_splits are not supported
+        max_seqlen_q   the most queries of a sequence, with cu_seqlens_q; None: T. It affects tiles, never results
+        rotary         table from `rope_table`; key_new and query are rotated before use, the first of each by
+                       position cache_seqlens, the next ones by the next positions (without causal and window: all
+                       queries by the first position). With a table of axes (M-RoPE) call `rope` before instead
+        is_causal      the last query is at the position of the last key (bottom right)
         window_size    (left, right) keys seen before and after a query's own position; -1: all
         softcap, alibi_slopes [H] or [B, H], sinks [H]: as in `attention`; scale: default D^-0.5
         layout         "bshd" as above, or "bhsd": query and out [B, H, S, D], caches [C, K, L, D], new [B, K, N, D]
-        num_splits     parts that each sequence's keys are cut into, 65535 at most; None: as many as fill the GPU, by
-                       all lengths
-        backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: triton but on a CPU
-    Integer tensors are int32 or int64. All strides are allowed but for the last dim's of queries, keys and values,
-        which is 1.
+        num_splits     the number of splits of each sequence's keys, 65535 at most; None: as many as fill the GPU,
+                       distributed by the lengths
+        backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: reference on a
+                       CPU, else triton
+    Integer tensors are int32 or int64. All strides are allowed, except that the last dim of queries, keys and values
+        has stride 1.
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 (float64 for float64)
         [B, H, S] or [H, T], in nats. A query that sees no key gives 0 and -inf (the sink's score with a sink).
     Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products are
         full precision unless PyTorch is set to allow TF32. Rows beyond a sequence's length are never read.
-        Deterministic; where a sequence's keys are cut, and so rounding, follows from shapes and the lengths of the
-        whole batch, with num_splits from shapes alone.
-    Memory: out, and where keys are split parts * S * H * (E + 1) * 4 bytes: B * num_splits parts, or B and as many more
-        as fill the GPU eight times. Of packed queries, and on Hopper of equal ones too, (E + 1) * 4 bytes for each row
-        of a tile and part of a tile that is cut. On Hopper (one sequence alone excepted, which is as B above) tiles
-        have 64 to 192 rows, and there is memory for all parts that there can be: 17 to 65 MiB for E = 128 on an H200.
+        Deterministic. Where a sequence's keys are split, and so the rounding, depends on shapes and the lengths of the
+        whole batch; with num_splits on shapes alone.
+    Memory: out, and if keys are split splits * S * H * (E + 1) * 4 bytes for B * num_splits splits, or for B and as
+    many
+        more as fill the GPU eight times. For packed queries, and on Hopper for others too, (E + 1) * 4 bytes for each
+        row of a tile and each split of it. On Hopper (except for a single sequence) tiles have 64 to 192 rows, and
+        memory for the largest possible number of splits is allocated: 17 to 65 MiB for E = 128 on an H200.
     Raises ValueError with the argument's name, requirement and value, before anything is written; NotImplementedError
         where a gradient is wanted: this is for inference.
     Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.
@@ -264,7 +266,7 @@ def decode_attention(
     cu_seqlens_q = as_int32(_OP, "cu_seqlens_q", cu_seqlens_q)
     softcap = 0.0 if softcap is None else float(softcap)
     checks.require(softcap >= 0, _OP, "softcap", "be at least 0, or None", softcap)
-    # parts are a dim of the grid
+    # splits are a dim of the grid
     is_possible = num_splits is None or 1 <= num_splits <= MAX_SPLITS
     checks.require(is_possible, _OP, "num_splits", f"be from 1 to {MAX_SPLITS}, or None", num_splits)
     _refuse_gradients(query, keys, values, key_new, value_new, sinks, alibi_slopes)

@@ -117,14 +117,14 @@ def _offset_of_block(block, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _load_part(parts_ptr, at):
-    """(sequence, which of its parts, how many it has) of an entry of decode_schedule.py's table."""
+    """(sequence, which of its splits, how many it has) of an entry of decode_schedule.py's table."""
     of_part = parts_ptr + at * 3
     return tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
 
 
 @triton.jit
 def _load_entry(list_ptr, at):
-    """(sequence, tile of it, its first query, how many it has, part, parts) of an entry of decode_tiles.py's list;
+    """(sequence, tile of it, its first query, how many it has, split, splits) of an entry of decode_tiles.py's list;
     sequence -1: none."""
     entry = list_ptr + (at + 1) * ENTRY_FIELDS
     sequence, tile = tl.load(entry), tl.load(entry + 1)  # scalars
@@ -134,7 +134,7 @@ def _load_entry(list_ptr, at):
 
 @triton.jit
 def _blocks_of_part(first, last, split, parts, BLOCK_N: tl.constexpr):
-    """(begin, end) of the blocks of a part of the keys first to last."""
+    """(begin, end) of the blocks of a split of the keys first to last."""
     blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
     share = tl.cdiv(blocks, parts)
     begin = first // BLOCK_N + split * share
@@ -217,7 +217,7 @@ def _store_results(
     tile_out, lse, rows, slot, parts, has_keys, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, num_queries, kv_heads,
     ratio, LISTED: tl.constexpr, HEAD_DIM_V: tl.constexpr, PIECES_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """To the call's results, or one of several parts to `slot` of the partial ones. LISTED: parts are those of a
+    """To the call's results, or one of several splits to `slot` of the partial ones. LISTED: splits are those of a
     list."""
     heads = kv_heads * ratio
     if parts == 1:
@@ -234,7 +234,7 @@ def _store_results(
             row = (slot * num_queries + rows.query) * heads + rows.head
             of_lse = (slot * heads + rows.head) * num_queries + rows.query
         tl.store(partial_lse_ptr + of_lse, lse, mask=rows.mask)  # [BLOCK_M]
-        # a part without keys leaves nothing: the combination does not read it
+        # a split without keys leaves nothing: the combination does not read it
         _store_rows(partial_ptr, tile_out, row * HEAD_DIM_V, rows.mask & has_keys, HEAD_DIM_V, PIECES_V)
 
 
@@ -250,7 +250,7 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
+    """One tile of queries, one KV head, one sequence, one split of its keys. Scores are in units of log 2, strides of
     UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each. With
     `list` (decode_tiles.py) queries are packed, `num_queries` in all."""
     wait_for_kernel_before(STARTS_EARLY)
@@ -272,7 +272,7 @@ def _decode_kernel(
             number, split, parts = _load_part(parts_ptr, tile * num_parts + part)
             if number >= batches:
                 return
-            # results of first parts lie behind those of all others, where the combination finds them
+            # results of first splits lie behind those of all others, where the combination finds them
             batch, slot = number.to(tl.int64), tl.where(split == 0, num_parts - batches + number, part).to(tl.int64)
         else:
             batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)

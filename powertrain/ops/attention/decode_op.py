@@ -29,11 +29,11 @@ def _why_not_mla(call: MlaCall, target: Target) -> str | None:
     """Why the universal kernel serves a call of decode_attention and not the Hopper kernel for MLA, or None."""
     rows, batch = call.query.shape[:-1].numel(), call.batch
     if rows < MLA_LEAST_ROWS * batch:
-        return f"it is for {MLA_LEAST_ROWS} queries times heads or more a sequence, got {rows} of {batch} sequences"
+        return f"it needs at least {MLA_LEAST_ROWS} query rows per sequence, got {rows} in {batch} sequences"
     return why_not_mla(call, target)
 
 
-# Rows (queries times heads of a kv head) of a sequence, on average, from which the Hopper forward serves; below, the
+# Rows (queries times heads of a KV head) of a sequence, on average, from which the Hopper forward serves; below, the
 # universal kernel does. MANY_LEAST_ROWS: of equal queries of more than 32768 sequences. us, universal and Hopper, one
 # H200, nothing in the L2: 2 tokens beside 2028 to 2675 keys H16/16 32, 25; 8 H8/1 365 to 1061 24, 16; 64 H32/8 2952 to
 # 15159 490, 477; 32 of 500 to 32k 347, 322; one sequence of 1232 keys, 2 queries H32/8 14.9, 12.5; of 25848, 1 query
@@ -47,7 +47,7 @@ def why_not_many(call: PagedCall, target: Target, cache_batch_idx: Tensor | None
     rows = call.query.shape[:-1].numel() // kv_heads
     least = MANY_LEAST_ROWS if call.query_starts is None and batch > 1 << 15 else LEAST_ROWS
     if rows < least * batch:
-        return f"it is for {least} queries times heads of a kv head or more a sequence, got {rows} of {batch} sequences"
+        return f"it needs at least {least} query rows per sequence and KV head, got {rows} in {batch} sequences"
     return why_not_cache(call, cache_batch_idx, target)
 
 
@@ -87,7 +87,7 @@ class _Call(NamedTuple):
 
     @property
     def ratio(self) -> int:
-        """Query heads of a kv head."""
+        """Query heads of a KV head."""
         return self.query.shape[2] // self.kv_heads if self.kv_heads else 1
 
     @property
@@ -168,11 +168,11 @@ def _plan_of(call: _Call, operands: _Operands, target: Target) -> Plan:
 
 
 class _Work(NamedTuple):
-    """The attention kernel's programs, and memory for results of parts."""
+    """The attention kernel's programs, and memory for results of splits."""
 
     grid: tuple[int, int]
     sequences: int
-    slots: int  # parts in all, or of each sequence
+    slots: int  # splits in all, or of each sequence
     parts: Tensor | None = None
     table: PartTable | None = None
     listed: TileList | None = None
@@ -191,7 +191,7 @@ def _work_of(call: _Call, out: Tensor, lse: Tensor, tile: tuple[int, int, int], 
         partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
         return _Work((kv_heads * listed.most, 1), b, listed.most, None, None, listed, partial, partial_lse)
     parts = table = None
-    # parts are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
+    # splits are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
     if call.num_splits == 0 and 1 < b <= 1 << 15:
         parts, table = schedule(keys, b, sq, ratio, programs, seen, tile, target)
         shape: tuple[int, ...] = (parts.shape[1],)

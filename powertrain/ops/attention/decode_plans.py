@@ -1,4 +1,4 @@
-"""Tiles of the universal decoding kernel, and how many parts the keys have where lengths do not decide."""
+"""Tiles of the universal decoding kernel, and how many splits the keys have where lengths do not decide."""
 
 import functools
 from typing import NamedTuple
@@ -30,12 +30,12 @@ def plan_for(
     fma: bool,
     target: Target,
 ) -> Plan:
-    """`rows` of queries a kv head has; widths: of the head dims in pieces; `is_short`: parts of the fewest keys do not
+    """`rows` of queries a KV head has; widths: of the head dims in pieces; `is_short`: splits of the fewest keys do not
     fill the GPU, however full the cache is; `aligned`: 16-byte loads."""
     # batch 64, 32/8 heads, 8192 keys, bf16, D128 unless said, ms; copying as many bytes takes 0.505 (D64 half, ...):
     #   dense            128 keys 4 warps 3 stages 0.471; 64 keys 0.474 to 0.549; 8 warps the same
     #                    64 keys 4 stages 0.494 (128: 0.491), 16 sequences 0.142 (0.149), 1 long among 31 0.070 (0.079)
-    #     4 of 3000      128 keys 3 stages 0.0194; 64 keys 3 stages 0.023: few blocks a part, so many keys at once
+    #     4 of 3000      128 keys 3 stages 0.0194; 64 keys 3 stages 0.023: few blocks a split, so many keys at once
     #     D64, D256      256 keys 3 stages 0.244 (128 keys 0.278);  64 keys 3 stages 0.929 of 1.010
     #   pages of 64      64 keys 2 stages 0.498, 3 stages 0.509, 4 stages 0.495; 31 of 500, one of 32768 0.068, 0.067,
     #                    0.070; 32 of 500 to 32k, 28/4 heads 0.181, 0.177, 0.197;   D64 3 stages 0.329, 6 stages 0.340

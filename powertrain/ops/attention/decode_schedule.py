@@ -1,11 +1,11 @@
-"""How the keys of a batch of sequences of different lengths are cut into parts, decided on the device from the lengths.
+"""The scheduler of splits over keys for a batch of sequences of different lengths; it runs on the device.
 
-With the same number of parts for each sequence, the programs of the longest sequence finish last while the others are
-idle: 32 sequences of 500 to 32768 keys took 438 us on one H200, split by their lengths 338; one of 131072 among 63 of
-1000 took 3465 and 225 (benchmarks/results/2026-11-23_h200_host_and_decode.md). The host knows only shapes, so it
-chooses the total number of parts; one program for each tile of queries reads the lengths and writes which part of which
-sequence each program of the decoding kernel computes. No host synchronisation, so one CUDA graph is right for all
-lengths; deterministic.
+With the same number of splits for each sequence, the programs of the longest sequence finish last while the others are
+idle. 32 sequences of 500 to 32768 keys took 438 us on one H200, and 338 split by their lengths; one of 131072 among 63
+of 1000 took 3465 and 225 (benchmarks/results/2026-11-23_h200_host_and_decode.md). The host knows only shapes, so it
+chooses the total number of splits. One program for each tile of queries reads the lengths and writes which split of
+which sequence each program of the decoding kernel computes. The host does not synchronize, so one CUDA graph is valid
+for all lengths. The result is deterministic.
 
 Source: a scheduler on the device is the idea of FlashAttention-3's `get_scheduler_metadata`.
 """
@@ -39,7 +39,7 @@ def key_range(
     HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Keys that any row of a tile of queries sees, [first, last), of one sequence or of many."""
+    """The keys [first, last) that any row of a tile of queries sees, of one sequence or of several."""
     first, last = leftpad, length
     if HAS_LEFT:
         first = tl.maximum(first, tile * BLOCK_M // ratio + (length - num_queries) - left)
@@ -52,7 +52,7 @@ def key_range(
 
 @triton.jit
 def lengths_of(seqlens_ptr, leftpad_ptr, batch, inside, num_new, capacity):
-    """(length, first row) of sequences."""
+    """(length, first row that holds a key) of sequences."""
     length = tl.load(seqlens_ptr + batch, mask=inside, other=0).to(tl.int32) + num_new  # the shape of batch
     leftpad = tl.zeros_like(length)
     if leftpad_ptr is not None:
@@ -78,7 +78,7 @@ def _blocks_of(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Blocks of keys that a tile of queries sees, of these sequences; 0 behind the last."""
+    """The number of blocks of keys that a tile of queries sees, for these sequences; 0 beyond the last sequence."""
     length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, batch < batches, num_new, capacity)
     first, last = key_range(length, pad, tile, num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
     return tl.where(batch < batches, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)  # the shape of batch
@@ -86,21 +86,23 @@ def _blocks_of(
 
 @triton.jit
 def extra_parts(blocks, share, slack):
-    """Parts of a sequence beyond its first, of about `share` blocks of keys; none of no blocks. `slack` more are not
-    cut: a quarter, so that equal lengths stay whole; none if all parts run at once, where the longest counts."""
+    """The number of splits beyond a sequence's first, with splits of about `share` blocks of keys; 0 for no blocks. Up
+    to `slack` blocks more are not split: a quarter of `share`, so that equal lengths are not split; 0 if all splits run
+    at once, where the longest one decides."""
     return tl.maximum(tl.cdiv(blocks - slack, share), 1) - 1
 
 
 @triton.jit
 def safe_share(total, extra, least):
-    """Blocks of keys of a part with which there are no more than `extra`."""
+    """A size of splits, in blocks of keys, with which there are at most `extra` splits beyond the first ones."""
     # sum of floor(blocks / share) <= total / share <= extra
     return tl.maximum(tl.cdiv(total, extra), least)
 
 
 @triton.jit
 def smallest_share(blocks, total, count, extra, least):
-    """The same of `count` sequences where all parts run at once: nearly the smallest."""
+    """Nearly the smallest size with which `count` sequences have at most `extra` further splits, so that all run at
+    once."""
     share = tl.maximum(tl.cdiv(total, extra + count), least)
     needed = tl.sum(extra_parts(blocks, share, 0))
     rounds = 0
@@ -114,20 +116,20 @@ def smallest_share(blocks, total, count, extra, least):
 
 @triton.jit
 def is_best_whole(longest, count, at_each, share, at_once):
-    """Whether waves of the longest of `count` sequences cost no more than parts of `share` blocks do."""
+    """Whether `count` unsplit sequences, as waves of the longest one, cost no more than splits of `share` blocks."""
     # int64: many sequences, one of them very long
     return longest.to(tl.int64) * tl.cdiv(count, at_once) <= at_each + at_each // share + share // 2
 
 
 @triton.jit
 def share_of(total, longest, count, at_once, least):
-    """Blocks of keys of a part, where there are more parts than run at once; `least`: of the smallest.
+    """The size of splits, in blocks of keys, where more splits exist than run at once; at least `least`.
 
-    Small parts end at about the same time, but each begins with an empty pipeline, as long as two blocks of 64 keys. us
-    on one H200, 32/8 heads, head dim 128, with parts of the keys that each of the programs at once has (in brackets),
-    1/2, 1/4, 1/8 of them: 64 sequences of 500 to 32768 (18000) 612, 597, 571, 574; 32 of them (10000) 353, 340, 338,
-    341; one of 32768 among 31 of 500 (1460) 70, 74, 74, -. 64 of 8192 are best left whole: 490, 491, 502, 514.
-    """
+    Small splits end at about the same time, but each begins with an empty pipeline, as long as two blocks of 64 keys.
+    us on one H200, 32/8 heads, head dim 128, with splits as large as the share of keys of each running program (in
+    brackets), and 1/2, 1/4, 1/8 of it: 64 sequences of 500 to 32768 (18000) 612, 597, 571, 574; 32 of them (10000) 353,
+    340, 338, 341; one of 32768 among 31 of 500 (1460) 70, 74, 74, -. 64 of 8192 are fastest unsplit: 490, 491, 502,
+    514."""
     at_each = tl.cdiv(total, at_once)
     root = tl.sqrt(at_each.to(tl.float32) * least * 0.5).to(tl.int32)
     share = tl.maximum(tl.minimum(tl.maximum(root, 3 * least), at_each), 1)
@@ -151,8 +153,8 @@ def _write_parts(
     FILLS_ONCE: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The parts of some sequences. `before`, `cut_before`: extra parts, and sequences that are cut, of those before
-    them; returned with theirs."""
+    """Write the splits of some sequences. `before`, `cut_before`: the numbers of extra splits and of split sequences
+    among the sequences before; returned with those of these sequences added."""
     more = extra_parts(blocks, share, 0 if FILLS_ONCE else share // 4)
     is_cut = (more > 0).to(tl.int32)
     begin = before + tl.cumsum(more) - more
@@ -160,7 +162,7 @@ def _write_parts(
     of_sequence = of_sequences_ptr + (batch * tiles + tile) * 2
     tl.store(of_sequence, begin, mask=batch < batches)  # [BLOCK_B]
     tl.store(of_sequence + 1, more + 1, mask=batch < batches)  # [BLOCK_B]
-    # the first parts of those that are cut are as long as the extra ones: they come before whole sequences
+    # the first splits of split sequences are as long as the extra ones: they come before unsplit sequences
     first = parts_ptr + (used + tl.where(is_cut > 0, rank, cut + batch - rank)) * 3
     tl.store(first, batch, mask=batch < batches)  # [BLOCK_B]
     tl.store(first + 1, tl.zeros_like(batch), mask=batch < batches)  # [BLOCK_B]
@@ -201,13 +203,13 @@ def _schedule_kernel(
     BLOCK_E: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """One tile of queries: every sequence's keys are cut into parts of about the same size, in all at most `extra`
-    beyond one a sequence. `at_once`: parts that run at the same time; `least`: blocks of the smallest part.
+    """For one tile of queries, divides every sequence's keys into splits of about the same size: one per sequence and
+    at most `extra` more. `at_once`: splits that run at the same time; `least`: blocks of the smallest split.
 
-    parts [tiles, extra + batches, 3] int32: (sequence, its part, how many it has), in the order in which programs take
-    them: first the parts that are extra, then the first of each sequence that is cut, then whole sequences, then
-    sequence `batches`, no part.
-    of_sequences [batches, tiles, 2]: (the first of its extra parts, how many parts it has).
+    parts [tiles, extra + batches, 3] int32: (sequence, index of the split, number of its splits), in the order in which
+    programs take them: first the extra splits, then the first split of each split sequence, then unsplit sequences,
+    then entries of sequence `batches`, which are no splits.
+    of_sequences [batches, tiles, 2]: (the first of the sequence's extra splits, the number of its splits).
     """
     wait_for_kernel_before(STARTS_EARLY)
     tile = tl.program_id(0)
@@ -274,15 +276,16 @@ def _schedule_kernel(
         tl.store(parts_ptr + part * 3, tl.zeros_like(part) + batches, mask=part < extra + batches)  # [128]
 
 
-# how many times over the parts fill the GPU at most, where they cannot all run at once
+# where splits cannot all run at once there are at most so many for each program that can
 _WAVES = 8
-LEAST_KEYS = 512  # of a part
+LEAST_KEYS = 512  # the smallest size of a split
 MOST_AT_ONCE = 256  # sequences that the schedule reads at a time
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Target) -> tuple[int, int, bool]:
-    """(parts beyond one a sequence, parts that run at once, whether all do), where `tiles` programs work on each."""
+    """(most splits beyond one per sequence, splits that run at once, whether all do), with `tiles` programs per
+    split."""
     at_once = max(1, target.num_sms * per_sm // max(1, tiles))
     # where all run at once the schedule takes the sequences as one block
     if at_once >= 2 * sequences and sequences <= MOST_AT_ONCE:
@@ -292,7 +295,7 @@ def choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Tar
 
 
 class KeysSeen(NamedTuple):
-    """Which keys of its cache a sequence's queries see."""
+    """Which keys of its KV cache a sequence's queries see."""
 
     seqlens: Tensor  # [B], before the append
     leftpad: Tensor | None  # [B]
@@ -312,10 +315,10 @@ def schedule(
     plan: tuple[int, int, int],
     target: Target,
 ) -> tuple[Tensor, PartTable]:
-    """(parts [tiles, number of parts, 3] as `_schedule_kernel` writes them, the table for `combine`).
+    """(parts [tiles, number of splits, 3] as `_schedule_kernel` writes them, the table for `combine`).
 
-    ratio     query heads of a kv head
-    programs  of a part: kv heads times tiles of queries
+    ratio     query heads per KV head
+    programs  programs per split: KV heads times tiles of queries
     seen      the most keys that the queries of a sequence see
     plan      rows of a tile of queries, keys of a block, programs that run on one SM at a time
     """

@@ -1,15 +1,16 @@
-"""Tiles of queries beside a KV cache, the list of the tiles and of the parts of their keys, and the combination of
-parts. Queries are packed [T, H, D], any number of each sequence, or equal [B, S, H, D].
+"""The scheduler of tiles of queries over a KV cache: a list of the tiles, and of the splits over keys of long tiles;
+and the kernel that combines the results of splits.
 
-Packed queries are, say, a chunk of a prompt and single new tokens. A tile has BLOCK_M rows (query, query head of a kv
-head) of one sequence. Of packed queries the host knows only that there are at most cdiv(T * ratio, BLOCK_M) + B + 2
-tiles. The device finds the sequence and the keys of each, cuts the keys of long tiles into parts, as decode_schedule.py
-cuts those of sequences, and writes a list of parts and whole tiles, the longest first. One kernel of one program does
+Queries are packed [T, H, D], with any number per sequence (for example a chunk of a prompt and single new tokens), or
+[B, S, H, D], with the same number for each. A tile has BLOCK_M rows of one sequence; a row is a query and one of the
+query heads of a KV head. With packed queries the host knows only that there are at most cdiv(T * ratio, BLOCK_M) + B +
+2 tiles. The device finds the sequence and the keys of each tile, splits the keys of long tiles, as decode_schedule.py
+does for sequences, and writes a list of splits and unsplit tiles, the longest first. One kernel with one program does
 this for up to 2048 tiles (_few_tiles_kernel), two kernels for more (_tiles_kernel, _list_kernel).
 
-No other kernel runs beside the list's. A call of few sequences takes little longer than the SMs take to fetch its
-kernels' code, so _few_tiles_kernel is written to be short. Float32 results of a part are stored at the index of its
-entry in the list: 4 bytes for each row and channel, for each part of a tile that is cut.
+No other kernel runs at the same time as the list's. A call with few sequences takes little longer than the SMs need to
+fetch its kernels' code, so _few_tiles_kernel is written to be short. The float32 results of a split are stored at the
+index of its entry in the list: 4 bytes per row and channel, for each split.
 """
 
 from typing import NamedTuple
@@ -39,24 +40,24 @@ from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
-# of a tile: sequence (-1: none, whose rows are 0), tile of it, first query, how many queries it has, how many keys;
-# then the blocks of keys that the tile sees, -1 of a tile without rows
+# fields of a tile: sequence (-1: none, the rows are 0), index of the tile in it, the sequence's first query, number of
+# queries and number of keys; then the blocks of keys that the tile sees, -1 for a tile without rows
 TILE_FIELDS = tl.constexpr(6)
 _BLOCKS = tl.constexpr(5)
-# of an entry of the list: a tile's first five, the part, how many parts, the entry of the second part
+# fields of a list entry: the first five of its tile, index of the split, number of splits, entry of the second split
 ENTRY_FIELDS = tl.constexpr(8)
-# the list's first row: how many entries follow, how many of them are parts beyond a tile's first, how many the first
-# parts of tiles that are cut, which come next
+# fields of the list's first row: the number of entries; how many of them are splits beyond a tile's first, which come
+# first; how many are the first splits of split tiles, which come next
 LISTED, EXTRA, CUT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_BLOCK_T = 128  # tiles that a program finds at a time
-_MOST_LISTED = 1024  # that are listed at a time
-_COMBINING = 8  # programs that combine, of an SM
-_MOST_IN_ONE = 2048  # that one kernel finds and lists
+_BLOCK_T = 128  # tiles per program of _tiles_kernel
+_MOST_LISTED = 1024  # tiles that _list_kernel handles at a time
+_COMBINING = 8  # programs per SM of the kernel that combines
+_MOST_IN_ONE = 2048  # tiles that _few_tiles_kernel handles
 
 
 @triton.jit
 def _count_up_to(value, ascending, COUNT: tl.constexpr):
-    """How many numbers of `ascending` [COUNT], a power of 2, are at most `value`, by a search. Fewer than all are."""
+    """How many numbers of `ascending` [COUNT], a power of 2, are at most `value`; fewer than all. A binary search."""
     found = tl.zeros_like(value)
     for i in tl.static_range(COUNT.bit_length() - 1):
         half = COUNT >> (i + 1)
@@ -66,9 +67,9 @@ def _count_up_to(value, ascending, COUNT: tl.constexpr):
 
 @triton.jit
 def _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Sequences of slots: -1 ahead of the first, `batches` behind the last. Sequence n owns the slots from
-    cdiv(starts[n] * ratio, BLOCK_M) + n + 1 on. There are fewer starts than the BLOCK_T slots: all are read at once,
-    for reads that wait for one another take longer than the search."""
+    """The sequence of each slot: -1 before the first, `batches` beyond the last. Sequence n owns the slots from
+    cdiv(starts[n] * ratio, BLOCK_M) + n + 1 on. There are fewer starts than BLOCK_T slots, so all are read at once:
+    dependent reads would take longer than the search."""
     n = tl.arange(0, BLOCK_T)
     start = tl.load(starts_ptr + n, mask=n <= batches, other=0)  # [BLOCK_T]
     first = tl.where(n <= batches, tl.cdiv(start * ratio, BLOCK_M) + n + 1, 1 << 30)
@@ -77,7 +78,7 @@ def _sequences_of(slot, starts_ptr, batches, ratio, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit
 def _searched_sequences(slot, starts_ptr, batches, ratio, steps, BLOCK_M: tl.constexpr):
-    """The same by a search of so many steps."""
+    """The same by a binary search of `steps` steps in memory."""
     low = tl.zeros_like(slot) - 1
     high = low + batches + 1
     for _ in range(steps):
@@ -96,9 +97,10 @@ def _tiles_at(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of slots: sequence (-1: none, without keys), tile of it, first query, how many queries it has, how many
-    keys, blocks of keys that the tile sees (-1: it has no rows). Without starts each sequence has `queries`, one behind
-    the other. `steps`: of the search for a tile's sequence; None: all starts are read."""
+    """The tile of each slot: sequence (-1: none, without keys), index of the tile in it, the sequence's first query,
+    its number of queries and of keys, and the blocks of keys that the tile sees (-1: the tile has no rows). Without
+    starts each sequence has `queries` queries, stored one sequence after another. `steps`: of the binary search for a
+    tile's sequence; None: all starts are read."""
     if starts_ptr is None:
         of_each = tl.cdiv(queries * ratio, BLOCK_M)
         sequence, tile = slot // of_each, slot % of_each
@@ -145,8 +147,8 @@ def _tiles_kernel(
 
 @triton.jit
 def _shares_of_rounds(total, longest, at_once, least, ROUNDS: tl.constexpr):
-    """The sizes of parts, in blocks of keys, from which `_first_to_end` chooses: the work of a program divided by 1, 2,
-    ... ROUNDS, or multiplied by 1.25, 1.5, ..., and the longest tile's (no tile is cut)."""
+    """The candidate sizes of splits, in blocks of keys, for `_first_to_end`: the work of a program divided by 1, 2, ...
+    ROUNDS, or multiplied by 1.25, 1.5, ..., and the size of the longest tile, with which no tile is split."""
     COUNT: tl.constexpr = 2 << ROUNDS.bit_length()
     n = tl.arange(0, COUNT)
     of_each = tl.cdiv(total, at_once)
@@ -156,8 +158,8 @@ def _shares_of_rounds(total, longest, at_once, least, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _parts_by_share(blocks, share):
-    """Of tiles that are cut into parts of each share: parts beyond a tile's first, and tiles that are cut; as
-    `extra_parts` but for the rounding of a quotient."""
+    """For each size `share` of splits: the number of splits beyond each tile's first, and the number of split tiles. As
+    `extra_parts`, except for the rounding of a quotient."""
     share = share[:, None].to(tl.float32)
     more = tl.maximum(tl.ceil((blocks[None, :] - 0.25 * share) / share), 1.0).to(tl.int32) - 1
     return tl.sum(more, 1), tl.sum((more > 0).to(tl.int32), 1)
@@ -165,12 +167,12 @@ def _parts_by_share(blocks, share):
 
 @triton.jit
 def _first_to_end(share, extra, cut, total, longest, some, at_once, of_results):
-    """The share with which the last program ends first, where programs take entries from a counter, the longest first.
+    """The size `share` with which the last program ends first; programs take entries from a counter, the longest first.
 
-    The time of the last program is estimated in blocks of keys: each entry costs two blocks more than it has, the
-    results of a part `of_results` blocks, the kernel that combines them one, and a sixth for each part of the longest
-    tile. If there are more entries than run at once, the last program ends later than the mean by a share of the
-    longest and of the mean entry. `extra`, `cut`: of `_parts_by_share`."""
+    The time of the last program is estimated in blocks of keys. An entry costs its blocks and two more; the results of
+    a split cost `of_results` blocks; the kernel that combines them costs one block, and a sixth of a block for each
+    split of the longest tile. If there are more entries than run at once, the last program ends later than the mean, by
+    a fraction of the longest and of the mean entry. `extra`, `cut`: of `_parts_by_share`."""
     entries = some + extra
     is_cut = (extra > 0).to(tl.float32)
     parts = tl.cdiv(longest - share // 4, share)
@@ -181,13 +183,13 @@ def _first_to_end(share, extra, cut, total, longest, some, at_once, of_results):
     return tl.max(tl.where(end <= tl.min(end), share, 0))
 
 
-_LEVELS = tl.constexpr(8)  # of lengths
+_LEVELS = tl.constexpr(8)  # classes of lengths by which unsplit tiles are sorted
 
 
 @triton.jit
 def _level_of(blocks, is_whole, share):
-    """Which eighth of the longest that is not cut a tile has, the longest first: one column of [BLOCK_T, _LEVELS] is 1;
-    none of a tile that is cut."""
+    """The length class of each unsplit tile, in eighths of the longest unsplit length, the longest first: a one in that
+    column of [BLOCK_T, _LEVELS]; a row of zeros for a split tile."""
     longest = share + share // 4 + 1
     level = _LEVELS - 1 - tl.minimum(blocks * _LEVELS // longest, _LEVELS - 1)
     return ((level[:, None] == tl.arange(0, _LEVELS)[None, :]) & is_whole[:, None]).to(tl.int32)
@@ -197,8 +199,8 @@ def _level_of(blocks, is_whole, share):
 def _store_entries(
     list_ptr, at, sequence, tile, first_query, count, length, part, parts, second, mask, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Entries `at` of the list, from integers [COUNT]. An entry is stored whole: by fields, which lie 32 bytes apart,
-    430 entries more took 8 us more on one H200."""
+    """Store entries `at` of the list, from integers [COUNT]. All fields of an entry are stored by one instruction: with
+    one store per field, whose addresses are 32 bytes apart, 430 more entries took 8 us more on one H200."""
     # the dim that is joined last is the lowest bit of a field's number
     even = tl.join(tl.join(sequence, length), tl.join(first_query, parts))
     odd = tl.join(tl.join(tile, part), tl.join(count, second))
@@ -209,11 +211,11 @@ def _store_entries(
 
 @triton.jit
 def _store_parts(list_ptr, sequence, tile, first_query, count, length, more, before, BLOCK_T: tl.constexpr):
-    """The entries of parts beyond the first, `more` of each tile, from entry `before` on."""
+    """Store the entries of splits beyond the first, `more` for each tile, from entry `before` on."""
     ends, used = tl.cumsum(more), tl.sum(more)
     for start in range(0, used, BLOCK_T):
         at = start + tl.arange(0, BLOCK_T)
-        # of which tile: the number of those whose parts end at this one or before
+        # the entry's tile: the number of tiles whose splits end at this entry or before it
         of = _count_up_to(at, ends, BLOCK_T)
         parts = tl.gather(more, of, 0)
         second = tl.gather(ends, of, 0) - parts
@@ -226,7 +228,7 @@ def _store_parts(list_ptr, sequence, tile, first_query, count, length, more, bef
 
 @triton.jit
 def _counts(blocks, share):
-    """(parts beyond a tile's first, tiles that are cut, whole tiles of each level) of some tiles."""
+    """(splits beyond a tile's first, tiles that are split, unsplit tiles of each level) of some tiles."""
     more = extra_parts(blocks, share, share // 4)
     whole = _level_of(blocks, (more == 0) & (blocks >= 0), share)  # [tiles, _LEVELS]
     return tl.sum(more), tl.sum((more > 0).to(tl.int32)), tl.sum(whole, 0)
@@ -234,7 +236,8 @@ def _counts(blocks, share):
 
 @triton.jit
 def _store_header(list_ptr, used, cut, of_levels):
-    """From the counts of all tiles; returns where the first whole tile of each level comes."""
+    """Store the list's first row, from the counts of all tiles; returns the place of each level's first unsplit
+    tile."""
     tl.store(list_ptr + LISTED, used + cut + tl.sum(of_levels))
     tl.store(list_ptr + EXTRA, used)
     tl.store(list_ptr + CUT, cut)
@@ -246,14 +249,15 @@ def _store_tiles(
     list_ptr, sequence, tile, first_query, count, length, blocks, share, used, cut, before, cut_before, levels_before,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The entries of some tiles. `used`, `cut`: the counts of all; the last three: of those before them."""
+    """Store the entries of some tiles. `used`, `cut`: counts of all tiles; the last three arguments: of the tiles
+    before."""
     more = extra_parts(blocks, share, share // 4)
     is_cut = (more > 0).to(tl.int32)
     second = before + tl.cumsum(more) - more
     rank = cut_before + tl.cumsum(is_cut) - is_cut
     level = _level_of(blocks, (more == 0) & (blocks >= 0), share)  # [tiles, _LEVELS]
     place = tl.sum(level * (levels_before[None, :] + tl.cumsum(level, 0) - 1), 1)
-    # the first parts of those that are cut are as long as the extra ones: they come before whole tiles
+    # the first splits of split tiles are as long as the extra ones: they come before unsplit tiles
     at = used + tl.where(is_cut > 0, rank, cut + place)
     _store_entries(
         list_ptr, at, sequence, tile, first_query, count, length, tl.zeros_like(tile), more + 1, second, blocks >= 0,
@@ -264,9 +268,9 @@ def _store_tiles(
 
 @triton.jit
 def _places(blocks, is_cut, share, BLOCK_T: tl.constexpr):
-    """Places of tiles among all that have rows: first those that are cut, then whole ones by levels as in `_level_of`.
-    Counts of as many of these groups as fit are fields of one integer of 64 bits, so that one scan adds them all: the
-    code is short, since a program that runs alone waits for it to be read."""
+    """Places of the tiles that have rows: first the split tiles, then the unsplit ones by levels as in `_level_of`. The
+    counts of several groups are bit fields of one 64-bit integer, so that one scan adds them all. This keeps the code
+    short: a program that runs alone waits for its code to be fetched."""
     GROUPS: tl.constexpr = 1 + _LEVELS
     BITS: tl.constexpr = BLOCK_T.bit_length()
     FIELDS: tl.constexpr = min(GROUPS, 63 // BITS)
@@ -297,8 +301,8 @@ def _few_tiles_kernel(
     FILLS_ONCE: tl.constexpr, ROUNDS: tl.constexpr, BY_WAVES: tl.constexpr, BLOCK_T: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`_tiles_kernel` and `_list_kernel` in one program, which holds all tiles. FILLS_ONCE, of no ROUNDS: all parts run
-    at once, so there are at most `at_once`."""
+    """`_tiles_kernel` and `_list_kernel` in one program, which holds all tiles. FILLS_ONCE, with ROUNDS 0: all splits
+    run at once, so there are at most `at_once`."""
     wait_for_kernel_before(STARTS_EARLY)
     slot = tl.arange(0, BLOCK_T)
     sequence, tile, first_query, count, length, blocks = _tiles_at(
@@ -323,7 +327,7 @@ def _few_tiles_kernel(
             share = share_of(total, longest, some, at_once, least)
         share = tl.maximum(share, safe_share(total, extra, least))
         slack = share // 4
-    # levels of lengths are parts of it
+    # levels are eighths of it
     share = tl.minimum(share, longest)
 
     more = extra_parts(blocks, share, slack)
@@ -332,7 +336,7 @@ def _few_tiles_kernel(
     tl.store(list_ptr + LISTED, used + tl.sum((blocks >= 0).to(tl.int32)))
     tl.store(list_ptr + EXTRA, used)
     tl.store(list_ptr + CUT, tl.sum((more > 0).to(tl.int32)))
-    # the first parts of those that are cut are as long as the extra ones: they come before whole tiles
+    # the first splits of split tiles are as long as the extra ones: they come before unsplit tiles
     at = used + _places(blocks, more > 0, share, BLOCK_T)
     _store_entries(
         list_ptr, at, sequence, tile, first_query, count, length, tl.zeros_like(tile), more + 1, ends - more,
@@ -356,10 +360,11 @@ def _list_kernel(
     tiles_ptr, list_ptr, tiles, extra, at_once, least, of_results,
     ROUNDS: tl.constexpr, BLOCK_T: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """list [1 + extra + tiles, ENTRY_FIELDS] int32, of one program: at most `extra` parts beyond a tile's first, then
-    the first parts of those tiles, then whole tiles, by eighths of the longest; none of tiles without rows. Parts are
-    of about the same size. `at_once`: parts that run at the same time; `least`: blocks of the smallest part;
-    `of_results`: as many blocks as results of a part cost. ROUNDS 0: programs do not take parts from a counter."""
+    """Write list [1 + extra + tiles, ENTRY_FIELDS] int32, in one program: at most `extra` splits beyond a tile's first,
+    then the first splits of those tiles, then unsplit tiles, by eighths of the longest. Tiles without rows have no
+    entry. Splits have about the same size. `at_once`: splits that run at the same time; `least`: blocks of the smallest
+    split; `of_results`: the cost of a split's results, in blocks. ROUNDS 0: programs do not take splits from a
+    counter."""
     wait_for_kernel_before(STARTS_EARLY)
     total = 0
     longest = 1
@@ -381,7 +386,7 @@ def _list_kernel(
         share = _first_to_end(shares, more, tiles_cut, total, longest, some, at_once, of_results)
     else:
         share = share_of(total, longest, some, at_once, least)
-    # levels of lengths are parts of it
+    # levels are eighths of it
     share = tl.minimum(tl.maximum(share, safe_share(total, extra, least)), longest)
 
     used = 0
@@ -418,16 +423,16 @@ def _combine_tiles_kernel(
     EQUAL: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     AHEAD: tl.constexpr, BLOCK_D: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R rows of a tile that is cut, and some channels: the parts' results, weighted by exp(lse - max). AHEAD
-    blocks of BLOCK_S parts are loaded at a time. `per_tile` programs share the rows of a tile. `ratio` heads of the
-    `heads_per_kv` that share keys are one of the `groups`; the last of a kv head may have fewer. Strides: from group to
-    group of parts. EQUAL: lse is [B, heads, queries], else [heads, queries]."""
+    """For BLOCK_R rows of a split tile and some channels: the sum of the splits' results, weighted by exp(lse - max).
+    AHEAD blocks of BLOCK_S splits are loaded at a time. `per_tile` programs share the rows of a tile. A KV head has
+    `heads_per_kv` query heads; each of the `groups` has `ratio` of them, the last one of a KV head maybe fewer.
+    Strides: from group to group of results. EQUAL: lse is [B, heads, queries], else [heads, queries]."""
     wait_for_kernel_before(STARTS_EARLY)
     extra = tl.load(list_ptr + EXTRA)  # scalar
     of_kv = tl.cdiv(heads_per_kv, ratio)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM_V
-    # whole tiles have no part to combine
+    # unsplit tiles need no combination
     for item in range(tl.program_id(0), tl.load(list_ptr + CUT) * groups * per_tile, tl.num_programs(0)):
         pair = item // per_tile
         number = pair // groups
@@ -439,7 +444,7 @@ def _combine_tiles_kernel(
         num_parts, second = tl.load(entry + _BLOCKS + 1), tl.load(entry + _BLOCKS + 2)  # scalars
         end = tl.minimum(count * ratio - tile * BLOCK_M, BLOCK_M)  # of the tile's rows
         for row in range(block * BLOCK_R, end, per_tile * BLOCK_R):
-            # of rows that are none the last one is read
+            # rows beyond the end read the last row
             local = row + tl.arange(0, BLOCK_R)
             near = tl.minimum(local, end - 1)
             lane = group % of_kv * ratio + (tile * BLOCK_M + near) % ratio
@@ -448,18 +453,18 @@ def _combine_tiles_kernel(
             top = tl.full([BLOCK_R], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_R], tl.float32)
             if sinks_ptr is not None:
-                # one more score of the whole row, counted here once
+                # the sink is one more score of the row, added once
                 top = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_R]
                 total = tl.where(top > float("-inf"), 1.0, 0.0)
             acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
             for begin in range(0, num_parts, BLOCK_S * AHEAD):
                 lses = ()
                 parts = ()
-                # no load waits for another
+                # all loads are issued before the first is used
                 for i in tl.static_range(AHEAD):
                     part = begin + i * BLOCK_S + tl.arange(0, BLOCK_S)
                     is_part = part < num_parts
-                    # of parts that are none the first one's results are read
+                    # splits beyond the last read the first one's results
                     slot = tl.where((part == 0) | (is_part == 0), first, second + part - 1) * groups + group
                     lse = tl.load(partial_lse_ptr + (slot * stride_lse)[:, None] + near[None, :])  # [BLOCK_S, BLOCK_R]
                     lses += (tl.where(is_part[:, None], lse * LOG2E, float("-inf")),)  # type: ignore[assignment]
@@ -470,7 +475,7 @@ def _combine_tiles_kernel(
                     else:
                         parts += (tl.load(at, mask=is_dim[None, None, :], other=0.0),)  # type: ignore[assignment]
                 acc, total, top = add_parts(acc, total, top, lses, parts, AHEAD)
-            # a row that no part saw has total 0 and gives 0
+            # a row that no split saw has total 0 and gives 0
             divisor = tl.where(total == 0.0, 1.0, total)
             acc = acc * (1.0 / divisor)[:, None]
             to = out_ptr + ((start + query).to(tl.int64) * heads + head)[:, None] * HEAD_DIM_V + dims[None, :]
@@ -484,30 +489,30 @@ def _combine_tiles_kernel(
 
 
 def size_of_part(rows: int, head_dim_v: int) -> int:
-    """Elements of a part's LSE, in a multiple of 4 rows, so that the results behind it are aligned, and of these."""
+    """Elements of a split's LSE, padded to a multiple of 4 rows to align what follows, and of its results."""
     return cdiv(rows, 4) * 4 + rows * head_dim_v
 
 
 def results_in(memory: Tensor, rows: int, head_dim_v: int) -> tuple[Tensor, Tensor]:
     """`partial` and `partial_lse` of `combine` in one tensor [slots, G, size_of_part]."""
     slots, groups, size = memory.shape
-    # not by views, whose strides of dims of size 1 may be any
+    # as_strided, because views may give dims of size 1 any stride
     shape, strides = (slots, groups, rows, head_dim_v), (groups * size, size, head_dim_v, 1)
     results = memory.as_strided(shape, strides, size - rows * head_dim_v)
     return results, memory.as_strided(shape[:3], (groups * size, size, 1), 0)
 
 
 class TileList(NamedTuple):
-    """Tiles of queries and parts of their keys, in the order in which programs take them."""
+    """Tiles of queries and splits over their keys, in the order in which programs take them."""
 
     entries: Tensor  # [1 + N, ENTRY_FIELDS] int32: a row of counts (LISTED, EXTRA, CUT), then N entries
-    slots: int  # entries, the list's first, that have room for results of a part
-    cut: int  # the most tiles that are cut into parts
+    slots: int  # the number of first entries that have memory for a split's results
+    cut: int  # the most tiles that are split
     sequences: int
 
     @property
     def most(self) -> int:
-        """Entries, at most."""
+        """The most entries."""
         return self.entries.shape[0] - 1
 
     @staticmethod
@@ -516,24 +521,24 @@ class TileList(NamedTuple):
         plan: tuple[int, int, int], target: Target, rounds: int = 0, least_keys: int | None = None,
         result_keys: int = 0, by_waves: bool = False,
     ) -> "TileList":  # fmt: skip
-        """Of `queries` in all, with starts; without, of so many of each sequence.
+        """The list for packed queries (`starts` given, `queries` in all), or for `queries` of each sequence.
 
         ratio       heads of each query in a tile
-        groups      groups of so many heads: each entry is computed once for each of them
-        seen, plan  as of `schedule`
-        rounds      where programs take entries from a counter: parts that the work of a program is cut into, at most
-        least_keys  keys of the smallest part
-        result_keys keys that take as long as storing and combining the results of a part, with rounds
+        groups      groups of `ratio` heads: each entry is computed once for each group
+        seen, plan  as in `schedule`
+        rounds      if programs take entries from a counter: the most splits that a program's work is divided into
+        least_keys  keys of the smallest split
+        result_keys with rounds: keys that take as long as storing and combining the results of a split
         by_waves    with rounds: the tensor cores are the limit, not memory (decode_waves.py)
         """
         batch, (block_m, block_n, per_sm), device = keys.seqlens.shape[0], plan, keys.seqlens.device
         count = cdiv(queries * ratio, block_m)
-        # a partly filled tile a sequence, and of the rows before the first and behind the last
+        # one partly filled tile per sequence, one before the first row and one beyond the last
         count = count * batch if starts is None else count + batch + 2
         least = cdiv(least_keys or LEAST_KEYS, block_n)
         if rounds:
             at_once, fills_once = max(1, target.num_sms * per_sm // groups), False
-            # a round more, for shares are rounded down
+            # one round more, because sizes are rounded down
             extra = max(1, min(count * cdiv(seen, least * block_n), (rounds + 1) * at_once))
         else:
             extra, at_once, fills_once = choose_parts(count, groups, seen, per_sm, target)
@@ -561,7 +566,7 @@ class TileList(NamedTuple):
                 tiles, entries, count, *of_parts, ROUNDS=rounds, BLOCK_T=min(_MOST_LISTED, next_power_of_2(count)),
                 STARTS_EARLY=starts_early(target), num_warps=32,
             )  # fmt: skip
-        # each tile that is cut has a part beyond its first
+        # each split tile has at least one split beyond its first
         cut = min(extra, count)
         return TileList(entries, extra + count if fills_once else extra + cut, cut, batch)
 
@@ -569,11 +574,11 @@ class TileList(NamedTuple):
         self, partial: Tensor, partial_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, kv_heads: int,
         most: int, ratio: int | None = None,
     ) -> None:  # fmt: skip
-        """Results of parts, weighted by their LSE, into `out` and `lse`, contiguous, of the tiles that are cut: [T, H,
-        E] and [H, T] of packed queries, [B, S, H, E] and [B, H, S] of equal ones, B may be 1 in both. `ratio`: heads of
-        each query in a tile; None: all that share keys. partial [slots, G, BLOCK_M, E] and partial_lse [slots, G,
-        BLOCK_M], float32, of the G groups of so many heads; a slot's groups follow one another. `most`: the most
-        queries of a sequence; the grid depends on it, results do not."""
+        """Combine the results of splits, weighted by their LSE, into `out` and `lse`, contiguous, for split tiles: [T,
+        H, E] and [H, T] for packed queries, else [B, S, H, E] and [B, H, S]; B may be 1 in both. `ratio`: heads of each
+        query in a tile; None: all query heads of a KV head. partial [slots, G, BLOCK_M, E] and partial_lse [slots, G,
+        BLOCK_M], float32, of the G groups of `ratio` heads. `most`: the most queries of a sequence; the grid depends on
+        it, results do not."""
         (groups, block_m, head_dim_v), heads = partial.shape[1:], out.shape[-2]
         of_kv = heads // kv_heads
         ratio = ratio or of_kv

@@ -1,14 +1,14 @@
-"""Sizes of parts of keys where the tensor cores are the limit, so that a program's time is that of its blocks
-(decode_tiles.py has the list of tiles and parts, and the choice where memory is the limit).
+"""Size of the splits over keys where the tensor cores are the limit, so that a program's time is proportional to its
+blocks of keys. decode_tiles.py makes the list of tiles and splits, and chooses the size where memory is the limit.
 
-The time of the last program is estimated in blocks of keys: each entry of the list costs two blocks more than it has,
-the results of a part `of_results` blocks, the kernel that combines them one, and a sixth for each part of the longest
-tile. Two kinds of cut are compared: parts of one of some shares, a quarter more not cut, which run in waves; and the
-smallest parts that all run at once.
+The time of the last program is estimated in blocks of keys. An entry of the list costs its blocks and two more; the
+results of a split cost `of_results` blocks; the kernel that combines them costs one block, and a sixth of a block for
+each split of the longest tile. Two candidates are compared: the best of some sizes, with which splits run in waves
+(tiles up to a quarter longer than that size are not split); and the smallest size with which all splits run at once.
 
-In a simulation of 390 random batches the chosen cut costs 1.8 % more than the best on average; by the estimate for
-memory 4.0 %. On one H200, MLA with 16 to 64 heads over 32 sequences of 500 to 32k keys takes 6 to 8 % less time with
-the parts that run at once, and 64 sequences of 8192 with two queries 12 % less with the waves.
+In a simulation of 390 random batches the chosen size costs 1.8 % more than the best on average; the estimate for memory
+costs 4.0 % more. On one H200, MLA with 16 to 64 heads over 32 sequences of 500 to 32k keys takes 6 to 8 % less time
+with splits that all run at once, and 64 sequences of 8192 keys with two queries take 12 % less with waves.
 """
 
 import triton
@@ -19,8 +19,8 @@ from powertrain.ops.attention.decode_schedule import extra_parts, safe_share, sm
 
 @triton.jit
 def _shares(total, longest, at_once, least, ROUNDS: tl.constexpr):
-    """Sizes of parts, in blocks of keys: from 1.2 / ROUNDS of a program's work to 1.75 of it in equal ratios, and the
-    longest tile's (no tile is cut)."""
+    """Candidate sizes of splits, in blocks of keys: from 1.2 / ROUNDS to 1.75 times a program's work, in equal ratios,
+    and the size of the longest tile, with which no tile is split."""
     COUNT: tl.constexpr = 2 << ROUNDS.bit_length()
     n = tl.arange(0, COUNT)
     of_each = total.to(tl.float32) / at_once
@@ -31,8 +31,9 @@ def _shares(total, longest, at_once, least, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _parts_of(blocks, share):
-    """Of tiles that are cut into parts of each share, in float32: parts beyond a tile's first, tiles that are cut,
-    blocks of those that are not, blocks of the longest entry; as `extra_parts` but for the rounding of quotients."""
+    """For each size `share` of splits, in float32: the number of splits beyond each tile's first, the number of split
+    tiles, the blocks of unsplit tiles, and the blocks of the longest entry. As `extra_parts`, except for the rounding
+    of quotients."""
     share, blocks = share[:, None].to(tl.float32), tl.maximum(blocks, 0)[None, :]
     parts = tl.maximum(tl.ceil((blocks - 0.25 * share) / share), 1.0)
     more = parts.to(tl.int32) - 1
@@ -45,12 +46,12 @@ def _parts_of(blocks, share):
 
 @triton.jit
 def _first_to_end(blocks, share, total, longest, some, at_once, of_results):
-    """The share with which the last program ends first, and when. Parts come first, then whole tiles, the longest
-    first; `some` tiles have blocks.
+    """The size `share` with which the last program ends first, and the time of that end. Splits run first, then unsplit
+    tiles, the longest first; `some` is the number of tiles that have blocks.
 
-    If there are more entries than run at once, the last program ends later than the mean by a share of the longest
-    entry and of the mean whole tile; yet not later than as many waves of the longest, and not earlier than the waves of
-    parts."""
+    If there are more entries than run at once, the last program ends later than the mean, by a fraction of the longest
+    entry and of the mean unsplit tile; but not later than that many waves of the longest entry, and not earlier than
+    the waves of splits."""
     extra, cut, whole, longest_entry = _parts_of(blocks, share)
     parts, entries = extra + cut, some + extra
     is_cut = tl.where(extra > 0.0, 1.0, 0.0)
@@ -67,8 +68,8 @@ def _first_to_end(blocks, share, total, longest, some, at_once, of_results):
 
 @triton.jit
 def _end_at_once(blocks, share, longest, rows, at_once, of_results):
-    """When the last of parts of at most `share` blocks ends; infinite if they do not all run at once. `rows`: tiles
-    that have rows."""
+    """When the last split ends, with splits of at most `share` blocks; infinite if they do not all run at once. `rows`:
+    the number of tiles that have rows."""
     more = extra_parts(blocks, share, 0)
     extra = tl.sum(more)
     is_cut = (extra > 0).to(tl.float32)
@@ -79,8 +80,8 @@ def _end_at_once(blocks, share, longest, rows, at_once, of_results):
 
 @triton.jit
 def share_by_waves(blocks, total, longest, some, extra, at_once, least, of_results, ROUNDS: tl.constexpr):
-    """(blocks of a part, as many more that are not cut), for `extra_parts`, of tiles that see `blocks` (-1: it has no
-    rows). `extra`: parts beyond a tile's first, at most; the others are arguments of `_few_tiles_kernel`."""
+    """(share, slack) for `extra_parts`, of tiles that see `blocks` blocks of keys (-1: the tile has no rows). `extra`:
+    the most splits beyond the tiles' first ones; the others are arguments of `_few_tiles_kernel`."""
     shares = _shares(total, longest, at_once, least, ROUNDS)
     share, end = _first_to_end(blocks, shares, total, longest, some, at_once, of_results)
     share = tl.maximum(share, safe_share(total, extra, least))

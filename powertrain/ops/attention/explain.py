@@ -1,6 +1,6 @@
-"""Why a backend is chosen, and why the others are not: for the GPUs here or for any other, before or after the fact."""
+"""Why a backend is chosen and why the others are not, for the GPUs of this machine or any other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ class Column:
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...] = ()
     backward: str | None = None  # the backend that differentiates the result of `chosen`; None: no gradient
+    sources: tuple[str, ...] = ()  # files of the measurements behind the estimated times
 
     @property
     def chosen(self) -> str | None:
@@ -47,7 +48,7 @@ class Explanation:
 
     @property
     def backward(self) -> str | None:
-        """Who differentiates it, on the first GPU: mostly `chosen` itself; None: no gradient is wanted."""
+        """The backend of the backward on the first GPU, mostly `chosen` itself; None: no gradient is wanted."""
         return self.columns[0].backward
 
     @property
@@ -63,7 +64,7 @@ class Explanation:
         for row in rows:
             cells = [next((v.verdict for v in c.verdicts if v.name == row), "") for c in self.columns]
             lines.append(f"{row:{width}}" + "  ".join(f"{cell:12}" for cell in cells))
-        lines += ["", *_why_not(self.columns, rows)]
+        lines += ["", *_why_not(self.columns, rows), *_sources(self.columns)]
         return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
@@ -72,21 +73,28 @@ def _heading(column: Column) -> list[str]:
 
 
 def _why_not(columns: tuple[Column, ...], rows: list[str]) -> list[str]:
-    """Every reason with its fix, each once, with the GPUs that it holds on if it does not hold on all."""
+    """Every reason with its fix, by backend."""
     lines = []
     for row in rows:
-        where: dict[str, list[str]] = {}
-        for column in columns:
-            for verdict in column.verdicts:
-                if verdict.name == row:
-                    for reason in verdict.reasons:
-                        where.setdefault(str(reason), []).append(column.name)
-        if where:
-            lines.append(f"why not {row}:")
-            for text, names in where.items():
-                # a reason that holds on every GPU is printed without their names
-                lines.append(f"  {text}" if len(names) == len(columns) else f"  [{', '.join(names)}] {text}")
+        reasons = {c.name: [str(r) for v in c.verdicts if v.name == row for r in v.reasons] for c in columns}
+        lines += _by_gpu(f"why not {row}:", reasons)
     return lines
+
+
+def _sources(columns: tuple[Column, ...]) -> list[str]:
+    return _by_gpu("estimated from measurements in:", {c.name: c.sources for c in columns})
+
+
+def _by_gpu(title: str, texts: Mapping[str, Sequence[str]]) -> list[str]:
+    """The title and each text once, with the names of its GPUs where it does not hold on all; no text: nothing."""
+    names: dict[str, list[str]] = {}
+    for gpu, its_texts in texts.items():
+        for text in its_texts:
+            names.setdefault(text, []).append(gpu)
+    lines = [
+        f"  {text}" if len(gpus) == len(texts) else f"  [{', '.join(gpus)}] {text}" for text, gpus in names.items()
+    ]
+    return [title, *lines] if lines else []
 
 
 @hinted
@@ -109,16 +117,16 @@ def explain_attention(
     software: Installed | None = None,
     **arguments: Any,
 ) -> Explanation:
-    """Which backend serves an attention, and why the others do not. Needs no GPU and computes nothing.
+    """Which backend computes an attention call, and why the others do not. Needs no GPU and computes nothing.
 
-    query, key, value  tensors of a call; or none of them, and facts instead: dtype to needs_grad
-    arch               GPUs to answer for, "A100" or "sm_80"; "cpu"; none: the tensors' device, else the CPU
-    software           versions to answer for; none: those here (with a usual cuDNN where PyTorch has no CUDA)
-    arguments          those of `attention`, or of `varlen_attention` for layout thd; in place of a tensor (attn_bias,
-                       alibi_slopes, sinks, seqused_k ...) True will do, or "bool" and "float" for attn_bias
+    query, key, value  tensors of a call; or none of them, and sizes instead: dtype to needs_grad
+    arch               GPUs to answer for, "A100" or "sm_80", or "cpu"; default: the tensors' device, else the CPU
+    software           versions to answer for; default: the installed ones (cuDNN 9.19 where PyTorch has no CUDA)
+    arguments          those of `attention`, or of `varlen_attention` for layout thd; a tensor (attn_bias,
+                       alibi_slopes, sinks, seqused_k ...) may be given as True, attn_bias also as "bool" or "float"
     Raises ValueError as the call itself would.
     """
-    # with facts in place of tensors the same code runs on tensors of device meta
+    # without tensors the same code runs on tensors of device meta
     if query is None or key is None or value is None:
         head_dim_v = head_dim_qk if head_dim_v is None else head_dim_v
         query, key, value, arguments = _stand_ins(
@@ -163,32 +171,32 @@ def ask(
 def _column(name: str, problem: AttentionProblem, preference: BackendPreference, given: Installed) -> Column:
     results = tuple(select.verdicts(problem, preference))
     order = order_of(problem, preference.forbidden)
-    notes = [f"order: {order.known}", *_estimates(order, problem)]
+    notes = [f"order: {order.reason}", *_estimates(order, problem)]
     if problem.target is not None:
         notes.append(f"with {given}")
     decision = select.decide(problem, preference)
     if decision is None:
-        notes.append(f"no backend supports the call; smallest change: {select.smallest_change(list(results))}")
-        return Column(name, problem, results, tuple(notes))
+        notes.append(f"no allowed backend supports the call; smallest change: {select.smallest_change(list(results))}")
+        return Column(name, problem, results, tuple(notes), sources=order.sources)
     # a backend may have a note besides its limits: flash-attn-4 compiles at its first call
     if note := getattr(decision.backend, "note", None):
         notes.append(f"{decision.name}: {note}")
     if decision.other_backward is not None:
         why = select.why_other_backward(problem, decision, preference)
         notes.append(f"forward by {decision.name}, backward by {decision.backward}: {why}")
-    return Column(name, problem, results, tuple(notes), decision.backward)
+    return Column(name, problem, results, tuple(notes), decision.backward, order.sources)
 
 
 def _estimates(order: Order, problem: AttentionProblem) -> list[str]:
     """A line of estimated milliseconds of the measured backends, the fastest first."""
     costs = {name: estimate.cost(problem.needs_grad) for name, estimate in order.estimates.items()}
     known = sorted((cost, name) for name, cost in costs.items() if cost is not None)
-    words = []
+    estimated = []
     for _, name in known:
-        parts = order.estimates[name][: 2 if problem.needs_grad else 1]
-        words.append(f"{name} {' + '.join(f'{ms:.3f}' for ms in parts if ms is not None)}")
-    passes = "forward + backward" if problem.needs_grad else "forward"
-    return [f"estimated ms, {passes}: {', '.join(words)}"] if words else []
+        passes = order.estimates[name][: 2 if problem.needs_grad else 1]
+        estimated.append(f"{name} {' + '.join(f'{ms:.3f}' for ms in passes if ms is not None)}")
+    unit = "ms, forward + backward" if problem.needs_grad else "ms, forward"
+    return [f"estimated {unit}: {', '.join(estimated)}"] if estimated else []
 
 
 # a letter per dim: b batch, h heads, q queries, k keys, c batch + 1

@@ -16,25 +16,25 @@ from powertrain.runtime.target import Target
 
 _OP = "explain_decode_attention"
 Kernel = Literal["hopper", "hopper-mla", "universal", "reference"]
-_WORDS: dict[Kernel, str] = {
-    "hopper": "the attention forward for sm_90 over caches",
-    "hopper-mla": "the decoding kernel for sm_90 over MLA caches",
-    "universal": "the decoding kernel of every GPU",
-    "reference": "plain PyTorch, which reads lengths on the host",
+_DESCRIPTIONS: dict[Kernel, str] = {
+    "hopper": "the sm_90 attention forward, reading the KV cache",
+    "hopper-mla": "the sm_90 decoding kernel for MLA caches",
+    "universal": "the decoding kernel for every GPU",
+    "reference": "plain PyTorch; reads the lengths on the host",
 }
 
 
 @dataclass(frozen=True)
 class DecodeExplanation:
-    """Of one GPU, or the CPU; `str()` is the answer in words."""
+    """The kernel for one GPU or the CPU; `str()` is the answer as text."""
 
     name: str
     kernel: Kernel
-    reasons: dict[str, str]  # of each kernel that would be taken first: why it is not
-    launches: tuple[str, ...]  # names of the kernels that are launched, append included; none if that is not known
+    reasons: dict[str, str]  # why each preferred kernel does not compute the call
+    launches: tuple[str, ...]  # names of the launched kernels, the append included; empty if unknown
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.kernel}, {_WORDS[self.kernel]}"]
+        lines = [f"{self.name}: {self.kernel}, {_DESCRIPTIONS[self.kernel]}"]
         lines += [f"  why not {kernel}: {reason}" for kernel, reason in self.reasons.items()]
         return "\n".join([*lines, f"  launches {', '.join(self.launches)}"] if self.launches else lines)
 
@@ -83,10 +83,10 @@ def explain_decode_attention(
     (choice,) = choices
     if target.arch != 90:
         # another limit may have been checked first: without it these kernels would not run either
-        choice = Choice(*[f"it is made for sm_90, this is sm_{target.arch}"] * 2)
+        choice = Choice(*[f"it runs on sm_90 only, got sm_{target.arch}"] * 2)
     # the limit of both kernels that a stand-in does not have
     elif any(x is not None and not x.is_meta and x.data_ptr() % 16 for x in (query, key_cache, value_cache)):
-        unaligned = "an address is not a multiple of 16"
+        unaligned = "an address is not a multiple of 16 bytes"
         choice, launches = Choice(choice.hopper or unaligned, choice.hopper_mla or unaligned), ()
     if choice.hopper is None:
         return DecodeExplanation(target.name, "hopper", {}, launches)

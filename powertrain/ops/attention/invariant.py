@@ -1,8 +1,8 @@
-"""Attention inside `batch_invariant`: sequence by sequence, with tiles that count from each sequence's beginning.
+"""Attention inside `batch_invariant`: sequence by sequence, with tiles counted from each sequence's beginning.
 
-Dense rows and documents become packed sequences, of the same strides whatever the batch. The universal kernels take
-tiles for these by head dims, dtype and GPU alone, and walk over a sequence's keys from its first tile on; keys behind a
-query are masked there, which adds exact zeros. Without kernels each query is a call of its own.
+Dense rows and documents become packed sequences, with the same strides whatever the batch. The universal kernels choose
+tiles for these by head dims, dtype and GPU alone, and loop over a sequence's keys from its first tile on. Keys after a
+query are masked, which adds exact zeros. Without kernels each query is a call of its own.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from powertrain.runtime.dispatch import use_kernel
 
 
 def run_invariant(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """(out, lse) of causal self-attention, differentiable; the bits of a query depend on its sequence's keys up to it.
+    """(out, lse) of causal self-attention, differentiable. A query's bits depend only on its sequence's keys up to it.
 
     Raises NotImplementedError for other calls, ValueError for document_ids that do not ascend along a row.
     """
@@ -74,7 +74,7 @@ def _packed(call: AttentionCall) -> AttentionCall:
 
 
 def _starts(tensors: MaskTensors, B: int, S: int, device: torch.device) -> Tensor:
-    """[N + 1] int32: where sequences begin in the flat rows. Documents are counted by the host, which waits for it."""
+    """[N + 1] int32: where sequences begin in the flat rows. The host waits for the number of documents."""
     ids = tensors.query_documents
     if ids is None:
         return torch.arange(B + 1, dtype=torch.int32, device=device) * S
@@ -96,7 +96,7 @@ def _by_kernel(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _by_queries(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch: each query of the packed sequences by a call of its own, from memory of the same alignment."""
+    """Plain PyTorch: a call for each query of the packed sequences, on memory with the same alignment."""
     assert call.varlen.query_starts is not None
     starts = call.varlen.query_starts.tolist()
     outs, lses = [], []

@@ -1,4 +1,4 @@
-"""Views of queries, keys, values and results in another order of dims. Nothing is copied, but where it is said."""
+"""Views of queries, keys, values and results in another order of dims. Copies are made only where stated."""
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ _FROM_LSE: dict[Layout, tuple[int, ...]] = {
 
 
 def to_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    """[b, h, s, d] of a 4-D tensor, [1, h, t, d] of a packed one; a copy of heads that overlap."""
+    """[b, h, s, d] of a 4-D tensor, [1, h, t, d] of a packed one; a copy if heads overlap in memory."""
     # of windows that overlap (unfold) PyTorch's kernels and others' make results whose last dim is not contiguous, and
     # write them as if it was
     for size, step in zip(x.shape[:-1], x.stride(), strict=False):
@@ -31,7 +31,7 @@ def to_bhsd(x: Tensor, layout: Layout) -> Tensor:
 
 
 def from_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    """The other way."""
+    """The inverse of `to_bhsd`."""
     if layout == "bhsd":
         return x
     if layout == "bshd":
@@ -46,7 +46,7 @@ def to_bshd(x: Tensor, layout: Layout) -> Tensor:
 
 
 def from_bshd(x: Tensor, layout: Layout, like: Tensor) -> Tensor:
-    """The other way, for a tensor with the dims of a query `like` it."""
+    """The inverse of `to_bshd`, for a tensor with the dims of the query `like`."""
     if layout == "bmghk":
         return x.unflatten(2, like.shape[2:4])
     # each of the three permutations is its own inverse
@@ -54,11 +54,11 @@ def from_bshd(x: Tensor, layout: Layout, like: Tensor) -> Tensor:
 
 
 def to_lse_order(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor of the query's dims, those before the last in the order of an LSE's."""
+    """A tensor with the query's dims, with all but the last in the order of the LSE's dims."""
     order = _TO_LSE[layout]
     return x.permute(*order, len(order))
 
 
 def from_lse_order(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor of an LSE's dims in the order of the query's."""
+    """A tensor with the LSE's dims in the order of the query's dims."""
     return x.permute(_FROM_LSE[layout])

@@ -1,4 +1,4 @@
-"""MaskSpec: an attention mask as facts, whatever its name elsewhere; MaskTensors: the tensors it needs.
+"""MaskSpec: the properties of an attention mask, whatever other libraries call it; MaskTensors: the tensors it needs.
 
 Query i of a sequence has the position p = i, or p = i + keys - queries if the mask is aligned bottom right. It sees
 key j when all of these hold:
@@ -29,7 +29,7 @@ BiasKind = Literal["none", "bool", "float"]
 # hashable: a MaskSpec is part of the key of decisions and a constant of traced graphs
 @dataclass(frozen=True)
 class MaskSpec:
-    """The facts of a mask: hashable, without tensors and without lengths."""
+    """The properties of a mask: hashable, without tensors and without lengths."""
 
     # a negative bound rather than infinity: kernels add bounds to int32 positions
     left: int = -1  # keys before its own position that a query sees; -1: all
@@ -50,7 +50,7 @@ class MaskSpec:
 
     @property
     def is_positional(self) -> bool:
-        """Positions matter, so alignment does when queries and keys differ in number."""
+        """Positions matter, so the alignment matters if the numbers of queries and keys differ."""
         # full attention with a prefix or documents is the same under both alignments
         return self.left >= 0 or self.right >= 0 or self.chunk > 0 or self.alibi
 
@@ -63,7 +63,7 @@ class MaskSpec:
         return self.left >= 0 or self.right > 0
 
     def sees(self, p: Tensor, j: Tensor) -> Tensor:
-        """Whether position p sees key j, as far as bounds and chunks say; p and j broadcast."""
+        """Whether position p sees key j by bounds and chunks alone; p and j broadcast."""
         # one boolean matrix that broadcasts: the reference applies every rule by itself, which keeps it readable as the
         # specification
         visible = torch.ones(torch.broadcast_shapes(p.shape, j.shape), dtype=torch.bool, device=p.device)
@@ -153,7 +153,7 @@ class MaskTensors(NamedTuple):
 
     # the reference computes sequence by sequence where lengths differ
     def of_batch(self, n: int) -> "MaskTensors":
-        """Those of batch entry n alone, batch dims kept."""
+        """The tensors of batch entry n, with a batch dim of 1."""
 
         def one(x: Tensor | None) -> Tensor | None:
             # broadcast tensors have one entry for all
@@ -170,7 +170,7 @@ class MaskTensors(NamedTuple):
         )
 
     def cut(self, num_queries: int, num_keys: int) -> "MaskTensors":
-        """Those of the first so many queries and keys."""
+        """The tensors of the first `queries` queries and `keys` keys."""
         bias = self.bias
         if bias is not None:
             bias = bias[..., : num_queries if bias.shape[2] > 1 else 1, :num_keys]

@@ -4,11 +4,12 @@
 
     do_n = w_n do;        dlse_n = w_n (dlse + do . (o_n - o))
 
-Everything is computed in float32; a part of several is folded into a float32 result, which is rounded once at the end.
-A row whose parts saw no key (lse -inf in all) gives 0, -inf and zero gradients; one of a part that saw none is not read
-into the sum, whatever it holds. R rows of D channels of e bytes: a pair moves 3*R*D*e bytes forward, 5*R*D*e backward.
+Everything is computed in float32; several results are added one by one to a float32 result, which is rounded once at
+the end. A row that saw no key in any result (lse -inf in all) gives 0, -inf and zero gradients. A row that saw no key
+in one result is not added, whatever it holds. R rows of D channels of e bytes: merging a pair moves 3*R*D*e bytes
+forward and 5*R*D*e backward.
 
-Uses: keys split over GPUs (ring, context parallel), a prefix that all requests share, chunks of a long cache.
+Uses: keys split over GPUs (ring attention, context parallelism), a prefix that all requests share, chunks of a cache.
 
 Source: Milakov and Gimelshein, arXiv:1805.02867 (online softmax); section 2.2 of merging states in FlashInfer's docs.
 """
@@ -123,7 +124,7 @@ def _merge_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Some tokens of one head a program. lab ... lbs are the strides of la and lb."""
+    """A program merges some tokens of one head. lab ... lbs are the strides of la and lb."""
     b, h, rows = _place(heads, tokens, BLOCK_M)
     mask = rows < tokens
     wa, wb, lse = _weights(la_ptr, lb_ptr, b * lab + h * lah + rows * las, b * lbb + h * lbh + rows * lbs, mask)
@@ -224,7 +225,7 @@ def _plan(tokens: int, head_dim: int, target: Target) -> _Plan:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x, copied if its last dim is not contiguous."""
+    """x, or a copy if its last dim is not contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
@@ -368,7 +369,7 @@ def merge_attentions(
 def merge_pair(
     out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, layout: Layout = "bshd"
 ) -> tuple[Tensor, Tensor]:
-    """`merge_attentions` of two parts, not rounded: (out, lse) in float32 (float64 for float64), without gradients.
+    """`merge_attentions` of two results, not rounded: (out, lse) in float32 (float64 for float64), without gradients.
 
     Shapes: those of `merge_attentions`; `out` and `other` may differ in dtype, as a sum and its next term do.
     """

@@ -1,6 +1,6 @@
-"""A call as the kernels of the Triton, Hopper and cuDNN backends read it: heads, sizes and strides.
+"""Heads, sizes and strides of a call, for the kernels of the Triton, Hopper and cuDNN backends.
 
-Each op makes one `Operands` from its tensors and hands it down; nothing below reads a layout again.
+Each op makes one `Operands` from its tensors and passes it on; code below does not look at the layout again.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ NUM_TENSORS = 11  # so many fields of OpArguments are tensors: the first ones
 
 
 class OpArguments(NamedTuple):
-    """Arguments of the ops beside query, key and value, in the order of SCHEMA."""
+    """Arguments of the ops other than query, key and value, in the order of SCHEMA."""
 
     bias: Tensor | None
     slopes: Tensor | None
@@ -72,10 +72,10 @@ SCHEMA = (
 
 
 class Heads(NamedTuple):
-    """Query heads as kv heads times the query heads of each."""
+    """The number of KV heads, and of query heads per KV head."""
 
     kv: int
-    # kernels loop over the query heads of one kv head, and so need both counts
+    # kernels loop over the query heads of one KV head, and so need both counts
     q_per_kv: int
     kv_step: int  # the caller's index of a head is kv * kv_step + q * q_step
     q_step: int
@@ -83,7 +83,7 @@ class Heads(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor with its strides by batch, sequence, kv head and query head of a kv head."""
+    """A tensor with its strides by batch, sequence, KV head and query head of a KV head."""
 
     tensor: Tensor
     b: int
@@ -93,10 +93,11 @@ class Operand(NamedTuple):
 
 
 def heads_of(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Heads:
-    """Keys and values that the caller expanded along heads or groups (stride 0) count as one head."""
+    """The heads of a call. Keys and values that the caller expanded along heads or groups (stride 0) count as one
+    head."""
     if layout == "bmghk":
         groups, heads = query.shape[2:4]
-        # groups expanded, heads not: the caller's group is our query head, the caller's head our kv head
+        # groups expanded, heads not: the caller's group is our query head, the caller's head our KV head
         if groups > 1 and heads > 0 and key.stride(2) == value.stride(2) == 0 != key.stride(3):
             return Heads(heads, groups, 1, heads, True)
         return Heads(groups, heads, heads, 1, heads > 1 and key.stride(3) == value.stride(3) == 0)
@@ -172,7 +173,8 @@ class Operands(NamedTuple):
         return self._blocks(self.keys, block)
 
     def likely_key_blocks(self, block: int) -> int:
-        """How many of them hold keys, reckoned: half of the packed sequences begin one more than their tokens fill."""
+        """An estimate of how many of them hold keys: half of the packed sequences begin one more block than they
+        fill."""
         return cdiv(self.keys, block) + (self.batch // 2 if self.is_packed else 0)
 
     def _blocks(self, tokens: int, block: int) -> int:
@@ -199,7 +201,7 @@ def _operand(x: Tensor, layout: Layout, heads: Heads, is_key: bool = False) -> O
 
 
 def one_head(x: Tensor, layout: Layout, heads: Heads) -> Tensor:
-    """A view of key or value without the copies that the caller expanded."""
+    """A view of key or value without the expanded copies."""
     dim = expanded_dim(x, layout, heads)
     # gradients of expanded keys are computed for the one head in memory
     return x if dim is None else x.narrow(dim, 0, 1)
@@ -257,7 +259,7 @@ class BackwardCall(NamedTuple):
 
     @classmethod
     def of(cls, *flat: Any) -> "BackwardCall":
-        """From the arguments in the order of the op's schema."""
+        """From the op's arguments, in the order of its schema."""
         dout, dlse, query, key, value, out, lse, need, *rest = flat
         # `need` lies between the tensors and the options in the schema
         return cls(dout, dlse, query, key, value, out, lse, need, OpArguments(*rest))
@@ -269,7 +271,7 @@ class BackwardCall(NamedTuple):
         return Operands.of(self.query, self.key, self.value, self.args)
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Uninitialized (dq, dk, dv, dbias); the ones not needed are empty. Of expanded keys, one head."""
+        """Uninitialized (dq, dk, dv, dbias); those that are not needed are empty. Expanded keys have one head."""
         query, args, need = self.query, self.args, self.need
         heads = heads_of(query, self.key, self.value, args.layout)
         # torch.library requires every declared result, so gradients that nobody wants are empty tensors

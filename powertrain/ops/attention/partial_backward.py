@@ -1,7 +1,7 @@
-"""Backward of an attention to a part of the keys, from the whole attention's output and LSE.
+"""The backward for a subset of the keys, from the output and LSE over all keys.
 
-With p_ij = exp(s_ij - lse_i) and delta_i = o_i . do_i - dlse_i, the gradients of a key need that key's scores and, of
-all the others, only `out` and `lse`. So each part of a ring or a cascade is differentiated where its keys are.
+With p_ij = exp(s_ij - lse_i) and delta_i = o_i . do_i - dlse_i, the gradients of a key need that key's scores, and from
+all other keys only `out` and `lse`. So in ring attention each rank computes the gradients of the keys that it holds.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from powertrain.ops.attention.arguments import (
     packed_call,
     with_positive_scale,
 )
-from powertrain.ops.attention.backend_preferences import steering
+from powertrain.ops.attention.backend_preferences import preference_or_none
 from powertrain.ops.attention.backend_registry import backward_op, loaded_backwards
 from powertrain.ops.attention.backends import chunked
 from powertrain.ops.attention.layouts import to_lse_order
@@ -29,7 +29,7 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, in_functorch, use_kernel, without_autocast
 
 
-@falls_back("attention", steering)
+@falls_back("attention", preference_or_none)
 def attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -157,7 +157,7 @@ def _refuse_transforms(has_kernel: bool, *tensors: Tensor | None) -> None:
 
 
 def _differentiation(call: AttentionCall, has_lse_grad: bool) -> Op:
-    """The op that differentiates a call, as the selector decides."""
+    """The backward op that the selector chooses for a call."""
     facts = api.facts_of(call)
     if torch.compiler.is_compiling():
         # a traced graph holds constants only, so the backward's name is decided at trace time and its op looked up by
@@ -168,7 +168,7 @@ def _differentiation(call: AttentionCall, has_lse_grad: bool) -> Op:
 
 @select.constant_to_dynamo
 def _name_traced(has_lse_grad: bool, *facts: Any) -> str:
-    """When torch.compile traces; its op is loaded then."""
+    """The name of the backward while torch.compile traces; its op is loaded then."""
     full = select.full_facts(facts)
     name = select.choose_backward(full, lambda: api.problem_of(*full), has_lse_grad)
     # an op must be registered before Dynamo meets it in the graph

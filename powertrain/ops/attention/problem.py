@@ -220,7 +220,7 @@ class AttentionCall:
     """One checked call. Tensors stand as the caller gave them; `layout` names their dims.
 
     query  bshd [b, sq, h, dqk], bhsd [b, h, sq, dqk], sbhd [sq, b, h, dqk], thd [tq, h, dqk], bmghk [b, sq, g, h, dqk]
-    key    the same with sk and kv heads (h a multiple of them); bmghk: query's g and h, stride 0 where expanded
+    key    the same with sk and KV heads (h a multiple of them); bmghk: query's g and h, stride 0 where expanded
     value  as key with dv. The output has the query's layout, with dv; LSE is float32, natural logarithm, [b, h, sq], in
            thd [h, tq], in bmghk [b, g, h, sq]
     """

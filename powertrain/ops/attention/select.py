@@ -1,9 +1,9 @@
-"""Which backends compute a problem, forward and backward, and why the others do not: one decision.
+"""The selector: which backend computes the forward and the backward of a problem, and why the others do not.
 
-backend_order.py has the order in which they are tried, backend_preferences.py the user's preference, each backend its
-unmet requirements: `why_not`, and `backward_why_not` of those that differentiate from out and LSE. Only the tensors of
-a call say the rest (strides, self-tests of a device); where they refuse, the universal kernels serve, which an event
-reports.
+backend_order.py has the order in which backends are tried, backend_preferences.py the user's preference. Each backend
+lists its unmet requirements: `why_not`, and `backward_why_not` for backwards that need only out and LSE. Some
+requirements are known only with the tensors of a call (strides, self-tests on a device). If those are not met, the
+universal kernels compute the call, and an event reports it.
 """
 
 import re
@@ -29,14 +29,14 @@ from powertrain.runtime.target import pretended
 
 
 class Decision(NamedTuple):
-    """Which backend computes, and which one differentiates."""
+    """The backends of the forward and of the backward."""
 
     backend: Backend
     backward: str | None  # its name; None: no gradient is wanted
 
     @property
     def name(self) -> str:
-        """The forward's."""
+        """The forward's name."""
         return self.backend.name
 
     @property
@@ -49,7 +49,7 @@ _NO_BACKWARD = Reason("no allowed backend can differentiate its result", "allow 
 
 
 def decide(problem: AttentionProblem, preference: BackendPreference) -> Decision | None:
-    """The first forward, in order, that takes the problem and has a backward that does; None: there is none."""
+    """The first forward in the order that supports the problem and has a supported backward; None: there is none."""
     order = order_of(problem, preference.forbidden)
     for name in preference.order(order.names):
         # why_not yields every unmet requirement; the first one is enough to pass a backend over
@@ -72,7 +72,7 @@ def _backward_behind(
 
 
 def _of_output(problem: AttentionProblem) -> AttentionProblem:
-    """Without a gradient of the LSE: whether one that is returned has any, only the backward sees."""
+    """The problem without a gradient of the LSE: only the backward knows whether a returned LSE gets one."""
     # whether a returned LSE gets a gradient is known in backward only; a backward that cannot take one hands the call
     # to the universal kernels (backends/cudnn_backward.py)
     return replace(problem, needs_lse_grad=False) if problem.needs_lse_grad else problem
@@ -115,7 +115,7 @@ class Verdict(NamedTuple):
     """The outcome of a selection for one backend."""
 
     name: str
-    verdict: str  # "chosen", "would do", "forbidden" (it would do otherwise) or "no"
+    verdict: str  # "chosen", "supported", "forbidden" (supported, but not allowed) or "no"
     reasons: tuple[Reason, ...]
 
 
@@ -132,8 +132,8 @@ def verdicts(problem: AttentionProblem, preference: BackendPreference) -> list[V
         # step
         if not reasons and problem.needs_grad and _backward_behind(name, problem, preference, order) is None:
             reasons = (_NO_BACKWARD,)
-        verdict = "no" if reasons else "would do" if name in tried else "forbidden"
-        if verdict == "would do" and not chosen:
+        verdict = "no" if reasons else "supported" if name in tried else "forbidden"
+        if verdict == "supported" and not chosen:
             verdict, chosen = "chosen", True
         results.append(Verdict(name, verdict, reasons))
     able = [v.name for v in results if v.verdict != "no"]
@@ -145,7 +145,7 @@ _USE = re.compile(r"(^|, or )use ((?:[\w-]+ or )*[\w-]+)(?=,|$)")
 
 
 def _possible(fix: str, able: list[str]) -> str:
-    """A fix that advises only backends that compute the problem: the first of them where it names none of these."""
+    """The fix, limited to backends that support the problem; the first of these if it names none of them."""
 
     def advice(match: re.Match[str]) -> str:
         names = match[2].split(" or ")
@@ -158,7 +158,7 @@ def _possible(fix: str, able: list[str]) -> str:
 
 
 class NoBackendError(PowertrainError):
-    """No backend that may run takes the problem. The message has the whole table and the smallest change."""
+    """No allowed backend supports the problem. The message has the whole table and the smallest change."""
 
     def __init__(self, problem: AttentionProblem, results: list[Verdict]) -> None:
         self.problem, self.verdicts = problem, results
@@ -166,7 +166,7 @@ class NoBackendError(PowertrainError):
         for name, verdict, reasons in results:
             if verdict == "forbidden":
                 lines.append(
-                    f"  {name:13} would do, but backend=, attention_backend or POWERTRAIN_ATTENTION forbids it"
+                    f"  {name:13} supported, but forbidden by backend=, attention_backend or POWERTRAIN_ATTENTION"
                 )
             lines += [f"  {name if first else '':13} {reason}" for first, reason in _firsts(reasons)]
         super().__init__("\n".join([*lines, f"smallest change: {smallest_change(results)}"]))
@@ -177,7 +177,7 @@ def _firsts(reasons: tuple[Reason, ...]) -> Iterator[tuple[bool, Reason]]:
 
 
 def smallest_change(results: list[Verdict]) -> str:
-    """The one step that gives a problem a backend."""
+    """The smallest change with which a backend supports the problem."""
     able = [v.name for v in results if v.verdict == "forbidden"]
     if able:
         return f'allow "{able[0]}"'
@@ -186,34 +186,38 @@ def smallest_change(results: list[Verdict]) -> str:
     return f"for {nearest.name}: {'; '.join(reason.fix for reason in nearest.reasons)}"
 
 
+_FEATURES = {"prefix": "prefix", "documents": "documents", "alibi": "ALiBi", "sinks": "sinks"}
+
+
 def describe(p: AttentionProblem) -> str:
-    """A problem in a line: its facts that are not the usual ones."""
-    dims = str(p.head_dim_qk) if p.head_dim_qk == p.head_dim_v else f"{p.head_dim_qk}/{p.head_dim_v}"
-    heads = str(p.num_heads) if not p.is_grouped else f"{p.num_heads}/{p.num_kv_heads}"
+    """A problem in a line. Lengths are rounded to classes, as in `Lengths`."""
+    dims = str(p.head_dim_qk) if p.head_dim_qk == p.head_dim_v else f"{p.head_dim_qk} (value {p.head_dim_v})"
+    heads = f"heads {p.num_heads}" + (f", KV heads {p.num_kv_heads}" if p.is_grouped else "")
     m = p.mask
-    mask = [] if not m.is_causal else ["causal, " + ("bottom right" if m.bottom_right else "top left")]
+    mask = [] if not m.is_causal else ["causal (bottom right)" if m.bottom_right else "causal (top left)"]
     mask += [f"window ({m.left}, {m.right})"] if m.has_window else []
-    mask += [f"chunk {m.chunk}"] if m.chunk else []
+    mask += [f"chunks of {m.chunk}"] if m.chunk else []
     mask += [f"softcap {m.softcap:g}"] if m.softcap else []
     mask += [f"{m.bias} bias{' with gradient' if m.bias_grad else ''}"] if m.bias != "none" else []
     # the values of prefix, documents, slopes and sinks are tensors, on which no choice depends
-    mask += [word for word in ("prefix", "documents", "alibi", "sinks") if getattr(m, word)]
+    mask += [name for field, name in _FEATURES.items() if getattr(m, field)]
     facts = {
         "padded": p.has_key_lengths,
         "dropout": p.dropout,
-        "LSE": p.needs_lse,
+        "returns LSE": p.needs_lse,
         "deterministic": p.deterministic,
-        "misaligned": not p.aligned,
-        "empty": p.lengths.empty,
-        f"about {p.lengths.keys} keys": p.lengths.keys != p.lengths.queries,
+        "not aligned to 16 bytes": not p.aligned,
+        "no elements": p.lengths.empty,
         "torch.compile": p.compiling,
     }
-    words = [p.where, str(p.dtype).removeprefix("torch."), p.layout, f"heads {heads}", f"head dim {dims}", *mask]
-    words += [
+    lengths = p.lengths
+    keys = f" and {lengths.keys} keys" if lengths.keys != lengths.queries else ""
+    parts = [p.where, str(p.dtype).removeprefix("torch."), p.layout, heads, f"head dim {dims}", *mask]
+    parts += [
         "forward and backward" if p.needs_grad else "forward",
-        f"about {p.lengths.sequences} x {p.lengths.queries} queries",
+        f"batch of about {lengths.sequences} x {lengths.queries} queries{keys}",
     ]
-    return ", ".join(words + [word for word, holds in facts.items() if holds])
+    return ", ".join(parts + [fact for fact, holds in facts.items() if holds])
 
 
 # making a decision asks the backends of an order one after another, a look-up hashes a tuple; keys hold no lengths, so
@@ -224,9 +228,9 @@ _settings: Settings | None = None  # those the decisions were made under
 
 
 def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None = None) -> Decision:
-    """The decision for a problem, remembered under its facts (which name the device) and all that steers the choice.
+    """The decision for a problem, cached by its facts (the device among them) and everything else it depends on.
 
-    Raises NoBackendError with the whole table, and ValueError for a backend of no known name.
+    Raises NoBackendError with the whole table, and ValueError for an unknown name of a backend.
     """
     # the usual cases, None and one name, are hashable already; a list is not
     named = backend if backend is None or type(backend) is str else backend_names(backend)
@@ -238,7 +242,7 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
 
 
 def choose_backward(facts: Any, problem: Callable[[], AttentionProblem], has_lse_grad: bool) -> str:
-    """`decide_backward` by context and environment, remembered likewise."""
+    """`decide_backward` by context and environment, cached in the same way."""
     key = _key(facts, ("backward", has_lse_grad))
     name: str | None = _decisions.get(key)
     if name is None:
@@ -249,7 +253,7 @@ def choose_backward(facts: Any, problem: Callable[[], AttentionProblem], has_lse
 
 
 def _key(facts: Any, question: Any) -> tuple[Any, ...]:
-    """All that a decision depends on. Decisions made under other settings are dropped."""
+    """The key of the cache: all that a decision depends on. Decisions made under other settings are dropped."""
     global _settings
     now = settings()
     if now is not _settings:
@@ -288,10 +292,10 @@ def constant_to_dynamo(function: F) -> F:
 
 @constant_to_dynamo
 def names_traced(problem: Callable[..., AttentionProblem], backend: Any, *facts: Any) -> tuple[str, str | None]:
-    """The forward's name and that of another's backward when torch.compile traces: decided then, and kept for as
-    long as the trace is.
+    """The names of the forward and, if it is another backend, of the backward, decided while torch.compile traces and
+    valid as long as the trace.
 
-    Facts are those of `choose`, with the fields of mask and lengths in their place: Dynamo takes plain constants only.
+    `facts` are those of `choose`, with the fields of mask and lengths in their place: Dynamo takes constants only.
     """
     full = full_facts(facts)
     decision = choose(full, lambda: problem(*full), backend)

@@ -267,6 +267,6 @@ def fp8_quantize_current(
     checks.one_of(op, "format", format, tuple(DTYPES))
     checks.shape(op, "state", state, (4,), "of one tensor")
     checks.require(state.dtype is torch.int32, op, "state", "be int32", checks.name(state.dtype))
-    found = Current(*quantize_current_op(x.detach(), state, format, rows, columns, use_kernel("fp8_linear", x)))
-    write_state_op(state[None], found.state[None], 0)
-    return found.copies
+    current = Current(*quantize_current_op(x.detach(), state, format, rows, columns, use_kernel("fp8_linear", x)))
+    write_state_op(state[None], current.state[None], 0)
+    return current.copies

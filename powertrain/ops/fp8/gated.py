@@ -306,5 +306,5 @@ def fp8_gated_activation(
     else:
         # autograd's function outside the op: no kernel of ours is launched
         y = _Plain.apply(*args)
-    found: Tensor = y[0] if isinstance(y, tuple) else y
-    return found
+    out: Tensor = y[0] if isinstance(y, tuple) else y
+    return out

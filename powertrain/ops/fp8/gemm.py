@@ -192,11 +192,11 @@ def _probe(
         scale = scale.T if by == "group" else scale
         operands.append(Quantized((at[:rows] % period - period // 2).float().to(dtype), scale))
     try:
-        found = _torch(operands[0], operands[1], None, out_dtype, fast)
+        result = _torch(operands[0], operands[1], None, out_dtype, fast)
     except (RuntimeError, ValueError, TypeError) as error:
         return str(error).partition("\n")[0]
     right = fp8_gemm_ref(operands[0], operands[1]).to(out_dtype)
-    return None if torch.equal(found, right) else "its result of a small product is wrong"
+    return None if torch.equal(result, right) else "its result of a small product is wrong"
 
 
 def _torch(
@@ -400,8 +400,8 @@ def fp8_gemm(
     served = use_kernel("fp8_linear", a.data)
     operands = (a.data, a.scale_inv, b.data, b.scale_inv, bias)
     if out is None:
-        found: Tensor = fp8_gemm_op(*operands, out_dtype, fast, backend, served)
-        return found
+        result: Tensor = fp8_gemm_op(*operands, out_dtype, fast, backend, served)
+        return result
     fp8_gemm_into_op(*operands, out, accumulate, fast, backend, served)
     return out
 

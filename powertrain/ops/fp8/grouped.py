@@ -119,14 +119,14 @@ def _probe(device: torch.device, dtype: torch.dtype) -> str | None:
     stacked = w.reshape(144, 64).to(DTYPES["e4m3"])
     side = w.permute(2, 0, 1).reshape(64, 144).contiguous()
     try:
-        found = _torch(q, Stacked(stacked, w_scales, 48, 0), offsets, 48)
+        result = _torch(q, Stacked(stacked, w_scales, 48, 0), offsets, 48)
         right = grouped_gemm_ref(a * scales[:, None], w * w_scales.view(3, 48, 1), offsets)
         back = Quantized(a[:, :48].contiguous().to(dtype), scales)
         found_t = _torch(back, Stacked(side.to(DTYPES["e4m3"]), None, 0, 48), offsets, 64)
         right_t = grouped_gemm_ref(a[:, :48] * scales[:, None], w.mT, offsets)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         return str(error).partition("\n")[0]
-    exact = torch.equal(found, right.to(found.dtype)) and torch.equal(found_t, right_t.to(found.dtype))
+    exact = torch.equal(result, right.to(result.dtype)) and torch.equal(found_t, right_t.to(result.dtype))
     return None if exact else "its result of a small product is wrong"
 
 

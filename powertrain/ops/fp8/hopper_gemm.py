@@ -159,7 +159,7 @@ def why_not(a: Quantized, b: Quantized, out_dtype: torch.dtype, out: Tensor | No
     """Why this product is not for this kernel, or None. out None: it is made, in rows of N."""
     target = Target.of(a.data.device)
     if target.arch != 90:
-        return f"it is made for sm_90, this is sm_{target.arch}"
+        return f"it runs on sm_90 only, got sm_{target.arch}"
     if missing := gluon_compat.trouble():
         return missing
     if granularity(a) == "block":

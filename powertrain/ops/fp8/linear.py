@@ -333,8 +333,8 @@ def fp8_linear(
         with without_autocast(x.device):
             y, notes, *_ = _Plain.apply(*args)
     _write(amaxes, last, notes.detach() if notes.requires_grad else notes, _INPUT)
-    found: Tensor = y
-    return found
+    out: Tensor = y
+    return out
 
 
 def _parts(copies: Copies | None) -> tuple[Tensor | None, ...]:

@@ -80,7 +80,7 @@ def choose(
 
 def why_not_hopper(M: int, N: int, K: int, dtype: torch.dtype, target: Target, least_k: int = 2048) -> str | None:
     if target.arch != 90:
-        return f"it is made for sm_90, this is sm_{target.arch}"
+        return f"it runs on sm_90 only, got sm_{target.arch}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {checks.name(dtype)}"
     if missing := gluon_compat.trouble():

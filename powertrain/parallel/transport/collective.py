@@ -91,10 +91,10 @@ class CollectiveTransport(Transport):
         if not rows.even:
             return reduce_scatter_by_handle(self, parts, rows)
         self._agree("reduce-scatter", parts, rows)
-        mine = parts.new_empty((rows.counts[self.rank], *parts.shape[1:]))
+        local_rows = parts.new_empty((rows.counts[self.rank], *parts.shape[1:]))
         with self.waiting("reduce-scatter", parts):
-            _reduce_scatter(mine, parts.contiguous(), group=self.group)
-        return mine
+            _reduce_scatter(local_rows, parts.contiguous(), group=self.group)
+        return local_rows
 
     def all_to_all_async(self, use: int, like: Tensor, splits: SplitSizes, width: int) -> AllToAllHandle:
         self._agree_splits("all-to-all, one rank at a time,", like, splits, width)

@@ -170,13 +170,13 @@ class ThreadEngine(Engine[Stream | None, Buffer]):
         return None
 
     def consume(self, stream: Stream | None, flags: Sequence[Flag]) -> None:
-        mine = [(self.rank, flag) for flag in flags]
+        own_flags = [(self.rank, flag) for flag in flags]
         world = self.world
 
         def step() -> None:
             with world.changed:
                 signalled = world.changed.wait_for(
-                    lambda: all(world.flags[flag] for flag in mine) or bool(world.lost), world.timeout
+                    lambda: all(world.flags[flag] for flag in own_flags) or bool(world.lost), world.timeout
                 )
                 # only what is missing counts: a rank may have signalled before it was lost
                 missing = [flag.peer for flag in flags if not world.flags[self.rank, flag]]
@@ -193,7 +193,7 @@ class ThreadEngine(Engine[Stream | None, Buffer]):
                     raise PeerTimeout(
                         f"rank {self.rank} waits for {('READY', 'FREE')[flags[0].kind]} of ranks {missing}: {why}"
                     )
-                for flag in mine:
+                for flag in own_flags:
                     world.flags[flag] = 0
 
         self._do(stream, step)

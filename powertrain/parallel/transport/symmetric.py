@@ -375,8 +375,10 @@ class SymmetricReduceScatter(ReduceScatterHandle):
         self.main = transport.begin(self.call)
         self.slot = transport.steps.next_slot(SCATTER)
         source_stride = self.strides[self.rank] // element
-        mine = self.memory.tensor(self.slot, (transport.size, source_stride), like.dtype)
-        self.recv_buffer = mine.as_strided((transport.size, rows.counts[self.rank], width), (source_stride, width, 1))
+        local_buffer = self.memory.tensor(self.slot, (transport.size, source_stride), like.dtype)
+        self.recv_buffer = local_buffer.as_strided(
+            (transport.size, rows.counts[self.rank], width), (source_stride, width, 1)
+        )
         self.parts = rows.split(like.new_empty((rows.total, width)))
 
     def target_address(self, rank: int) -> int:

@@ -39,10 +39,10 @@ def _plain(function: FunctionType) -> list[str] | None:
         # blank lines and comments of the first column belong to it only if code follows
         if not lines[at - 1].startswith(("#", "\n")):
             end = at
-    found = lines[start:end]
-    text = "".join(found)
+    block = lines[start:end]
+    text = "".join(block)
     # the end of a string that holds lines of the first column is not seen
-    return None if text.count('"""') % 2 or "'''" in text or not text.endswith("\n") else found
+    return None if text.count('"""') % 2 or "'''" in text or not text.endswith("\n") else block
 
 
 def _goes_on(line: str) -> bool:

@@ -29,7 +29,7 @@ from typing import Any
 
 from powertrain.runtime import tracing
 from powertrain.runtime.compile import kernel_store, worker
-from powertrain.runtime.compile.rehearsal import rehearsal
+from powertrain.runtime.compile.backward_ahead import backward_ahead
 from powertrain.runtime.compile.triton_compat import VERSION_TEXT, is_gluon, lower, ptxas_version
 from powertrain.runtime.errors import CompileError, CompileTimeout
 from powertrain.runtime.jobs import jobs
@@ -279,10 +279,10 @@ class Service:
         for kept in (self._idle, self._ordered):
             while kept:
                 try:
-                    found = kept.pop()
+                    candidate = kept.pop()
                 except IndexError:
                     break
-                worker = found if isinstance(found, _Worker) else self._ready(found, deadline, waiting_for)
+                worker = candidate if isinstance(candidate, _Worker) else self._ready(candidate, deadline, waiting_for)
                 if worker.process.poll() is None:
                     return worker
                 self._end(worker)
@@ -447,9 +447,9 @@ def entry_for(spec: Spec, *, again: bool = False) -> tuple[kernel_store.Entry, s
         with _lock:
             if not again and spec.key in _entries:
                 return _entries[spec.key], "memory"
-            mine = spec.key not in _running
+            is_owner = spec.key not in _running
             waiting = _running.setdefault(spec.key, threading.Event())
-        if mine:
+        if is_owner:
             break
         # without a deadline: the thread that compiles has one
         while not waiting.wait(_LOG_AFTER):
@@ -505,7 +505,7 @@ def _find_or_compile(spec: Spec, again: bool) -> tuple[kernel_store.Entry, str]:
     if stored is None:
         service().order_worker()
         source_text = _lower(spec)
-        rehearsal.begin()
+        backward_ahead.begin()
         entry, reply = service().compile(spec, source_text, again=again)
         source = reply["source"]
     else:

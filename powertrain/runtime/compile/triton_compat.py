@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from powertrain.runtime.gc_disabled import gc_disabled
 from powertrain.runtime.settings import settings
-from powertrain.runtime.uncollected import uncollected
 
 if settings().interpret:
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
@@ -141,7 +141,7 @@ def lower(
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    with uncollected():
+    with gc_disabled():
         module = source.make_ir(
             backend.target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
         )

@@ -338,16 +338,16 @@ def _compare(source: Weights, result: Weights, dtype: torch.dtype | None) -> Com
     tokens = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(0), device="cpu")
     first, second = _outputs(source, tokens, dtype), _outputs(result, tokens, None)
     pairs = {"logits": (first.logits, second.logits), "rewards": (first.rewards, second.rewards)}
-    found = []
-    for of, (mine, theirs) in pairs.items():
-        if mine is None or theirs is None:
+    comparisons = []
+    for of, (first_tensor, second_tensor) in pairs.items():
+        if first_tensor is None or second_tensor is None:
             continue
         if of == "logits":
-            mine, theirs = mine[..., :rows], theirs[..., :rows]
-        difference = (mine - theirs).abs().max().item()
-        found.append(Compared(difference, mine.abs().max().item(), first.by, second.by, of))
+            first_tensor, second_tensor = first_tensor[..., :rows], second_tensor[..., :rows]
+        difference = (first_tensor - second_tensor).abs().max().item()
+        comparisons.append(Compared(difference, first_tensor.abs().max().item(), first.by, second.by, of))
     # a reward model has both: the worse of the two
-    return next((each for each in found if not each.ok), found[-1])
+    return next((each for each in comparisons if not each.ok), comparisons[-1])
 
 
 @torch.no_grad()

@@ -324,13 +324,13 @@ def _torch_groups(state: Mapping[str, Any], masters: Sequence[Sequence[Tensor]],
     """The groups of a torch optimizer's state_dict, whose parameters are `masters`."""
     groups = []
     for group, of_group in zip(state["param_groups"], masters, strict=True):
-        found = [state["state"].get(i, {}) for i in group["params"]]
+        states = [state["state"].get(i, {}) for i in group["params"]]
         kinds: dict[str, Sequence[Tensor]] = {"master": [t.detach() for t in of_group]}
-        for kind in set.intersection(*(set(each) for each in found)) if found else ():
+        for kind in set.intersection(*(set(each) for each in states)) if states else ():
             # a step may be a tensor too, but is a number of the group
-            if kind != "step" and isinstance(found[0][kind], Tensor):
-                kinds[kind] = [each[kind].detach() for each in found]
-        steps = {_count(each, group.get("step"), None) for each in found}
+            if kind != "step" and isinstance(states[0][kind], Tensor):
+                kinds[kind] = [each[kind].detach() for each in states]
+        steps = {_count(each, group.get("step"), None) for each in states}
         if len(steps) > 1:
             raise ValueError(f"the parameters of a group must have the same step, got {sorted(steps)}")
         groups.append(_Parameters(kinds, is_flat, steps.pop() if steps else 0.0))
@@ -339,8 +339,8 @@ def _torch_groups(state: Mapping[str, Any], masters: Sequence[Sequence[Tensor]],
 
 def _count(state: Mapping[str, Any], *others: Any) -> float:
     """An Adam's step: in its state, in its group (Apex's), or beside both."""
-    found = next((value for value in (state.get("step"), *others) if value is not None), 0)
-    return float(found)
+    step = next((value for value in (state.get("step"), *others) if value is not None), 0)
+    return float(step)
 
 
 def _cut(partitions: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:

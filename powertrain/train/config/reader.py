@@ -299,8 +299,8 @@ def _place(words: str, path: KeyPath, source: Source) -> Location:
     names = re.findall(r"[A-Za-z_]+(?:\.\w+)*", words)
     keys = [tuple(name.split(".")) if "." in name else (*path, name) for name in names]
     known = source.locations.keys() | source.origins.keys()
-    found = [source.location(key) for key in keys if len(key) > 1 and key in known]
-    return COMMAND_LINE if COMMAND_LINE in found else [*found, source.location(path)][0]
+    locations = [source.location(key) for key in keys if len(key) > 1 and key in known]
+    return COMMAND_LINE if COMMAND_LINE in locations else [*locations, source.location(path)][0]
 
 
 # pydantic names Python's types here, and its reader writes YAML

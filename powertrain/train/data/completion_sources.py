@@ -87,10 +87,10 @@ class _Opener:
         has_own = bool(config.validation or config.test)
         sources = (config.train, config.validation, config.test)[number] if has_own else config.train
         opened: list[_Opened] = []
-        found = [self._sides(source) for source in sources]
+        loaded = [self._sides(source) for source in sources]
         if has_own or number == 0:
-            warn_of_empty(config, name, [bool(len(sides[0])) for sides in found], "example")
-        for source, sides in zip(sources, found, strict=True):
+            warn_of_empty(config, name, [bool(len(sides[0])) for sides in loaded], "example")
+        for source, sides in zip(sources, loaded, strict=True):
             # an own validation set is not split; otherwise each source gives its share of every part
             bounds = split_bounds(config.split, len(sides[0])) if not has_own else (0, len(sides[0]))
             examples = np.arange(*((0, len(sides[0])) if has_own else bounds[number : number + 2]), dtype=np.int64)

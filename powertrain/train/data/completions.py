@@ -96,9 +96,9 @@ class CompletionEncoding:
             return Completion(*self._chat(where, key, completion, prompt, record.get("tools")))
         # prompt and completion are tokenized apart, so that no token spans the border between them
         ids, end = self.tokenizer.encode(prompt), self.tokenizer.eod
-        mine = [*self.tokenizer.encode(completion), *([] if end is None else [end])]
+        completion_ids = [*self.tokenizer.encode(completion), *([] if end is None else [end])]
         # the end token counts in the loss: without it a model never learns to stop
-        return Completion([*ids, *mine], [IGNORED] * len(ids) + mine)
+        return Completion([*ids, *completion_ids], [IGNORED] * len(ids) + completion_ids)
 
     def _chat(self, where: str, key: str, messages: Any, prompt: list[Any], given: Any) -> tuple[list[int], list[int]]:
         """ids of prompt and messages; labels on the assistant's messages that are not the prompt's.
@@ -234,9 +234,9 @@ def _apart(tokenizer: FileTokenizer, text: str, answers: Sequence[slice | None])
     at = 0
     for answer in (*answers, slice(len(text), len(text))):
         assert answer is not None
-        before, mine = (tokenizer.encode_rendered(text[part]) for part in (slice(at, answer.start), answer))
-        ids += before + mine
-        labels += [IGNORED] * len(before) + mine
+        before, answer_ids = (tokenizer.encode_rendered(text[part]) for part in (slice(at, answer.start), answer))
+        ids += before + answer_ids
+        labels += [IGNORED] * len(before) + answer_ids
         at = answer.stop
     return ids, labels
 

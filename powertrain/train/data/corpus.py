@@ -72,10 +72,10 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
                 raise ValueError(f"{name}: must be a file, a pipe or a folder of texts, got the root of all folders")
             # sorted, because a file system's own order differs between hosts, and the order of documents decides the
             # samples
-            found = [p for p in sorted(_walked(name)) if p.is_file() and not _hidden(p.relative_to(name))]
-            inside = _without_tokens(name, found)
+            paths = [p for p in sorted(_walked(name)) if p.is_file() and not _hidden(p.relative_to(name))]
+            inside = _without_tokens(name, paths)
             if not inside:
-                got = "data sets alone, which are named by their prefix" if found else "an empty folder"
+                got = "data sets alone, which are named by their prefix" if paths else "an empty folder"
                 raise ValueError(f"{name}: must hold a file that is not hidden, got {got}")
             files += inside
         elif name.is_file() or name.is_fifo():

@@ -193,9 +193,9 @@ class _Message:
 
     def take(self) -> Any:
         """The complete message; the next one begins."""
-        found = pickle.loads(self._bytes)
+        sample = pickle.loads(self._bytes)
         self._begin(self._HEAD.size, is_head=True)
-        return found
+        return sample
 
     @classmethod
     def send(cls, file: int, value: Any) -> None:

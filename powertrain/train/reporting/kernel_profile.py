@@ -115,7 +115,7 @@ def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
         if event.kind == "kernel" and event.facts["source"] == "compiled":
             tensors = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.get(event.facts["key"], {}).items())
             constants = ", ".join(f"{name}={value}" for name, value in event.facts["constants"].items())
-            lines.append(f"{event.text} for {tensors or 'a rehearsed launch'} ({constants})")
+            lines.append(f"{event.text} for {tensors or 'a recorded launch'} ({constants})")
     return lines
 
 
@@ -220,7 +220,7 @@ def _reasons() -> dict[str, str]:
             reasons[event.facts["op"]] = event.text.partition(": ")[2]
         elif _is_choice(event):
             problem, backend = event.facts["problem"], event.facts["backend"]
-            reasons[ATTENTION] = f"{backend} serves {describe(problem)}; order: {order_of(problem).known}"
+            reasons[ATTENTION] = f"{backend} serves {describe(problem)}; order: {order_of(problem).reason}"
         elif _is_compiled(event):
             op = _op_of(event.facts["module"])
             if op != ATTENTION:

@@ -340,7 +340,7 @@ def test_nothing_measured_keeps_the_fixed_order() -> None:
         problem = AttentionProblem(torch.float16, 128, 128, Target.parse(arch), MASKS["causal"])
         order = order_of(problem)
         assert order.names == fixed_order(problem).names and not order.estimates
-        assert order.known.startswith("fixed, ")
+        assert order.reason.startswith("fixed; ")
     padded = AttentionProblem(torch.bfloat16, 8, 8, Target.parse("sm_90"), MASKS["causal"])
     assert points_for(padded)[1] is not None and not order_of(padded).estimates, "no head dim near it was measured"
 
@@ -354,7 +354,7 @@ def test_the_users_table_comes_before_the_shipped_one(tmp_path: Path) -> None:
     rows = [{"source": "tune", "case": case, "ms": {"hopper": [2.0, 5.0], "cudnn": [1.0, 4.0], "triton": [3.0, 9.0]}}]
     sources = {"tune": {"file": "powertrain tune attention", "date": "", "commit": "", "versions": ""}}
     path = measurements.save(target.name, rows, sources)
-    assert _decision(problem) == "cudnn" and "powertrain tune attention" in order_of(problem).known
+    assert _decision(problem) == "cudnn" and "powertrain tune attention" in order_of(problem).sources
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     short = replace(problem, lengths=Lengths(1024, 1024, 16))
     assert _decision(short) == "hopper", "what it does not have is the shipped table's"

@@ -29,7 +29,7 @@ def test_on_hopper() -> None:
     found = explain_decode_attention(**_call(), arch="H200")
     assert (found.kernel, found.reasons) == ("hopper", {}) and "hopper_attention_fwd_kernel" in found.launches
     for options, why in (
-        ({"cache_leftpad": torch.empty(4, dtype=torch.int32, device="meta")}, "it has no cache_leftpad"),
+        ({"cache_leftpad": torch.empty(4, dtype=torch.int32, device="meta")}, "it does not take cache_leftpad"),
         ({"num_splits": 4}, "num_splits is given"),
     ):
         found = explain_decode_attention(**_call(), arch="H200", **options)
@@ -46,14 +46,14 @@ def test_on_other_gpus_the_arch_is_the_reason() -> None:
             call |= {"query": call["query"][:, 0], "max_seqlen_q": 1}
         found = explain_decode_attention(**call, arch="A100")
         assert found.kernel == "universal" and found.launches
-        assert set(found.reasons.values()) == {"it is made for sm_90, this is sm_80"}
+        assert set(found.reasons.values()) == {"it runs on sm_90 only, got sm_80"}
 
 
 def test_mla() -> None:
     call = _call(heads=(128, 1), dim=576) | {"value_cache": None, "head_dim_v": 512}
     found = explain_decode_attention(**call, arch="H200")
     assert found.kernel == "hopper-mla" and found.reasons == {
-        "hopper": "it takes no values that are a part of the keys"
+        "hopper": "it does not read values out of the keys (value_cache=None)"
     }
     assert explain_decode_attention(**call, arch="A100").kernel == "universal"
 
@@ -66,7 +66,7 @@ def test_of_tensors_on_a_cpu_and_of_keys_that_would_be_appended() -> None:
     assert found.kernel == "hopper" and found.launches[-3:] and not call["key_cache"].any()
     call["query"] = torch.zeros(4 * 32 * 128 + 1, dtype=torch.bfloat16)[1:].view(4, 1, 32, 128)
     found = explain_decode_attention(**call, arch="H200")
-    assert found.kernel == "universal" and found.reasons["hopper"] == "an address is not a multiple of 16"
+    assert found.kernel == "universal" and found.reasons["hopper"] == "an address is not a multiple of 16 bytes"
 
 
 def test_wrong_arguments_are_those_of_the_call() -> None:

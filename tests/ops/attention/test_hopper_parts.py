@@ -279,15 +279,15 @@ def test_why_not() -> None:
     cache = torch.empty(1 << 22, 4, 8, 128, dtype=torch.bfloat16, device=META)
     large = call._replace(key_cache=cache, value_cache=cache)
     for changed, reason in (
-        (call._replace(value_cache=None), "it takes no values that are a part of the keys"),
-        (call._replace(leftpad=call.seqlens), "it has no cache_leftpad"),
+        (call._replace(value_cache=None), "it does not read values out of the keys (value_cache=None)"),
+        (call._replace(leftpad=call.seqlens), "it does not take cache_leftpad"),
         (call._replace(page_table=torch.empty(4, 0, dtype=torch.int32, device=META)), "it takes no empty tensors"),
-        (large, "of pages of 4 keys it takes caches of up to 2^34 elements, got 17179869184"),
-        (_call(8, 0, 264), "head dims must be multiples of 8 to 256, are 128 and 264"),
+        (large, "with pages of 4 keys it takes caches of up to 2^34 elements, got 17179869184"),
+        (_call(8, 0, 264), "head dims must be multiples of 8 up to 256, got 128 and 264"),
     ):
         assert why_not_cache(changed, None, target) == reason
-    assert why_not_cache(call, call.seqlens, target) == "it has no cache_batch_idx"
-    assert why_not_cache(call, None, Target.parse("A100")) == "it is made for sm_90"
+    assert why_not_cache(call, call.seqlens, target) == "it does not take cache_batch_idx"
+    assert why_not_cache(call, None, Target.parse("A100")) == "it runs on sm_90 only"
 
 
 @pytest.mark.skipif(settings().interpret, reason="Gluon has no interpreter")
@@ -303,7 +303,7 @@ def test_equal_queries_come_here() -> None:
         return why_not_many(call, target)
 
     assert why_not(1, 32, 8) is why_not(2, 28, 4) is why_not(30, 16, 16) is why_not(40000, 32, 8, queries=4) is None
-    said = "it is for 16 queries times heads of a kv head or more a sequence, got 160000 of 40000 sequences"
+    said = "it needs at least 16 query rows per sequence and KV head, got 160000 in 40000 sequences"
     assert why_not(40000, 32, 8) == said
 
 

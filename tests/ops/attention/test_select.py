@@ -182,9 +182,9 @@ def test_triton_comes_before_efficient() -> None:
         ("flash", "RTX 4090", {"head_dim_qk": 256, "head_dim_v": 256, "dropout": True}, "100326"),
         ("efficient", "T4", {}, "bfloat16 from sm_80"),
         ("cpu", None, {"mask": MaskSpec(bias="bool"), "needs_lse": True}, "LSE of 0"),
-        ("hopper", "H100", {"dtype": torch.float32}, "bfloat16 and float16"),
+        ("hopper", "H100", {"dtype": torch.float32}, "bfloat16 or float16"),
         ("hopper", "H100", {"head_dim_qk": 320}, "up to 256"),
-        ("hopper", "H100", {"head_dim_v": 50}, "multiples of 8"),
+        ("hopper", "H100", {"head_dim_v": 50}, "multiple of 8"),
         ("hopper", "H100", {"aligned": False}, "16 bytes"),
         ("hopper", "H100", {"layout": "bmghk"}, "bmghk"),
         ("hopper", "H100", {"mask": MaskSpec(bias="float")}, "no bias"),
@@ -472,8 +472,8 @@ def test_empty_and_enormous_go_to_ours(fact: str) -> None:
 
 
 def test_hopper_is_for_hopper() -> None:
-    assert "made for sm_90, this is sm_80" in reasons("hopper", problem("A100"))
-    assert "run on GPUs" in reasons("hopper", problem(None))
+    assert "runs on sm_90 only, got sm_80" in reasons("hopper", problem("A100"))
+    assert "runs on a GPU" in reasons("hopper", problem(None))
 
 
 def test_explains_who_differentiates() -> None:

@@ -53,15 +53,15 @@ class _Distillation(nn.Module):
         loss = self.weight_hard_loss * hard + self.weight_soft_loss * soft
         return (loss, soft.detach(), hard.detach()) if self.return_soft_hard_loss else loss
 
-    def _check(self, x: Tensor, weight: Tensor, taught: Tensor, taught_weight: Tensor, labels: Tensor) -> None:
+    def _check(self, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, labels: Tensor) -> None:
         op = type(self).__name__
         checks.require(x.dim() == 2, op, "student_input", "have shape [N, D]", list(x.shape))
         checks.shape(op, "true_labels", labels, x.shape[:1], "first dim of student_input")
-        fits = taught.dim() == 2 and len(taught) == len(x)
-        checks.require(fits, op, "teacher_input", f"have shape [{len(x)}, E]", list(taught.shape))
-        few = weight.shape[0] <= taught_weight.shape[0]
+        fits = teacher_x.dim() == 2 and len(teacher_x) == len(x)
+        checks.require(fits, op, "teacher_input", f"have shape [{len(x)}, E]", list(teacher_x.shape))
+        few = weight.shape[0] <= teacher_weight.shape[0]
         must = f"have at least student_weight's {weight.shape[0]} rows"
-        checks.require(few, op, "teacher_weight", must, taught_weight.shape[0])
+        checks.require(few, op, "teacher_weight", must, teacher_weight.shape[0])
 
     def _sums(
         self, student: tuple[Tensor, Tensor, Tensor | None], teacher: tuple[Tensor, Tensor, Tensor | None],
@@ -85,15 +85,15 @@ class LigerFusedLinearJSDLoss(_Distillation):
         self, student: tuple[Tensor, Tensor, Tensor | None], teacher: tuple[Tensor, Tensor, Tensor | None],
         labels: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        taught_bias = None if teacher[2] is None else teacher[2].detach()
-        taught = Teacher(teacher[0].detach(), teacher[1].detach(), taught_bias, beta=self.beta)
+        teacher_bias = None if teacher[2] is None else teacher[2].detach()
+        detached = Teacher(teacher[0].detach(), teacher[1].detach(), teacher_bias, beta=self.beta)
         x, weight, bias = student
         more = teacher[1].shape[0] - weight.shape[0]
         wide = F.pad(weight, (0, 0, 0, more)) if more else weight
         wide_bias = bias if bias is None or not more else F.pad(bias, (0, more))
         result = linear_log_probs(
             x, wide, labels, bias=wide_bias, temperature=self.temperature, ignore_index=self.ignore_index,
-            teacher=taught,
+            teacher=detached,
         )  # fmt: skip
         assert result.divergence is not None
         is_one = self.temperature == 1.0 and not more
@@ -112,21 +112,26 @@ class LigerFusedLinearCosineSimilarityLoss(_Distillation):
         labels: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, weight, bias = student
-        taught, *head = (None if t is None else t.detach() for t in teacher)
-        assert taught is not None
+        teacher_x, *head = (None if t is None else t.detach() for t in teacher)
+        assert teacher_x is not None
         soft = [
             checkpoint(_distance, rows, weight, bias, other, *head, use_reentrant=False)
-            for rows, other in zip(x.split(self.chunk_size), taught.split(self.chunk_size), strict=True)
+            for rows, other in zip(x.split(self.chunk_size), teacher_x.split(self.chunk_size), strict=True)
         ]
         total = torch.stack(soft).sum() if soft else x.sum() * 0
         return -self._log_probs(student, labels).log_probs.sum(), self.beta * total
 
 
 def _distance(
-    x: Tensor, weight: Tensor, bias: Tensor | None, taught: Tensor, taught_weight: Tensor, taught_bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
 ) -> Tensor:
     """Sum over the rows of 1 - cosine; the student's logits of columns that it has not are 0."""
-    ours, theirs = F.linear(x, weight, bias), F.linear(taught, taught_weight, taught_bias)
+    ours, theirs = F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight, teacher_bias)
     acc = acc_dtype(ours.dtype)
     ours = F.pad(ours.to(acc), (0, theirs.shape[-1] - ours.shape[-1]))
     return (1 - F.cosine_similarity(ours, theirs.to(acc), dim=-1)).sum()

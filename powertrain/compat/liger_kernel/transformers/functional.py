@@ -118,15 +118,15 @@ def liger_cross_entropy(
         wide = input.to(loss.dtype)
         capped = softcap * torch.tanh(wide / softcap) if softcap else wide
         # tanh is monotonous: the largest capped logit is the largest logit
-        found = input.argmax(-1)
+        predicted = input.argmax(-1)
         z_loss = lse_square_scale * torch.logsumexp(capped, -1).square().masked_fill(~kept, 0.0)
-        right = (found == target) & kept
+        right = (predicted == target) & kept
         return CrossEntropyOutput(
             loss,
             _reduced(z_loss, kept, reduction) if return_z_loss else None,
             _reduced(right.float(), kept, reduction) if return_token_accuracy else None,
             # -1 for ignored rows, as in Liger
-            found.masked_fill(~kept, -1) if return_predicted_tokens else None,
+            predicted.masked_fill(~kept, -1) if return_predicted_tokens else None,
         )
 
 

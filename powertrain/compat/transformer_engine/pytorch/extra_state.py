@@ -80,14 +80,14 @@ def delayed_buffers(state: Any, gemms: int) -> list[dict[str, Tensor]]:
     if not (isinstance(state, Tensor) and state.dtype is torch.uint8):
         raise Unreadable(f"it is a {type(state).__name__}, not a tensor of bytes")
     try:
-        found = _Reader(io.BytesIO(state.cpu().numpy().tobytes())).load()
+        state_dict = _Reader(io.BytesIO(state.cpu().numpy().tobytes())).load()
     except Unreadable:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise Unreadable(f"it cannot be parsed: {error}") from error
-    if not isinstance(found, dict) or "scale_fwd" not in found:
+    if not isinstance(state_dict, dict) or "scale_fwd" not in state_dict:
         return []
-    return [_of_product(found, gemm) for gemm in range(gemms)]
+    return [_of_product(state_dict, gemm) for gemm in range(gemms)]
 
 
 def _of_product(found: dict[str, Any], gemm: int) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ __all__ = ["get_cudnn_version", "get_device_compute_capability", "torch_version"
 
 def torch_version() -> tuple[int, ...]:
     """PyTorch's release: (2, 11, 0) of 2.11.0a0+cu130."""
-    found = re.match(r"\d+(\.\d+)*", torch.__version__)
-    assert found is not None
-    return tuple(map(int, found[0].split(".")))
+    match = re.match(r"\d+(\.\d+)*", torch.__version__)
+    assert match is not None
+    return tuple(map(int, match[0].split(".")))
 
 
 def get_cudnn_version() -> tuple[int, int, int]:

@@ -81,8 +81,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | Non
     need = ctx.needs_input_grad
     grads: tuple[Tensor | None, ...] = (None,) * 3
     if dout is not None:
-        found = _backward_op(dout, *ctx.saved_tensors, *ctx.options)
-        grads = tuple(wanted(grad, needed) for grad, needed in zip(found, need, strict=False))
+        results = _backward_op(dout, *ctx.saved_tensors, *ctx.options)
+        grads = tuple(wanted(grad, needed) for grad, needed in zip(results, need, strict=False))
     return (*grads, *[None] * (len(need) - 3))
 
 

@@ -1,4 +1,4 @@
-"""Limits of other libraries' kernels, as data; the unmet requirements of a problem follow from them."""
+"""Limits of other libraries' kernels as data, from which the unmet requirements of a problem follow."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def ours(problem: AttentionProblem) -> str:
-    """Our backend for problems that others refuse."""
+    """Our backend for problems that other backends do not support."""
     return "chunked" if problem.target is None else "triton"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The problems that a backend takes. The defaults are the fewest."""
+    """The problems that a backend supports. The defaults are the most restrictive."""
 
     # the defaults are the narrowest: a backend lists the features it supports, so a forgotten field refuses
-    name: str  # as reasons call it
+    name: str  # in reasons
     dtypes: tuple[torch.dtype, ...] = HALF
     archs: tuple[int, int] = (80, 121)  # first and last; (0, 0): the CPU
     head_dim: int = 256
@@ -30,8 +30,8 @@ class Limits:
     head_dims_differ: bool = False
     layouts: tuple[Layout, ...] = ("bshd", "bhsd", "sbhd")
     grouped: bool = True
-    bottom_right: bool = True  # also where queries and keys differ in number
-    top_left: bool = False  # the same
+    bottom_right: bool = True  # also if the numbers of queries and keys differ
+    top_left: bool = False  # likewise
     window: bool = False
     alibi: bool = False
     softcap: bool = False
@@ -40,13 +40,13 @@ class Limits:
     dropout: bool = False
     grad: bool = True
     deterministic: bool = False  # backward
-    aligned: bool = True  # wants addresses and strides of 16 bytes
+    aligned: bool = True  # needs addresses and strides that are multiples of 16 bytes
     empty: bool = False
     large: bool = False  # more than 65535 sequences, or 2^31 elements
     compiles: bool = True  # torch.compile can trace it
 
     def why_not(self, p: AttentionProblem) -> Iterator[Reason]:
-        """Every need of this backend that the problem does not meet."""
+        """Every unmet requirement of this backend."""
         yield from self._where(p)
         yield from self._shape(p)
         yield from self._mask(p)
@@ -72,7 +72,7 @@ class Limits:
                 fix += ", or merge groups and heads where they are not expanded: x.flatten(2, 3)"
             elif p.layout == "thd":
                 fix += ", or sequences of one length as a batch (bshd)"
-            yield Reason(f"{self.name} takes {', '.join(self.layouts)}, got {p.layout}", fix)
+            yield Reason(f"{self.name} takes layouts {', '.join(self.layouts)}, got {p.layout}", fix)
 
     def _shape(self, p: AttentionProblem) -> Iterator[Reason]:
         d, dv, multiple = p.head_dim_qk, p.head_dim_v, self.head_dim_multiple
@@ -84,9 +84,14 @@ class Limits:
             text = f"{self.name} takes head dims that are multiples of {multiple}, got {d} and {dv}"
             yield Reason(text, f"use {ours(p)}, or head dims of {-d % multiple + d} and {-dv % multiple + dv}")
         if d != dv and not self.head_dims_differ:
-            yield Reason(f"{self.name} takes one head dim for all, got {d} for q and k, {dv} for v", f"use {ours(p)}")
+            yield Reason(
+                f"{self.name} takes equal head dims, got {d} for query and key, {dv} for value", f"use {ours(p)}"
+            )
         if p.is_grouped and not self.grouped:
-            yield Reason(f"{self.name} takes as many key heads as query heads", f"use {ours(p)}")
+            yield Reason(
+                f"{self.name} takes as many KV heads as query heads, got {p.num_kv_heads} and {p.num_heads}",
+                f"use {ours(p)}",
+            )
         if p.lengths.empty and not self.empty:
             yield Reason(f"{self.name} takes no empty tensors", f"use {ours(p)}")
         if p.lengths.large and not self.large:
@@ -96,14 +101,14 @@ class Limits:
             text = f"{self.name} takes addresses and strides that are multiples of 16 bytes"
             yield Reason(text, f"use {ours(p)}, or .contiguous() tensors with head dims that are multiples of 8")
         if p.has_key_lengths:
-            yield Reason(f"{self.name} takes no sequences that end before their storage does", f"use {ours(p)}")
+            yield Reason(f"{self.name} takes no padded sequences (a length per sequence)", f"use {ours(p)}")
 
     def _mask(self, p: AttentionProblem) -> Iterator[Reason]:
         m = p.mask
         # with equal lengths both alignments are the same mask
         if m.is_positional and not p.lengths.equal and not (self.bottom_right if m.bottom_right else self.top_left):
             corner = "bottom right" if m.bottom_right else "top left"
-            text = f"{self.name} does not align masks {corner} where queries and keys may differ in number"
+            text = f"{self.name} does not align masks {corner} where the numbers of queries and keys may differ"
             yield Reason(text, f"use {ours(p)}, as many queries as keys, or the other causal_align")
         given = {
             "sliding windows": m.has_window and not self.window,
@@ -141,12 +146,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class KnownBad:
-    """A fault of a release of others, avoided by not choosing it."""
+    """A defect of a release of another library, avoided by not choosing it."""
 
     text: str
     fix: str
-    # a source is required, so that the entry can be removed when the fault is mended
-    source: str  # where it is reported, or where its own code refuses it
+    # a source is required, so that the entry can be removed when the defect is fixed
+    source: str  # bug report, or the library's own check
     applies: Callable[[AttentionProblem, Installed], bool]
 
     def reason(self) -> Reason:
@@ -154,7 +159,7 @@ class KnownBad:
 
 
 def known_bad(entries: tuple[KnownBad, ...], problem: AttentionProblem) -> Iterator[Reason]:
-    """A reason for each fault that the problem would meet."""
+    """A reason for each defect that affects the problem."""
     here = installed()
     for entry in entries:
         if entry.applies(problem, here):

@@ -1,4 +1,4 @@
-"""Attention software of this process: a fact that backends depend on beside the problem."""
+"""Versions of the attention software in this process, on which the choice of a backend depends."""
 
 import functools
 import importlib.metadata
@@ -73,7 +73,7 @@ def installed() -> Installed:
 
 @contextmanager
 def assume(software: Installed) -> Iterator[None]:
-    """Within, backends answer as they would with this software: for explanations and tests."""
+    """Context in which backends answer as if this software were installed, for explanations and tests."""
     token = _assumed.set(software)
     try:
         yield
@@ -90,7 +90,7 @@ def _here() -> Installed:
         (int(version[0]), int(version[1])),
         cuda,
         (torch.backends.cudnn.version() or 0) if cuda else 0,
-        tuple((name, number) for name, module in PACKAGES.items() if (number := _found(name, module))),
+        tuple((name, number) for name, module in PACKAGES.items() if (number := _version_of(name, module))),
         tuple(sorted({_arch(n) for n in range(torch.cuda.device_count())})),
     )
 
@@ -100,9 +100,9 @@ def _arch(index: int) -> int:
     return major * 10 + minor
 
 
-def _found(distribution: str, module: str) -> str | None:
-    """The version of a distribution whose module can be found. flash-attn's and flash-attn-4's share a folder, so a
-    module alone tells nothing."""
+def _version_of(distribution: str, module: str) -> str | None:
+    """The version of a distribution whose module can be found. The modules of flash-attn and flash-attn-4 share a
+    folder, so the module alone is not enough."""
     try:
         version = importlib.metadata.version(distribution)
         return version if importlib.util.find_spec(module) is not None else None

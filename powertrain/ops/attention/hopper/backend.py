@@ -1,11 +1,11 @@
 """The Hopper backend: forward in Gluon (hopper/forward.py), for 16 bits on sm_90.
 
-`why_not` has its limits. Numerics, results for rows that see nothing, and tensors saved for backward are those of the
-universal kernels (triton/backend.py). Backward is the one that select.py decides: its own (hopper/backward.py), cuDNN's
+`why_not` has its limits. Numerics, results for rows that see no key, and tensors saved for backward are those of the
+universal kernels (triton/backend.py). select.py chooses the backward: its own (hopper/backward.py), cuDNN's
 (backends/cudnn_backward.py) or that of the universal kernels.
 
-Memory beyond results: 4 bytes a stream; where keys are cut into parts, which makes at most four tiles an SM, or heads
-do not fill their tiles, B * S * H * (E + 1) * 4 bytes for each part.
+Memory beyond results: 4 bytes per stream. If keys are split, which makes at most four tiles per SM, or heads do not
+fill their tiles, B * S * H * (E + 1) * 4 bytes for each split.
 """
 
 from collections.abc import Iterator
@@ -36,31 +36,38 @@ _WIDE = 256  # above it both head dims must be: forward_d512.py has tiles of its
 
 
 def why_not(problem: AttentionProblem) -> Iterator[Reason]:
-    """Every need of this kernel that the problem does not meet."""
+    """Every unmet requirement of this kernel."""
     mask = problem.mask
     if problem.arch != 90:
-        yield Reason(f"it is made for sm_90, this is {problem.where}", "use triton")
+        yield Reason(f"hopper runs on sm_90 only, got {problem.where}", "use triton")
     # checked before the version of Gluon, which does not matter then
     if settings().interpret:
         yield Reason("Gluon has no interpreter", "unset POWERTRAIN_INTERPRET")
     elif missing := gluon_compat.trouble():
         yield Reason(missing, "use Triton 3.6 or later, or triton")
     if problem.dtype not in (torch.bfloat16, torch.float16):
-        yield Reason(f"it takes bfloat16 and float16, not {checks.name(problem.dtype)}", "use triton")
+        yield Reason(f"hopper takes bfloat16 or float16, got {checks.name(problem.dtype)}", "use triton")
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_v", problem.head_dim_v)):
         if dim > _MAX_HEAD_DIM:
-            yield Reason(f"it takes {name} up to {_MAX_HEAD_DIM}, got {dim}", "use triton")
+            yield Reason(f"hopper takes {name} up to {_MAX_HEAD_DIM}, got {dim}", "use triton")
     dims = problem.head_dim_qk, problem.head_dim_v
     if min(dims) <= _WIDE < max(dims) <= _MAX_HEAD_DIM:
-        yield Reason(f"it takes both head dims up to {_WIDE} or both above, got {dims[0]} and {dims[1]}", "use triton")
+        yield Reason(
+            f"hopper takes two head dims up to {_WIDE} or two above, got {dims[0]} and {dims[1]}", "use triton"
+        )
     if problem.head_dim_v % 8:
-        yield Reason(f"it takes head_dim_v in multiples of 8, got {problem.head_dim_v}", "use triton, or pad value")
+        yield Reason(
+            f"hopper takes a head_dim_v that is a multiple of 8, got {problem.head_dim_v}", "use triton, or pad value"
+        )
     if not problem.aligned:
-        yield Reason("TMA wants addresses and strides of whole 16 bytes", "use triton, or .contiguous()")
+        yield Reason(
+            "hopper loads by TMA, which needs addresses and strides that are multiples of 16 bytes",
+            "use triton, or .contiguous()",
+        )
     if problem.layout == "bmghk":
-        yield Reason("it takes no layout bmghk", "use triton, or bshd")
+        yield Reason("hopper does not take layout bmghk", "use triton, or bshd")
     if problem.lengths.empty:
-        yield Reason("it takes no empty tensors", "use triton")
+        yield Reason("hopper takes no empty tensors", "use triton")
     for name, wanted in (
         ("bias", mask.bias != "none"),
         ("documents", mask.documents),
@@ -70,18 +77,18 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
     ):
         if wanted:
             other = "use varlen_attention, or triton" if name == "documents" else "use triton"
-            yield Reason(f"it has no {name}", other)
+            yield Reason(f"hopper has no {name}", other)
 
 
-# results by device: of each forward plan, and of each backward (padded head dims, deterministic, plan, heads that share
-# keys in parts, packed sequences by length)
+# results by device: of each forward plan, and of each backward (padded head dims, deterministic, plan, query heads of a
+# KV head split, packed sequences ordered by length)
 _self_tests: dict[Plan, dict[int | None, str | None]] = {}
 _backward_self_tests: dict[tuple[int, int, bool, BackwardPlan, bool, bool], dict[int | None, str | None]] = {}
 
 
 def fails_here(call: Operands, plan: Plan) -> str | None:
-    """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small problem
-    like the call."""
+    """Why the kernel must not be used on this sm_90 device with this plan, or None. It is tested once on a small
+    problem like the call."""
     plan = plan._replace(num_splits=min(plan.num_splits, 2))  # how many there are is the same to it
     results, name = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {sum(plan.p_v)}"
     return self_test.failure(
@@ -90,7 +97,7 @@ def fails_here(call: Operands, plan: Plan) -> str | None:
 
 
 def backward_fails_here(call: Operands, plan: BackwardPlan, schedule: Schedule | None) -> str | None:
-    """The same of the backward, at padded head dims."""
+    """The same for the backward, at padded head dims."""
     widths, deterministic = (width_of(call.d_qk), width_of(call.d_v)), call.args.deterministic
     kernel = (False, False) if schedule is None else (schedule.num_splits > 1, schedule.longest_first)
     results = _backward_self_tests.setdefault((*widths, deterministic, plan, *kernel), {})
@@ -101,11 +108,11 @@ def backward_fails_here(call: Operands, plan: BackwardPlan, schedule: Schedule |
 
 
 def _why_not_tensors(operands: Operands) -> str | None:
-    """Why TMA cannot read these tensors, or None: an `AttentionProblem` does not say it all."""
+    """Why TMA cannot read these tensors, or None. An `AttentionProblem` does not contain all of these facts."""
     args, heads = operands.args, operands.heads
     for index, (x, b, s, h, r) in enumerate((operands.q, operands.k, operands.v)):
         if not x.is_meta and x.data_ptr() % 16:
-            return "an address is not a multiple of 16"
+            return "an address is not a multiple of 16 bytes"
         if (b | s | h | r) % (16 // x.element_size()):
             return f"strides must be multiples of 16 bytes, are {tuple(x.stride())}"
         # the copies that the caller expanded are not read
@@ -162,7 +169,7 @@ _forward_op = autograd.forward_op("attention_hopper", _forward, _backward_ops)
 
 
 def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
-    """Every need of this backward that the problem does not meet."""
+    """Every unmet requirement of this backward."""
     yield from why_not(problem)
     is_plain = not (problem.deterministic or problem.mask.softcap > 0 or problem.mask.alibi)
     if reason := why_not_of(problem.head_dim_qk, problem.head_dim_v, problem.has_unordered_keys, is_plain):

@@ -2,15 +2,15 @@
 dims above 128, between two kernels in Triton.
 
 The first computes delta_i = o_i do_i - dlse_i and sets the sums of dq to zero. The second adds to them, in float32 and
-in the order in which its threads hold dq; the third brings them into rows and scales them. Tiles of keys add in no
-fixed order, and the last bits of dq differ from run to run; with deterministic=True they add in a fixed order
-(hopper/dq_order.py). Where the query heads that share keys are split over tiles, dk and dv are sums too, to which the
-tiles of all parts add; with deterministic=True each part has sums of its own, which are added up in order.
+in the order in which its threads hold dq. The third brings them into rows and scales them. Tiles of keys add in no
+fixed order, so the last bits of dq differ from run to run; with deterministic=True they add in a fixed order
+(hopper/dq_order.py). Where the query heads of a KV head are split over tiles, dk and dv are sums too, to which the
+tiles of all splits add; with deterministic=True each split has sums of its own, which are added in order.
 
-Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8. With
-deterministic=True, also 16 bytes for each 64 queries of a head. Where heads are split, also float32 sums of dk and dv;
-with deterministic=True each part has sums of its own.
-FLOPs: five products for each pair that a mask lets see; none twice.
+Memory beyond results: for each query and head, 4 bytes per channel (padded as in plans.py's `pieces_of`) and 8 more.
+With deterministic=True, also 16 bytes for each 64 queries of a head. If heads are split, also float32 sums of dk and
+dv, for each split with deterministic=True.
+FLOPs: five products for each visible pair of query and key; no product is computed twice.
 
 Above head dim 256, and above 192 where it is faster, backward_d512.py follows the first launch instead: it has no such
 sums, is always deterministic, and uses other memory.
@@ -74,9 +74,9 @@ def _hopper_attention_bwd_preprocess_kernel(
     D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries: LSE in base 2 and delta, inf and 0 where a row sees nothing and behind the rows (whose
-    weights are then 0, whatever ALiBi makes of their places), and zeros for the sums of dq and for whose turn it is to
-    add. Then a zero to draw tiles from, `key_sums` zeros for the sums of dk and dv, and the order of slots of keys."""
+    """For a tile of queries: LSE in base 2 and delta, inf and 0 for rows that see no key and beyond the last row (so
+    that their weights are 0, whatever ALiBi adds), and zeros for the sums of dq and for the flags of dq_order.py. Then
+    a zero for the tile counter, `key_sums` zeros for the sums of dk and dv, and the order of slots of keys."""
     wait_for_kernel_before(STARTS_EARLY)
     t = tl.program_id(0)
     if t == 0:
@@ -139,7 +139,7 @@ def _sums_of(from_ptr, place, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _in_rows(x, COLS: tl.constexpr):
-    """[64, COLS], of sums in the order in which the threads of a warpgroup hold accumulators."""
+    """[64, COLS], from sums in the order in which the threads of a warpgroup hold accumulators."""
     # 8 columns, warp, row of 8, 2 columns, which 8 rows of the warp's 16, column
     return x.reshape(COLS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, COLS)
 
@@ -150,8 +150,8 @@ def _bring_into_rows(
     stride_xb, stride_xs, stride_xh, stride_xr, D: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr,
     SPLIT_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """64 rows of dq from the sums in float32, which lie as the threads of a warpgroup hold them. Of dk or dv, where
-    `num_splits` tiles have a part of the heads that share keys each: for queries read keys."""
+    """64 rows of dq from the float32 sums, which are in the order in which the threads of a warpgroup hold them. Or
+    64 rows (keys) of dk or dv, if the query heads of a KV head are split over `num_splits` tiles."""
     PARTS: tl.constexpr = BLOCK_M // 64
     t, part = number // PARTS, number % PARTS
     b, index, start, first, length, capacity = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
@@ -223,8 +223,8 @@ def _hopper_attention_sums_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, W_DQ: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_HEADS: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """64 rows of a result a program, of tiles of 96 keys 64 columns: `k_programs` of dk, as many of dv, then those of
-    dq. One launch, as each boundary between launches leaves the SMs without work for a microsecond or two."""
+    """A program writes 64 rows of a result (64 columns for tiles of 96 keys): `k_programs` programs for dk, as many for
+    dv, then those for dq. It is one launch, because between launches the SMs have no work for a microsecond or two."""
     wait_for_kernel_before(STARTS_EARLY)
     number = tl.program_id(0)
     if dk_ptr is not None:
@@ -262,7 +262,7 @@ def _hopper_attention_sums_kernel(
 
 
 def why_not_of(d_qk: int, d_v: int, unordered: bool, is_plain: bool) -> str | None:
-    """The part of `why_not_backward` that the forward does not share and that needs no tensors. `is_plain`: neither
+    """The reasons of `why_not_backward` that the forward does not have and that need no tensors. `is_plain`: neither
     deterministic nor with a softcap or ALiBi."""
     dims = d_qk, d_v
     if max(dims) > 256:
@@ -278,7 +278,7 @@ def why_not_of(d_qk: int, d_v: int, unordered: bool, is_plain: bool) -> str | No
 
 
 def why_not_backward(operands: Operands) -> str | None:
-    """Why this backward does not take these tensors, or None. Says nothing of the device."""
+    """Why this backward does not support these tensors, or None. The device is not checked."""
     args, heads = operands.args, operands.heads
     for name, given in (
         ("bias", args.bias is not None),
@@ -313,7 +313,7 @@ def why_not_backward(operands: Operands) -> str | None:
 def launch_backward(
     call: BackwardCall, operands: Operands, plan: Plan | None = None, schedule: Schedule | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, an empty dbias) on sm_90; the ones not needed are empty. `why_not_backward` has the limits."""
+    """(dq, dk, dv, an empty dbias) on sm_90; those that are not needed are empty. `why_not_backward` has the limits."""
     dq, dk, dv, dbias = call.outputs()
     into = (
         operands.like_query(dq) if call.need[0] else None, operands.like_key(dk) if call.need[1] else None,
@@ -385,8 +385,8 @@ def _width_of_sums(head_dim: int, plan: Plan) -> int:
 
 
 class _KeySums(NamedTuple):
-    """Sums of dk and dv in float32, where the heads that share keys are split over tiles. They lie as the threads hold
-    them: [storage * kv heads, parts, blocks, keys of a tile * width]."""
+    """Sums of dk and dv in float32, where the query heads of a KV head are split over tiles. In the order in which
+    the threads hold them: [storage * KV heads, splits, blocks, keys of a tile * width]."""
 
     memory: Tensor
     dk: Operand | None
@@ -436,7 +436,7 @@ def _launch_sums(
     operands: Operands, scratch: _Scratch, sums: _KeySums | None, dq: Operand | None, dk: Operand | None,
     dv: Operand | None, plan: Plan,
 ) -> None:  # fmt: skip
-    """Those that are given, from their sums."""
+    """Compute the given gradients from their sums."""
     args, heads, blocks = operands.args, operands.heads, operands.key_blocks(plan.block_n)
     k_programs = operands.storage * heads.kv * blocks * (3 if plan.block_n == 96 else plan.block_n // 64)
     programs = scratch.tiles * plan.block_m // 64 if dq else 0
@@ -461,7 +461,7 @@ def _launch_main(
     operands: Operands, do: Operand, dk: Operand | None, dv: Operand | None, scratch: _Scratch, plan: Plan,
     schedule: Schedule, blocks: int,
 ) -> None:  # fmt: skip
-    """dk and dv: gradients, or sums of each part of the heads that share keys."""
+    """dk and dv, or the sums of each split of the query heads of a KV head."""
     args, heads, num_splits = operands.args, operands.heads, schedule.num_splits
     absent = Operand(operands.k.tensor, 0, 0, 0, 0)
     count = operands.storage * heads.kv * num_splits * blocks
@@ -509,8 +509,8 @@ def _launch_main(
 
 
 def _maps_of(operands: Operands, do: Operand, scratch: _Scratch, plan: Plan) -> tuple[TensorMap | None, ...]:
-    """Of q, k, v, do, two each, and of LSE and delta, in the order of the kernels' parameters; of tiles of 96 keys the
-    sums of dq too."""
+    """The tensor maps of q, k, v, do, two each, and of LSE and delta, in the order of the kernels' parameters; with
+    tiles of 96 keys also of the sums of dq."""
     args = operands.args
     ragged_q = operands.is_packed or args.query_used is not None
     ragged_k = operands.is_packed or args.key_used is not None

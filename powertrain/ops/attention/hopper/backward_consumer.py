@@ -1,4 +1,4 @@
-"""The consumers of the Hopper backward: two warpgroups, each with 64 keys of a tile; docs/hopper.md teaches it.
+"""The consumers of the Hopper backward: two warpgroups, each with 64 keys of a tile; docs/hopper.md explains it.
 
 A consumer holds dk and dv of its keys in registers and runs over the blocks of queries that see them, keys along the
 rows. Three ways: as _consume_block does, its EARLY form, and AHEAD, one block's scores behind the other's products.
@@ -120,7 +120,8 @@ def _row_numbers(smem, at, DELTA: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _ask(keys, b_smem, at, zeros):
-    """keys bᵀ, under way, b being q (for the scores; keys are k) or do (for dp; v) of block number `at` of queries."""
+    """keys bᵀ, asynchronously, b being q (for the scores; keys are k) or do (for dp; v) of block number `at` of
+    queries."""
     STAGES: gl.constexpr = b_smem[0].shape[0]
     b = b_smem[0].index(at % STAGES)
     s = hopper.warpgroup_mma(keys[0], b.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
@@ -189,7 +190,7 @@ def _add_products(
     CONSUMER: gl.constexpr, DS_FIRST: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
     """Issue the products that add block number `at` of queries to dk and dv, and store ds for the producer. Returns s,
-    dk, dv, still under way. DS_FIRST: ds is stored before the products are issued. NEXT: s is the next block's scores,
+    dk, dv, still pending. DS_FIRST: ds is stored before the products are issued. NEXT: s is the next block's scores,
     issued after them; otherwise s is unused."""
     q_smem, do_smem, ds_smem = smem.q, smem.do, smem.ds
     STAGES: gl.constexpr = q_smem[0].shape[0]
@@ -259,7 +260,7 @@ def _weigh_ahead(
     s, at, low, v, zeros, slopes, number, blocks, is_sequence, smem, k_left, mods,
     CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """p, dp and delta of block number `at` of queries, whose scores `s` are under way. With a bound to the right, whose
+    """p, dp and delta of block number `at` of queries, whose scores `s` are pending. With a bound to the right, whose
     masks need the registers, `_products_ahead` loads delta later, and dp stands in its place here."""
     do_smem = smem.do
     s_layout: gl.constexpr = zeros.type.layout
@@ -285,7 +286,7 @@ def _products_ahead(
     dk, dv, p, dp, delta, at, k, zeros, smem, full, ds_empty,
     RIGHT: gl.constexpr, CONSUMER: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with the contribution of block number `at`; unless LAST, the next one's scores are under way."""
+    """dk and dv with the contribution of block number `at`; unless LAST, the next one's scores are pending."""
     STAGES: gl.constexpr = full.shape[0]
     s_layout: gl.constexpr = zeros.type.layout
     if RIGHT:
@@ -367,7 +368,7 @@ def _add_blocks_ahead(
             s, at, low, v, zeros, tile.slopes, first, count, tile.is_sequence, smem, tile.k_left, mods,
             CONFIG, CONSUMER,
         )  # fmt: skip
-        # no wgmma may be under way where a loop goes back to its beginning, or ptxas waits after each: so the
+        # no wgmma may be pending where a loop goes back to its beginning, or ptxas waits after each: so the
         # loop begins at the results of the exponentials
         for i in range(first + 1, end):
             s, dk, dv = _products_ahead(
@@ -474,7 +475,7 @@ def consume(
         low = distance
         limit = distance + count * BLOCK_M
         first = gl.to_tensor(0)
-        # all heads that share the keys: dk and dv need no additions across tiles
+        # all query heads of a KV head: dk and dv need no additions across tiles
         end = num_q_per_kv * count
         if CONSUMER > 0:
             unseen = gl.to_tensor(0)

@@ -3,18 +3,18 @@
     p, ds              of tiles of 128 queries by 128 keys, in 16 bits       backward_d512_scores.py
     dv = pᵀ do, dk = scale dsᵀ q, dq = scale ds k                            backward_d512_products.py
 
-dk and dv of 64 keys and 512 columns are 256 KiB, as many as an SM has registers. A fused kernel would have to keep a
-part of the columns only, and compute the scores again for each part. Here a pair of query and key costs 4 bytes written
-and 6 read beside 10 * 512 FLOP, so 500 TFLOP/s need 1 TB/s, a fifth of the memory's bandwidth. Every product is
-computed once, by matrix products without a softmax between them. Results are deterministic: there are no atomics.
+dk and dv of 64 keys and 512 columns are 256 KiB, as many as an SM has registers. A fused kernel would have to keep only
+part of the columns, and compute the scores again for each part. Here each pair of query and key writes 4 bytes and
+reads 6 for 10 * 512 FLOP, so 500 TFLOP/s need 1 TB/s, a fifth of the memory's bandwidth. Every product is computed
+once, by matrix products without a softmax between them. Results are deterministic: there are no atomics.
 
 p and ds are computed in chunks of query heads, or of queries of one head, that fit into MEMORY bytes. Where a chunk has
 only a part of the queries that see some keys, dk and dv are accumulated in float32 from chunk to chunk.
 
-Memory beyond results: 4 bytes a pair of query and key in the same chunk, up to MEMORY and never less than those of 128
-queries; 8 a query and head; where the query heads that share keys are not in one chunk, 4 a key of one head and column
-of dk and dv.
-FLOPs: five products for each pair that a mask lets see, in tiles of 128 by 128.
+Memory beyond results: 4 bytes per pair of query and key in the same chunk, up to MEMORY but at least for 128 queries;
+8 per query and head; where the query heads of a KV head are not in one chunk, 4 per key of one head and
+column of dk and dv.
+FLOPs: five products for each visible pair of query and key, in tiles of 128 by 128.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(groups: int, repeats: int, slots: int, slot_bytes: int, memory: int) -> Iterator[Chunk]:
-    """Chunks of `groups` times `repeats` heads that share keys, with `slots` tiles of queries each, in which weights
+    """Chunks of `groups` times `repeats` query heads of a KV head, with `slots` tiles of queries each, in which weights
     have at most `memory` bytes, or one tile."""
     unit_bytes = slots * slot_bytes
     if repeats * unit_bytes <= memory:
@@ -83,7 +83,7 @@ def width_of_products(head_dim: int) -> int:
 def launch_products(
     operands: Operands, do: Operand, rows: Tensor, dq: Operand | None, dk: Operand | None, dv: Operand | None
 ) -> None:
-    """dq, dk and dv, where wanted. `rows`: LSE in base 2 and delta, in blocks of ROWS queries."""
+    """dq, dk and dv, if needed. `rows`: LSE in base 2 and delta, in blocks of ROWS queries."""
     args, heads = operands.args, operands.heads
     groups, slots = operands.storage * heads.kv, operands.query_blocks(_TILE)
     columns = key_tiles_seen(operands.keys, args.left, args.right) * _TILE

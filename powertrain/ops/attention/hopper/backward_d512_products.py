@@ -1,6 +1,6 @@
 """Products of the Hopper backward above head dim 256: dq = ds k, dk = dsᵀ q, dv = pᵀ do, from weights in memory.
 
-    OF_KEYS   128 keys by COLS columns of dk or of dv: over all query heads that share the keys, and their queries
+    OF_KEYS   128 keys by COLS columns of dk or of dv: over all query heads of a KV head, and their queries
     else      128 queries by COLS columns of dq: over the keys that they see
 
 A persistent CTA takes such tiles; two consumers have 64 rows each, a loader warp keeps a ring of stages filled, of 64

@@ -95,7 +95,7 @@ def _load(descs, lengths, smem, bars, sizes, chunk, items, parts, CONFIG: gl.con
 
 @gluon.jit
 def _multiply(acc, at, x_smem, y_smem, full, USE: gl.constexpr, CONSUMER: gl.constexpr):
-    """acc += 64 rows of chunk number `at` times the other's, under way."""
+    """acc += 64 rows of chunk number `at` times the other's, asynchronously."""
     STAGES: gl.constexpr = x_smem.shape[0]
     stage = at % STAGES
     mbarrier.wait(full.index(stage), (at // STAGES) & 1)

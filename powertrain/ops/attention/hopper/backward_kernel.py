@@ -1,11 +1,12 @@
-"""The Hopper backward kernel in Gluon: persistent, TMA and wgmma, a job for each warpgroup; docs/hopper.md teaches it.
+"""The Hopper backward kernel in Gluon: persistent, TMA and wgmma, a role for each warpgroup; docs/hopper.md explains
+it.
 
     p     = 2^(s - lse)                     recomputed, keys along the rows
     dv_j  = sum_i p_ij do_i;                ds_ij = p_ij (do_i v_j - delta_i) (1 - tanh_ij^2 with a softcap)
     dk_j  = scale sum_i ds_ij q_i;          dq_i  = scale sum_j ds_ij k_j
 
-One CTA an SM takes tiles of 128 keys of one head from a counter in memory and runs over the blocks of queries that see
-them, of all query heads that share the keys. Two *consumer* warpgroups hold 64 keys each: scores, dk and dv in
+One CTA per SM takes tiles of 128 keys of one head from a counter in memory and runs over the blocks of queries that see
+them, of all query heads of a KV head. Two *consumer* warpgroups hold 64 keys each: scores, dk and dv in
 registers, keys along the rows, so that p and ds are operands of the next products as they are. The third warpgroup, the
 *producer*, fetches tiles, loads by TMA, and computes each block's contribution to dq from ds in shared memory. It adds
 that to float32 sums in memory, 16 bytes a thread at once, in the order in which the threads hold them, and in no fixed
@@ -76,7 +77,8 @@ def _write_tile(
     tile, taken, tile_smem, tile_full, tile_empty, counter_ptr, lengths, sizes, window,
     CONFIG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Publish the tile descriptor of `tile`, or of the next fetched tile that has keys, or that none is left."""
+    """Publish the descriptor of `tile` or of the next fetched tile that has keys, or one that says that none is
+    left."""
     slot = taken & 1
     mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
     num_q_per_kv, tiles = sizes.num_q_per_kv, sizes.tiles
@@ -137,7 +139,7 @@ def _write_tile(
 
 @gluon.jit
 def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, place, tile):
-    """Block number `at` of queries, at `place` = (batch entry, head, end, row), when its stage has been given back."""
+    """Block number `at` of queries, at `place` = (batch entry, head, end, row), when its stage has been released."""
     STAGES: gl.constexpr = q_smem[0].shape[0]
     BLOCK_M: gl.constexpr = q_smem[0].shape[1]
     W_QK: gl.constexpr = q_smem[0].shape[2] + (q_smem[1].shape[2] if len(q_smem) > 1 else 0)
@@ -157,8 +159,8 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
 
 @gluon.jit
 def _next(head, row, tile, left, count, num_q_per_kv, slots, BLOCK_M: gl.constexpr, DETERMINISTIC: gl.constexpr):
-    """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
-    DETERMINISTIC: of the last rows those of all heads, then of the rows before."""
+    """The next block of queries: the head's next block, or the first one of the KV head's next query head.
+    DETERMINISTIC: the last rows of all heads, then the rows before."""
     left -= 1
     wraps = left == 0
     if DETERMINISTIC:
@@ -227,7 +229,7 @@ class _Loads(NamedTuple):
 
 @gluon.jit
 def _loads_of(tile_smem, slot, kv, num_q_per_kv, CONFIG: gl.constexpr):
-    """The first block of the tile whose descriptor lies in `slot`."""
+    """The first block of the tile whose descriptor is in `slot`."""
     b = gl.to_tensor(0)
     if not CONFIG.packed:
         b = read_tile_field(tile_smem, slot, TILE_B)
@@ -244,7 +246,7 @@ def _loads_of(tile_smem, slot, kv, num_q_per_kv, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_next(loads, descs, smem, full, at, num_q_per_kv, slots, CONFIG: gl.constexpr):
-    """Load the next block, number `at`; returns the place of the one behind it."""
+    """Load the next block, number `at`; returns the place of the block after it."""
     BLOCK_M: gl.constexpr = smem.q[0].shape[1]
     _, _, q_desc, do_desc, rows_desc = descs
     b, head, end, row, tile, count, left = loads

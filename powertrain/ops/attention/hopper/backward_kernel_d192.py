@@ -4,7 +4,7 @@ keys a tile.
 The sums are those of hopper/backward.py. Three *consumers* share a tile of 96 keys. Of a block of 64 queries each
 computes the scores and dp of 32 keys, queries along the rows; p and ds meet in shared memory. Then each owns 64 head
 dims: dvᵀ and dkᵀ of all keys, [64 head dims, 64 + 32 keys] (Triton's tensors are powers of 2), and those columns of
-dq, which TMA adds to the sums in memory, from shared memory: while a consumer's own additions are under way, its next
+dq, which TMA adds to the sums in memory, from shared memory: while a consumer's own additions are pending, its next
 fence between ordinary stores and wgmma waits for them. The *producer* only loads.
 
 k, v, q and do lie as pieces of 64 columns, of which the last may be zeros: q and k as three pieces, v and do as one to
@@ -127,7 +127,7 @@ def _produce(
 
 @gluon.jit
 def _multiply_piece(rows, at, keys, piece, s, use_acc, COLS: gl.constexpr, CONSUMER: gl.constexpr):
-    """s + rows keysᵀ of a consumer's 32 keys and the first COLS columns of a piece, under way."""
+    """s + rows keysᵀ of a consumer's 32 keys and the first COLS columns of a piece, asynchronously."""
     if CONSUMER == 2:
         own = keys[1].index(piece)
     else:
@@ -140,7 +140,7 @@ def _multiply_piece(rows, at, keys, piece, s, use_acc, COLS: gl.constexpr, CONSU
 
 @gluon.jit
 def _ask(rows, stage, keys, i, zeros, D: gl.constexpr, CONSUMER: gl.constexpr):
-    """rows keysᵀ of a consumer's keys, under way: [64 queries, 32 keys]."""
+    """rows keysᵀ of a consumer's keys, asynchronously: [64 queries, 32 keys]."""
     # not a constant: addresses computed from one would be kept in registers throughout
     first = i >> 30
     PIECES: gl.constexpr = (D + 63) // 64
@@ -153,7 +153,7 @@ def _ask(rows, stage, keys, i, zeros, D: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _ask_for_dq(ds_smem, k_smem, i, COLS: gl.constexpr, CONSUMER: gl.constexpr):
-    """ds k of a consumer's first COLS columns, under way."""
+    """ds k of a consumer's first COLS columns, asynchronously."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     at = i >> 30  # as in _ask
     zeros = gl.zeros([64, COLS], gl.float32, layout)
@@ -165,7 +165,7 @@ def _ask_for_dq(ds_smem, k_smem, i, COLS: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _add_rows(rows, piece, weights, i, sums):
-    """sums + rowsᵀ weights, under way, of a piece of 64 columns of rows: [64 columns, 64 keys], [64, 32]."""
+    """sums + rowsᵀ weights, asynchronously, of a piece of 64 columns of rows: [64 columns, 64 keys], [64, 32]."""
     a, at = rows.index(piece).permute((1, 0)), i >> 30  # as in _ask
     first = hopper.warpgroup_mma(a, weights[0].index(at), sums[0], is_async=True)
     second = hopper.warpgroup_mma(a, weights[1].index(at), sums[1], is_async=True)
@@ -260,7 +260,7 @@ def _consume(
     V_PIECES: gl.constexpr = (CONFIG.d_v + 63) // 64
     DQ_COLS: gl.constexpr = 32 if CONFIG.d_qk <= CONSUMER * 64 + 32 else 64
     W_DQ: gl.constexpr = 160 if CONFIG.d_qk <= 160 else 192
-    # products under way for dq
+    # products pending for dq
     DQ: gl.constexpr = 2 if sum_desc is not None else 0
     mbarrier.wait(kv_full, 0)
     distance -= CONSUMER * 32

@@ -1,13 +1,13 @@
-"""Backward of attention for Hopper at head dims of 136 to 256, in Gluon; docs/hopper.md teaches it.
+"""Backward of attention for Hopper at head dims of 136 to 256, in Gluon; docs/hopper.md explains it.
 
 The sums are those of hopper/backward.py. dk and dv of 64 keys fill the registers of two warpgroups, so a CTA owns 64
-keys of one head, and its two *consumers* share them by columns: each holds half of dk's and dv's. Of a block's scores
-each computes half of the queries; p and ds meet in shared memory, from where both multiply all of them. The product
-for dv waits for the next block, whose exponentials run beside it. The *producer* loads, and computes each block's
-contribution to dq, as there. Where heads are split, dk and dv leave the consumers as sums.
+keys of one head, and its two *consumers* share them by columns: each holds half of dk's and dv's. Each computes the
+scores of half of a block's queries; both store p and ds in shared memory and multiply all of them. The product for dv
+is issued with the next block, whose exponentials overlap with it. The *producer* loads, and computes each block's
+contribution to dq, as in backward_kernel.py. Where heads are split, the consumers store dk and dv as sums.
 
-Memory beyond results: hopper/backward.py says.
-Source: as hopper/backward.py's.
+Memory beyond results: see hopper/backward.py.
+Source: that of backward_kernel.py.
 """
 
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ class _Tile(NamedTuple):
 
 @gluon.jit
 def _load_queries(desc, rows_desc, smem, rows_smem, full, empty, i, place, repeat, block, tile):
-    """Block number i of queries, with their LSE and delta, when its stage has been given back."""
+    """Block number i of queries, with their LSE and delta, when its stage has been released."""
     STAGES: gl.constexpr = smem[0].shape[0]
     BLOCK_M: gl.constexpr = smem[0].shape[1]
     COLS: gl.constexpr = smem[0].shape[2] + (smem[1].shape[2] if len(smem) > 1 else 0)
@@ -115,7 +115,7 @@ def _load_queries(desc, rows_desc, smem, rows_smem, full, empty, i, place, repea
 
 @gluon.jit
 def _load_grads(desc, smem, full, empty, i, place, repeat, block):
-    """Block number i of the results' gradients, when its stage has been given back."""
+    """Block number i of the results' gradients, when its stage has been released."""
     STAGES: gl.constexpr = smem[0].shape[0]
     BLOCK_M: gl.constexpr = smem[0].shape[1]
     COLS: gl.constexpr = smem[0].shape[2] + (smem[1].shape[2] if len(smem) > 1 else 0)
@@ -129,8 +129,8 @@ def _load_grads(desc, smem, full, empty, i, place, repeat, block):
 
 @gluon.jit
 def _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC: gl.constexpr):
-    """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
-    DETERMINISTIC: of the last rows those of all heads, then of the rows before."""
+    """The next block of queries: the head's next block, or the first one of the KV head's next query head.
+    DETERMINISTIC: the last rows of all heads, then the rows before."""
     if DETERMINISTIC:
         repeat += 1
         wraps = repeat == num_q_per_kv
@@ -218,7 +218,7 @@ def _produce(
 
 @gluon.jit
 def _ask(keys, block, b_smem, stage, zeros, CONSUMER: gl.constexpr):
-    """keys bᵀ of a consumer's half of the rows of b, under way: [64, ROWS]."""
+    """keys bᵀ of a consumer's half of the rows of b, asynchronously: [64, ROWS]."""
     ROWS: gl.constexpr = zeros.shape[1]
     # index 0, but not as a constant, as in _produce
     b = b_smem[0].index(stage).slice(CONSUMER * ROWS, ROWS, 0).permute((1, 0))
@@ -231,7 +231,7 @@ def _ask(keys, block, b_smem, stage, zeros, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _multiply(weights, b_smem, stage, sums, use_acc, CONSUMER: gl.constexpr):
-    """sums += weights b, under way: a consumer's half of each piece of columns."""
+    """sums += weights b, asynchronously: a consumer's half of each piece of columns."""
     added = ()
     for i in gl.static_range(len(sums)):
         b = half_of(b_smem[i].index(stage), CONSUMER)
@@ -243,7 +243,7 @@ def _multiply(weights, b_smem, stage, sums, use_acc, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _wait_for_sums(sums, AHEAD: gl.constexpr):
-    """`sums` when no more than AHEAD later products are under way."""
+    """`sums` when no more than AHEAD later products are pending."""
     waited = hopper.warpgroup_mma_wait(AHEAD, deps=sums)
     if len(sums) == 1:
         waited = (waited,)

@@ -1,4 +1,4 @@
-"""Plans of the Hopper backward: which kernel, its tiles, how heads that share keys are split, the order of tiles."""
+"""Plans of the Hopper backward: which kernel, its tiles, how query heads of a KV head are split, the order of tiles."""
 
 import functools
 import math
@@ -81,13 +81,14 @@ def _prefers_weights(operands: Operands) -> bool:
     """Whether backward_d512.py, which stores p and ds, is faster than backward_kernel_d256.py, which serves head dims
     of 200 to 256 as well.
 
-    A tile of the latter costs 10 us beside its blocks, so short sequences are slow; of the former, long ones of heads
-    that share keys, which accumulate dk and dv in memory from chunk to chunk. ms, one H200, causal, weights in memory
-    and not: D256 B4 S583 28/4 0.246, 0.309; B8 0.415, 0.552; B8 S1024 16/16 0.568, 0.607; B4 S1000 16/4 0.328, 0.319;
-    D224 B2 S1500 32/8 0.583, 0.636; B4 S2048 16/16 1.079, 0.948; B2 S2048 32/8 1.051, 0.936; B2 S4096 16/4 1.763,
-    1.685; B1 S5275 32/8 3.25, 2.74; B1 S8192 32/8 6.89, 6.14; B2 S8192 8/8 2.92, 3.07, full 5.46, 6.10; D224 2.93,
-    3.20. Few tiles: B4 S930 12/1 0.268, 0.215; D224 S1338 12/1 0.235, 0.144; few rows: packed 51 of 144 16/16 0.71,
-    0.44. In a fixed order of sums backward_kernel_d256.py took 4.18 for B2 S8192 8/8, so backward_d512.py is taken."""
+    A tile of the latter costs 10 us in addition to its blocks, so short sequences are slow. The former is slow for long
+    sequences with grouped-query attention, for which dk and dv are accumulated in memory from chunk to chunk. ms, one
+    H200, causal, weights in memory and not: D256 B4 S583 28/4 0.246, 0.309; B8 0.415, 0.552; B8 S1024 16/16 0.568,
+    0.607; B4 S1000 16/4 0.328, 0.319; D224 B2 S1500 32/8 0.583, 0.636; B4 S2048 16/16 1.079, 0.948; B2 S2048 32/8
+    1.051, 0.936; B2 S4096 16/4 1.763, 1.685; B1 S5275 32/8 3.25, 2.74; B1 S8192 32/8 6.89, 6.14; B2 S8192 8/8 2.92,
+    3.07, full 5.46, 6.10; D224 2.93, 3.20. Few tiles: B4 S930 12/1 0.268, 0.215; D224 S1338 12/1 0.235, 0.144; few
+    rows: packed 51 of 144 16/16 0.71, 0.44. In a fixed order of sums backward_kernel_d256.py took 4.18 for B2 S8192
+    8/8, so backward_d512.py is taken."""
     args = operands.args
     if why_not_weights(operands.d_qk, operands.d_v):
         return False
@@ -108,10 +109,10 @@ def _prefers_96_keys(operands: Operands) -> bool:
     all tiles on all SMs. A block of queries takes less time for each key of 96, but there are half as many tiles again
     of 64 keys.
 
-    Backward in ms, one H200, 64 keys and 96, heads that share keys split as chosen: D192 B2 S8192 16/16 5.07, 4.21; B8
-    S1000 .499, .450; B1 S904 8/8 .059, .067; B2 S417 full .067, .076; B3 S5550 12/1 full 5.13, 4.32 (all parts); B1
-    S2048 16/2 .210, .242. D160 B2 S8192 4.40, 3.82; B8 S1000 .441, .410; B1 S900 8/8 .052, .061; B1 S8192 32/8 full
-    8.91, 7.66; B4 S2048 32/8 1.281, 1.207; B1 S3640 28/4 .870, .823; B1 S1000 8/1 .057, .069."""
+    Backward in ms, one H200, 64 keys and 96, query heads of a KV head split as chosen: D192 B2 S8192 16/16 5.07, 4.21;
+    B8 S1000 .499, .450; B1 S904 8/8 .059, .067; B2 S417 full .067, .076; B3 S5550 12/1 full 5.13, 4.32 (`repeats`
+    splits); B1 S2048 16/2 .210, .242. D160 B2 S8192 4.40, 3.82; B8 S1000 .441, .410; B1 S900 8/8 .052, .061; B1 S8192
+    32/8 full 8.91, 7.66; B4 S2048 32/8 1.281, 1.207; B1 S3640 28/4 .870, .823; B1 S1000 8/1 .057, .069."""
     widest = max(operands.d_qk, operands.d_v)
     blocks, heads, sms = cdiv(max(1, _queries_of_each(operands)), 64), operands.heads, operands.target.num_sms
 
@@ -144,7 +145,7 @@ def plan_of(operands: Operands) -> Plan:
 class Schedule(NamedTuple):
     """How many tiles a block of keys has, and in which order tiles are computed."""
 
-    num_splits: int  # parts of the query heads that share keys; each part has a tile of its own
+    num_splits: int  # splits of the query heads of a KV head; each split has a tile of its own
     group: int  # heads whose tiles are scheduled together
     late_blocks: int  # the last blocks of keys of each head, whose tiles come after those of all other blocks
     longest_first: bool  # packed sequences are taken in the order of their lengths
@@ -182,7 +183,8 @@ def _query_bytes(operands: Operands) -> int:
 
 
 def _splits_of(operands: Operands, plan: Plan, misses: bool = True) -> int:
-    """Parts of the query heads that share keys. Without `misses` the estimate ignores reads that miss the L2."""
+    """The number of splits of the query heads of a KV head. Without `misses` the estimate ignores reads that miss the
+    L2."""
     args, heads, blocks = operands.args, operands.heads, operands.likely_key_blocks(plan.block_n)
     if heads.q_per_kv == 1:
         return 1
@@ -225,41 +227,40 @@ def head_splits_for(
     tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, deterministic: bool, num_sms: int,
     block_us: float = 2.1, is_wide: bool = False, tile_bytes: int = 0,
 ) -> int:  # fmt: skip
-    """The number of parts, a divisor of `repeats`, into which the query heads that share keys are split. Each part is a
-    tile of its own.
+    """The number of splits, a divisor of `repeats`, of the query heads of a KV head. Each split is a tile of its own.
 
     tiles       tiles of keys, heads not split
     longest     blocks of queries of one head in the longest tile; under a causal mask a tile has half on average
-    repeats     query heads that share keys
-    keys_bytes  bytes of dk and dv in float32: zeroed first, added to by all parts in the L2, read once at the end;
-                if deterministic, each part writes its own, which are read at the end
+    repeats     query heads of a KV head
+    keys_bytes  bytes of dk and dv in float32: zeroed first, added to by all splits in the L2, read once at the end;
+                if deterministic, each split writes its own, which are read at the end
     block_us    microseconds of a block of queries
     is_wide     tiles have 64 keys
     tile_bytes  of q, do and dq of as many queries of a head as a tile has keys
 
-    The least estimated time is chosen, in units of a block of queries. A tile costs three units beside its blocks. In
-    one unit memory moves 6 MB; the sums of parts cost one unit and the traffic of 3.4 + 1.1 * parts times `keys_bytes`,
-    if deterministic ten units and 2 * parts times `keys_bytes`. The longest tile is started first, yet SMs that wait
-    for it at the end cost 0.41 of its time, 0.25 if deterministic, a tenth where heads are split. Fitted to head dim
-    128.
+    The least estimated time is chosen, in units of a block of queries. A tile costs three units in addition to its
+    blocks. In one unit memory moves 6 MB; the sums of splits cost one unit and the traffic of 3.4 + 1.1 * splits times
+    `keys_bytes`, if deterministic ten units and 2 * splits times `keys_bytes`. The longest tile is started first, yet
+    SMs that wait for it at the end cost 0.41 of its time, 0.25 if deterministic, a tenth where heads are split. Fitted
+    to head dim 128.
 
     Under a causal mask a tile starts when a shorter one has ended, `2 * repeats` blocks of 64 queries behind the tile
     of the keys before. What all SMs read in that time must stay in the L2, or each tile reads q and do from memory, and
     adds to dq there; not if deterministic, where tiles take the same queries at the same time. ms, D128 where not said,
-    in 1, 2, 4 and all parts; FlashAttention-3; one H100: D112 64/8 B2 S11478 25.2 19.7 18.7 19.2; 18.3. 64/8 B2 S8192
-    11.0 9.88 9.44 9.97; 9.62. 28/4 B1 S16384 8.57 - - 7.99; 7.70. 32/8 B1 S16384 9.12 9.12 9.28; 9.06. One H200, whose
-    memory is faster: B2 S8192 9.89 9.37 9.61 9.79; 9.44. 28/4 8.00 - - 7.80; 7.71. 32/8 9.04 9.13 9.26; 8.99. 64/8 B4
-    S2048 1.61 1.45 1.46 1.51; 1.50. B4 S1000 .533 .492 .492 .528; .531. 40/8 B2 S3000 1.00 - - .950; .928. D160 12/1
-    B16 S1780 1.83 1.56 - 1.64; 1.49.
+    with 1, 2, 4 and `repeats` splits; FlashAttention-3; one H100: D112 64/8 B2 S11478 25.2 19.7 18.7 19.2; 18.3. 64/8
+    B2 S8192 11.0 9.88 9.44 9.97; 9.62. 28/4 B1 S16384 8.57 - - 7.99; 7.70. 32/8 B1 S16384 9.12 9.12 9.28; 9.06. One
+    H200, whose memory is faster: B2 S8192 9.89 9.37 9.61 9.79; 9.44. 28/4 8.00 - - 7.80; 7.71. 32/8 9.04 9.13 9.26;
+    8.99. 64/8 B4 S2048 1.61 1.45 1.46 1.51; 1.50. B4 S1000 .533 .492 .492 .528; .531. 40/8 B2 S3000 1.00 - - .950;
+    .928. D160 12/1 B16 S1780 1.83 1.56 - 1.64; 1.49.
 
-    Where `is_wide`, fewer problems are split. Forward and backward in 1, 2 and all parts: D256 16/4 B2 S2048 0.590,
-    0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224 28/4 B1 S3640 2.18, -, 1.60, deterministic 1.96, -, 2.11; D192
-    32/8 B4 S512 0.257, 0.296, 0.326. ms, bf16, one H200, causal D128, in 1, 2 and all parts: 28/4 B3 S3000 1.078, -,
-    0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218,
-    0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000
-    2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351. With all sums in one launch, us: 32/8 B1 S128 32.7, -, 22.2; B2
-    S512 90.9, 70.6, 68.0; B4 S512 110, 122, 132; B8 S256 81, 111, 125; B16 S128 69, 104, 116; B4 S1000 255, 286, 294;
-    64/8 B1 S128 49.9, 36.4, 24.9; 28/4 B2 S2048 507, -, 355."""
+    Where `is_wide`, fewer problems are split. Forward and backward with 1, 2 and `repeats` splits: D256 16/4 B2 S2048
+    0.590, 0.649, 0.684; 8/1 B1 S1000 0.417, 0.247, 0.116; D224 28/4 B1 S3640 2.18, -, 1.60, deterministic 1.96, -,
+    2.11; D192 32/8 B4 S512 0.257, 0.296, 0.326. ms, bf16, one H200, causal D128, with 1, 2 and `repeats` splits: 28/4
+    B3 S3000 1.078, -, 0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048
+    0.304, 0.218, 0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full
+    28/4 B3 S3000 2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351. With all sums in one launch, us: 32/8 B1 S128 32.7,
+    -, 22.2; B2 S512 90.9, 70.6, 68.0; B4 S512 110, 122, 132; B8 S256 81, 111, 125; B16 S128 69, 104, 116; B4 S1000 255,
+    286, 294; 64/8 B1 S128 49.9, 36.4, 24.9; 28/4 B2 S2048 507, -, 355."""
     if deterministic:
         num_sms = _SMS_IF_DETERMINISTIC
     mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms

@@ -68,7 +68,7 @@ def queries_of(first, k_len, q_len, window, CONFIG: gl.constexpr, BLOCK_M: gl.co
 @gluon.jit
 def sums_of(b, kv, q_start, sizes, PACKED: gl.constexpr, BLOCK_M: gl.constexpr):
     """The tile of the sums of dq to which a sequence's first block of queries adds, of the first of the query heads
-    that share the keys of head `kv`; those of later blocks follow, those of later heads `sizes.slots` behind."""
+    of a KV head of head `kv`; those of later blocks follow, those of later heads `sizes.slots` behind."""
     tile = kv * sizes.num_q_per_kv * sizes.slots
     if PACKED:
         tile += gl.cdiv(q_start, BLOCK_M) + b

@@ -2,14 +2,14 @@
 
     s = scale * q kᵀ,  masked;   o = softmax(s) k[:, :512];   lse = log sum exp(s)
 
-A tile has 64 rows (queries times heads) of one sequence, of equal or packed queries, and all of a sequence's keys or a
-part of them. A list made on the device says which tiles there are and how many parts the keys of each are cut into
-(decode_tiles.py); CTAs take its entries from a counter. With a given number of splits there is no list: all sequences
-have as many parts.
+A tile has 64 rows (queries times heads) of one sequence, with packed or equal numbers of queries, and all of a
+sequence's keys or a split of them. A list made on the device contains the tiles and the number of splits of each
+(decode_tiles.py); CTAs fetch its entries through a counter. With `num_splits` given there is no list: all sequences
+have that many splits.
 
 Two *consumers* hold 256 columns of o each, 128 registers a thread. Blocks of 64 keys belong to them alternately: the
 owner computes the block's scores and weights p, keeps p in registers for its own columns, and stores p and the running
-maximum in shared memory for the other consumer. A block is loaded once, [64, 576] into one of two stages, and serves as
+maximum in shared memory for the other consumer. A block is loaded once, [64, 576] into one of two stages, and used as
 keys and as values. Its halves of 256 columns are released one by one: the last read of a half is as values, by the
 consumer that holds those columns.
 
@@ -19,9 +19,9 @@ before it computes its own next scores. The next tile's queries are loaded when 
 and its first blocks while this tile's results are stored.
 
 Shared memory: q 72 KiB, two stages of 72 KiB, p 8 KiB, in all 226 of 227 KiB. One buffer of p is enough: the consumer
-that stores weights is the one that read the weights before.
+that stores weights is the one that read the previous weights.
 
-What bounds it: the tensor cores, 2176 clocks a block (8.9 MFLOP). Shared memory takes 2300 (products with q and k both
+The limit is the tensor cores: 2176 clocks per block (8.9 MFLOP). Shared memory takes 2300 (products with q and k both
 read from it, and the arriving block); half the bytes loaded saved 4 % of the time, half of the scores' product 17 %.
 
 Source: the alternating schedule of two warpgroups is that of FlashMLA (DeepSeek 2025) and of forward_d512.py.
@@ -74,9 +74,9 @@ _ROUNDS, _LEAST_KEYS = 3, 128
 
 
 def _result_keys(rows: int) -> int:
-    """Keys that take as long as storing and combining the results of a part, of `rows` rows of a sequence on average.
+    """Keys that take as long as storing and combining the results of a split, of `rows` rows of a sequence on average.
 
-    us, one H200, 32 sequences of 500 to 32k keys, by blocks of a part: 128 heads, 8 233, 20 202, 24 193, 40 182, 48
+    us, one H200, 32 sequences of 500 to 32k keys, by blocks of a split: 128 heads, 8 233, 20 202, 24 193, 40 182, 48
     180, 56 196; 16 heads, 6 101, 12 93, 24 89, 32 91, 48 113."""
     return 64 + 4 * min(rows, ROWS.value)
 
@@ -127,7 +127,7 @@ def _hopper_decode_mla_kernel(
 
 
 class MlaCall(NamedTuple):
-    """A call of decode_attention's kernels, as far as this kernel's limits and arguments ask."""
+    """The arguments of a decode_attention call that this kernel and its limits need."""
 
     query: Tensor  # [B, S, H, D]; packed [1, T, H, D]
     key_cache: Tensor
@@ -151,22 +151,22 @@ class MlaCall(NamedTuple):
 
 
 def why_not_mla(call: MlaCall, target: Target) -> str | None:
-    """Why the universal kernel serves, or None."""
+    """Why the universal kernel computes the call instead, or None."""
     query, cache = call.query, call.key_cache
     # first, because all other decoding ends here
     if (query.shape[-1], call.head_dim_v) != (HEAD_DIM_QK, HEAD_DIM_V) or call.value_cache is not None:
-        return "it takes head dim 576 whose first 512 columns are the values"
+        return "it takes MLA caches only: head dim 576, of which the first 512 columns are the values"
     if reason := gluon_compat.why_not_hopper(target):
         return reason
     if query.dtype not in (torch.bfloat16, torch.float16) or cache.dtype is not query.dtype:
-        return f"it takes bfloat16 and float16, not {checks.name(query.dtype)}"
+        return f"it takes bfloat16 or float16, got {checks.name(query.dtype)}"
     if cache.shape[2] != 1:
-        return f"it takes one kv head, got {cache.shape[2]}"
+        return f"it takes one KV head, got {cache.shape[2]}"
     # a table without columns too: the loader reads an id of a sequence
     if any(x is not None and not x.numel() for x in (query, cache, call.keys.seqlens, call.page_table)):
         return "it takes no empty tensors"
     if call.page_table is not None and copies_rows(cache) and cache.shape[0] * cache.stride(0) >= 2**34:
-        return f"of pages of {cache.shape[1]} keys it takes caches of up to 2^34 elements"
+        return f"with pages of {cache.shape[1]} keys it takes caches of up to 2^34 elements"
     for name, given in (
         ("left window", call.keys.left >= 0),
         ("softcap", call.softcap > 0),
@@ -175,27 +175,27 @@ def why_not_mla(call: MlaCall, target: Target) -> str | None:
         ("cache_leftpad", call.keys.leftpad is not None),
     ):
         if given:
-            return f"it has no {name}"
+            return f"it does not take {name}"
     # so written, a NaN is refused too
     if not call.scale > 0:
-        return f"the scale must be positive, is {call.scale}"
+        return f"the scale must be positive, got {call.scale}"
     return _why_not_strides(query, cache)
 
 
 def _why_not_strides(query: Tensor, cache: Tensor) -> str | None:
     for x in (query, cache):
         if not x.is_meta and x.data_ptr() % 16:
-            return "an address is not a multiple of 16"
+            return "an address is not a multiple of 16 bytes"
         if x.stride(-1) != 1 or any(s % 8 for s in x.stride()[:-1]) or (0 in x.stride()):
-            return f"strides must be positive multiples of 16 bytes, are {x.stride()}"
+            return f"strides must be positive multiples of 16 bytes, got {x.stride()}"
     # rows of a tile are queries times heads
     if query.shape[1] > 1 and query.stride(1) != query.shape[2] * query.stride(2):
-        return f"heads of one query must lie before the next query, strides are {query.stride()}"
+        return f"all heads of a query must be stored before the next query, got strides {query.stride()}"
     return None
 
 
 def launch_mla(call: MlaCall, out: Tensor, lse: Tensor, target: Target) -> None:
-    """Into out [B, S, H, 512] and lse [B, H, S]; of packed queries B is 1."""
+    """Writes out [B, S, H, 512] and lse [B, H, S]; B is 1 for packed queries."""
     query = call.query
     b, sq, h, _ = query.shape
     tiles, num_splits = b * cdiv(sq * h, ROWS.value), call.num_splits

@@ -1,7 +1,7 @@
 """Deterministic sums of dq: tiles of keys add to a block of queries in a fixed order, that of their keys.
 
 A head's tiles are fetched from its first keys to its last, and each runs over its blocks of queries from the last to
-the first; for each block of rows, over all heads that share the keys. Before a tile adds to a block, it waits until the
+the first; for each block of rows, over all query heads of a KV head. Before a tile adds to a block, it waits until the
 tile of the keys before has added to it, if that one sees the block. So a tile stays one block behind the one before it,
 and the short ones, under a causal mask, come last. There is no deadlock: a tile waits only for one that was fetched
 before it, which is therefore running, and the first of the running tiles never waits.

@@ -1,24 +1,23 @@
-"""The Hopper forward kernel in Gluon: persistent, TMA and wgmma, each warp with one job; docs/hopper.md teaches it.
+"""The Hopper forward kernel in Gluon: persistent, TMA and wgmma, each warp with one role; docs/hopper.md explains it.
 
     o = softmax(scale q kᵀ, masked) v,  lse = log of the softmax's denominator, natural
 
-One CTA an SM takes tiles of queries of one head from a counter in memory, longest first. A *loader* warp fetches tile
+One CTA per SM takes tiles of queries of one head from a counter in memory, longest first. A *loader* warp fetches tile
 indices, publishes each tile's descriptor, and loads q once and blocks of k and v into rings of two stages by TMA;
 *consumer* warpgroups hold 64 rows of queries each, scores and results in registers. While the tensor cores compute the
-scores of one block and add the block before to the result, the other warpgroup is at its exponentials. Loads are
-announced by mbarriers, which TMA can reach; stages are given back by the hardware's numbered barriers, to which a warp
-comes without waiting.
+scores of one block and add the previous block to the result, the other warpgroup computes exponentials. TMA signals a
+load at an mbarrier; stages are released at the hardware's named barriers, at which a warp arrives without waiting.
 
 Blocks that hold keys which some of a tile's queries do not see come first, so that the loop over all others has no
-masks; the order is free, for the softmax is an online one: running maximum m and sum l per query, base 2.
+masks. Any order is right, because the softmax is online: running maximum m and sum l per query, base 2.
 
-Queries beside long keys may be few. Then the rows of a tile are (query, head) pairs, HEADS_PER_TILE heads that share
-keys, and the keys of each tile may be divided into `num_splits` splits, each a tile of its own, whose results and LSE,
-in float32, another kernel combines (combine.py). Or a list says which tiles there are and into how many parts the
-keys of each are cut (decode_tiles.py): results of a whole tile then leave as always, those of parts for a combination.
+With few queries and many keys the rows of a tile are (query, head) pairs, with HEADS_PER_TILE query heads of a KV head,
+and the keys of each tile may be divided into `num_splits` splits. Each split is a tile of its own, and another kernel
+combines the float32 results and LSE (combine.py). Or a list contains the tiles and the number of splits of each
+(decode_tiles.py): results of unsplit tiles are then stored as always, those of splits for the combination.
 
-Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups beside one another and products under way
-during the softmax; Milakov and Gimelshein 2018 (online softmax).
+Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups that alternate and products that run during
+the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
 from typing import Literal, NamedTuple
@@ -204,7 +203,7 @@ def _hopper_attention_fwd_kernel(
 
 
 class _Results(NamedTuple):
-    """Where tiles, and parts of them, leave their results."""
+    """Where tiles, and splits of them, store their results."""
 
     o: Tensor
     lse: Tensor
@@ -222,12 +221,12 @@ def launch_forward(
     most: int = 1,
     new_keys: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse). With a page table keys and values are [pages, rows of a page, kv heads, head dim]; with a list of
-    parts and none, [entries >= batch, rows, kv heads, head dim].
+    """(out, lse). With a page table keys and values are [pages, rows of a page, KV heads, head dim]; with a list of
+    splits and none, [entries >= batch, rows, KV heads, head dim].
 
-    together  groups of heads, a divisor of all, that take the same entry of the list one after another
-    most      queries of a sequence of a list: the combination's grid depends on it, results do not
-    new_keys  of a sequence beyond `key_used`, of equal queries without a list
+    together  number of groups of heads, a divisor of all, for which a CTA computes a list entry one after another
+    most      most queries of a sequence in a list: the combination's grid depends on it, results do not
+    new_keys  keys of a sequence beyond `key_used`, for equal numbers of queries without a list
     """
     args, heads = operands.args, operands.heads
     q, k = operands.q, operands.k
@@ -286,7 +285,7 @@ def _results_of(
         into, into_lse = out.new_empty(shape, dtype=torch.float32), lse.new_empty((plan.num_splits, *lse.shape))
         return _Results(into, into_lse, into.stride()[1:4], (None, None))
     parts = tuple(columns // plan.store_parts for columns in plan.p_v)
-    # a box of more heads than share keys would reach into the next kv head's
+    # a box of more heads than share keys would reach into the next KV head's
     none: MaybeMaps = (None, None)
     maps = none if plan.partial else results_maps(operands, o, plan.rows, parts, plan.heads_per_tile)
     partial = None
@@ -298,7 +297,7 @@ def _results_of(
 
 
 class _Rows(NamedTuple):
-    """Keys and values that are copied row by row; none where TMA loads them."""
+    """Pointers and strides of keys and values that are copied row by row; None where TMA loads them."""
 
     tensors: tuple[Tensor | None, Tensor | None] = None, None
     strides: tuple[int, ...] = (0,) * 6  # of pages, rows and heads, of keys and of values, in 8 elements
@@ -321,7 +320,7 @@ def _keys_of(
 
 
 def _first_block(operands: Operands, plan: Plan, listed: TileList | None) -> Literal["any", "diagonal", "half"]:
-    """What the first block of every tile is (`ForwardConfig`)."""
+    """The kind of the first block of every tile (`ForwardConfig`)."""
     # of a part of the keys it may be any
     if listed is not None or plan.num_splits > 1 or operands.args.left >= 0:
         return "any"

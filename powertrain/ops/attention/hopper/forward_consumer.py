@@ -1,7 +1,7 @@
 """A consumer of the Hopper forward: 64 rows of every tile for each of its warpgroups, scores and results in registers.
 
-It has one warpgroup, or two that share its code. Two wait for keys and values, and take turns, without one another
-between the barriers of a tile."""
+A consumer has one warpgroup, or two that share its code. Two wait for keys and values, and take turns, without waiting
+for each other between the barriers of a tile."""
 
 from powertrain.ops.attention.hopper.forward_store import Rows, store_lse, store_rows
 from powertrain.ops.attention.hopper.forward_tiles import (
@@ -71,7 +71,7 @@ def _await_block(at, full, address, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _place_of(CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
-    """Whose turn the calling warpgroup has."""
+    """The index, in the order of turns, of the calling warpgroup."""
     place = CONSUMER
     if CONFIG.warpgroups > CONFIG.consumers:
         place = warpgroup_index()
@@ -104,8 +104,8 @@ def _queries_at(slot, q_smem):
 
 @gluon.jit
 def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
-    """q kᵀ under way for the first KEYS of a block: [rows, keys]. q: pieces of its channels, as k's are, in shared
-    memory or in registers."""
+    """q kᵀ for the first KEYS of a block, asynchronously: [rows, keys]. q: pieces of its channels, as k's are, in
+    shared memory or in registers."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
     ROWS: gl.constexpr = q[0].shape[0]
     s = gl.zeros([ROWS, KEYS], gl.float32, layout)
@@ -141,7 +141,7 @@ def _value_operands(o, weights, v_smem, stage):
 
 @gluon.jit
 def _add_values(p, v, o):
-    """o += p v, under way."""
+    """o += p v, asynchronously."""
     added = ()
     for i in gl.static_range(len(o)):
         added += (hopper.warpgroup_mma(p[i], v[i], o[i], is_async=True),)  # type: ignore[assignment]  # [64, PIECE]
@@ -150,7 +150,7 @@ def _add_values(p, v, o):
 
 @gluon.jit
 def _added(added, operands, AHEAD: gl.constexpr):
-    """The results of `_add_values`, when no more than AHEAD later products are under way."""
+    """The results of `_add_values`, when no more than AHEAD later products are pending."""
     waited = hopper.warpgroup_mma_wait(AHEAD, deps=added + operands)
     o = ()
     for i in gl.static_range(len(added)):
@@ -176,7 +176,7 @@ def _step(
     place = _place_of(CONFIG, CONSUMER)
     if CONFIG.takes_turns and not MASKED:
         named_barrier_sync(TURN + place, 256)
-    # two products are under way: the exponentials of this block run beside the product of the one before
+    # two products are pending: the exponentials of this block run beside the product of the one before
     s_later = _times_keys(q, k_smem, stage, BLOCK_N)  # [64, BLOCK_N]
     _await_block(at - 1, sync.v_full, sync.v_at, CONFIG)
     o_later = _add_values(p, v, o)
@@ -295,8 +295,8 @@ def _other_blocks(
 
 @gluon.jit
 def _first_scores(visited, taken, buffers, sync, FIRST_N: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
-    """The head of tile number `taken`, or -1, and the scores of its first block, number `visited`, under way: unused
-    after the last tile."""
+    """The head of tile number `taken`, or -1, and the scores of its first block, number `visited`, asynchronously:
+    unused after the last tile."""
     tile_smem, q_full, tile_full = sync.tile, sync.q_full, sync.tile_full
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = buffers.k[0].shape[0]
@@ -517,7 +517,7 @@ def consume(
     barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:
-        # s crosses the loop as finished registers: with a wgmma under way at the loop's back edge ptxas waits after
+        # s crosses the loop as finished registers: with a wgmma pending at the loop's back edge ptxas waits after
         # each one
         has_rows = _has_rows(taken & 1, tile_smem, CONSUMER, CONSUMER == 0, CONFIG)
         if has_rows:

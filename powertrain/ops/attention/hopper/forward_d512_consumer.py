@@ -118,7 +118,7 @@ def _as_operand(p, o):
 
 @gluon.jit
 def _add_values(o, p, at, ring, full, P_V: gl.constexpr, CONSUMER: gl.constexpr):
-    """o += p v under way, a product for each chunk of columns from chunk `at` on. p: an operand for each."""
+    """o += p v, asynchronously, with a product for each chunk of columns from chunk `at` on. p: an operand for each."""
     added = ()
     for i in gl.static_range(len(o)):
         v = _first_columns(_await_chunk(at + i, ring, full, CONSUMER), P_V[i])  # [64, PIECE]

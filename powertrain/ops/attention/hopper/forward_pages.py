@@ -1,7 +1,7 @@
 """The Hopper forward over caches, in pages or dense: packed queries, such as chunks of prompts with single new tokens
 among them, or the same number of queries of each sequence, one or more.
 
-The kernel is that of forward.py: tiles of 64 to 192 rows of one sequence (queries, times heads that share keys where
+The kernel is that of forward.py: tiles of 64 to 192 rows of one sequence (queries, times query heads of a KV head where
 queries are few) and blocks of 64 or 128 keys, which the loader finds through the page table: by TMA, or row by row
 where 8 rows in a page need not lie side by side (`copies_rows`). Pages ahead of a window are not read.
 
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
 
 
 def cut_for(rows: int) -> Cut:
-    """`rows`: queries times heads of a kv head, of a sequence on average.
+    """`rows`: queries times heads of a KV head, of a sequence on average.
 
     Storing and combining results of 128 rows costs as much as three or four blocks of 128 keys. On one H100 two
     groups of heads together are 6 to 8 % faster than eight where a sequence has 2 or 3 tiles, eight 3 to 4 % faster
@@ -74,33 +74,33 @@ class PagedCall(NamedTuple):
 
 
 def why_not_cache(call: PagedCall, cache_batch_idx: Tensor | None, target: Target) -> str | None:
-    """Why the universal decoding kernel serves, or None."""
+    """Why the universal decoding kernel computes the call instead, or None."""
     query, keys, values = call.query, call.key_cache, call.value_cache
     if reason := gluon_compat.why_not_hopper(target):
         return reason
     if values is None:
-        return "it takes no values that are a part of the keys"
+        return "it does not read values out of the keys (value_cache=None)"
     if cache_batch_idx is not None:
-        return "it has no cache_batch_idx"
+        return "it does not take cache_batch_idx"
     if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {checks.name(query.dtype)}"
+        return f"it takes bfloat16 or float16, got {checks.name(query.dtype)}"
     dims = query.shape[-1], values.shape[-1]
     if max(dims) > 256 or any(dim % 8 for dim in dims):
-        return f"head dims must be multiples of 8 to 256, are {dims[0]} and {dims[1]}"
+        return f"head dims must be multiples of 8 up to 256, got {dims[0]} and {dims[1]}"
     if call.page_table is not None and copies_rows(keys) and max(_extent(x) for x in (keys, values)) >= 2**34:
-        return f"of pages of {keys.shape[1]} keys it takes caches of up to 2^34 elements, got {_extent(keys)}"
+        return f"with pages of {keys.shape[1]} keys it takes caches of up to 2^34 elements, got {_extent(keys)}"
     # a table without columns too: the loader reads an id of a sequence without keys
     if any(x is not None and not x.numel() for x in (query, keys, call.seqlens, call.page_table)):
         return "it takes no empty tensors"
     if call.leftpad is not None:
-        return "it has no cache_leftpad"
+        return "it does not take cache_leftpad"
     if not call.scale > 0:
-        return f"the scale must be positive, is {call.scale}"
+        return f"the scale must be positive, got {call.scale}"
     for x in (query, keys, values):
         if not x.is_meta and x.data_ptr() % 16:
-            return "an address is not a multiple of 16"
+            return "an address is not a multiple of 16 bytes"
         if x.stride(-1) != 1 or any(s % 8 for s in x.stride()[:-1]) or 0 in x.stride():
-            return f"strides must be positive multiples of 16 bytes, are {x.stride()}"
+            return f"strides must be positive multiples of 16 bytes, got {x.stride()}"
     return None
 
 
@@ -166,7 +166,7 @@ def _in_equal_parts(operands: Operands, plan: Plan) -> Plan:
 def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
     """Tiles of 64 rows where these are faster; else larger ones, above head dim 64 by warpgroups with shared code."""
     plan = plan_for(operands.d_qk, operands.d_v, max_queries)
-    small = _sharing_heads(operands, with_consumers(plan, 1), max_queries)
+    small = _with_packed_heads(operands, with_consumers(plan, 1), max_queries)
     # one tile of 64 rows holds all of a sequence: us, one H200, with 128 rows and so: 8 sequences of 365 to 1061 keys
     # H8/1 18.2, 17.0; 3 to 8259 H40/8 41, 30; 64 to 2766 H64/8 104, 97; 32 of 500 to 32k H32/8 327, 326
     if max_queries * operands.heads.q_per_kv <= 64 or _is_faster_in_small_tiles(operands, small, max_queries):
@@ -175,7 +175,7 @@ def plan_of_pages(operands: Operands, max_queries: int) -> Plan:
         # us, one H200, with two consumers and so: 100 chunks of 20 to 600 queries beside 2600 keys H28/4 1018, 954; 32
         # chunks of 256 H32/8 2054, 1999; 4 chunks of 512 beside 28 tokens 436, 427
         plan = with_consumers(plan, 1, warps=8)
-    return _sharing_heads(operands, plan, max_queries)
+    return _with_packed_heads(operands, plan, max_queries)
 
 
 def _is_faster_in_small_tiles(operands: Operands, small: Plan, max_queries: int) -> bool:
@@ -191,7 +191,7 @@ def _is_faster_in_small_tiles(operands: Operands, small: Plan, max_queries: int)
     return operands.batch > 1 and is_few and most_tiles(operands, small) <= operands.target.num_sms
 
 
-def _sharing_heads(operands: Operands, plan: Plan, max_queries: int) -> Plan:
+def _with_packed_heads(operands: Operands, plan: Plan, max_queries: int) -> Plan:
     """With as many heads in one tile as makes the fewest tiles of the mean number of queries."""
     # a tile has one slope
     if operands.args.slopes is not None:

@@ -229,7 +229,7 @@ def _load_blocks(
 ):  # fmt: skip
     """Load a tile's blocks of keys, each block's values one block later, and its queries behind the first where they
     have one place. Returns the row and the page ids of the last block's values, which are yet to be loaded, the fetch
-    of the next tile where that is under way, and the count of free stages of keys."""
+    of the next tile where that is pending, and the count of free stages of keys."""
     q_desc, k_source, v_source = sources
     begin, end, full_end, at_right, masked = blocks
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
@@ -379,7 +379,7 @@ def _load_tile(
         if CONFIG.listed:
             tile_idx = await_next_tile(tile_idx)
     if not CONFIG.listed:
-        # the loads above are under way while the answer is waited for
+        # the loads above are pending while the answer is waited for
         tile_idx = await_next_tile(tile_idx)
     # there are as many fetches as tiles: the CTA that fetches the last resets the counter
     if tile_idx == tiles - 1:

@@ -131,7 +131,7 @@ def _store_whole(
             piece = gl.where(by_row(i, o[n]) < q_len, piece, 0.0)
         pieces += (piece,)  # type: ignore[assignment]
     if o_desc is None:
-        # there is no map where the last tile of a group has fewer heads: those behind are another kv head's
+        # there is no map where the last tile of a group has fewer heads: those behind are another KV head's
         base = o_ptr + b_at.to(gl.int64) * strides.ob + (q_start + row).to(gl.int64) * strides.os
         base += head.to(gl.int64) * strides.oh
         members = num_q_per_kv - head % num_q_per_kv

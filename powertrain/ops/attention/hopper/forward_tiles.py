@@ -52,7 +52,7 @@ class ForwardConfig(NamedTuple):
     consumers: int  # partitions of warps, each with code of its own
     warpgroups: int  # of all consumers, 64 rows each: as many, or two of one consumer
     takes_turns: bool  # warpgroups issue their products in a fixed order
-    heads_per_tile: int  # heads that share keys in one tile
+    heads_per_tile: int  # query heads of a KV head in one tile
     page_size: int  # keys of a page, a multiple of 8; 0: keys do not lie in pages
     starts_early: bool  # jobs wait for the kernel before
     keys_packed: bool  # sequences of keys lie one behind the other

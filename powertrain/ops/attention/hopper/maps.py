@@ -63,13 +63,13 @@ def packed_maps(x: Source, block: int, pieces: tuple[int, ...], heads_per_tile: 
 
 
 def copies_rows(pages: Tensor) -> bool:
-    """Whether the loader copies rows of a cache [pages, rows of a page, kv heads, dim] instead of loading boxes by TMA.
+    """Whether the loader copies rows of a cache [pages, rows of a page, KV heads, dim] instead of loading boxes by TMA.
     Shared memory is swizzled by 8 rows, and a box of fewer would not fit."""
     return pages.shape[1] % 8 > 0
 
 
 def pages_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
-    """Of a cache [pages, rows of a page, kv heads, dim], by parts of a block that lie in one page, 64 columns each."""
+    """Of a cache [pages, rows of a page, KV heads, dim], by parts of a block that lie in one page, 64 columns each."""
     pages, rows, heads, dim = x.tensor.shape
     widths = tuple(min(piece, 64) for piece in pieces)
     # the largest power of 2 that divides a page's rows
@@ -77,7 +77,7 @@ def pages_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
 
 
 def cache_maps(x: Operand, block: int, pieces: tuple[int, ...]) -> Maps:
-    """Of a cache [entries, rows, kv heads, dim]."""
+    """Of a cache [entries, rows, KV heads, dim]."""
     entries, rows, heads, dim = x.tensor.shape
     return rows_maps(Source(x.tensor, (entries, heads, rows, dim), x.b, x.h, x.s), block, pieces)
 

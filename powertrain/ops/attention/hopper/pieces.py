@@ -106,7 +106,7 @@ def as_operands(x, sums):
 
 @gluon.jit
 def multiply(operands, b_smem, at, sums):
-    """sums += operand b, under way: pieces of columns."""
+    """sums += operand b, asynchronously: pieces of columns."""
     STAGES: gl.constexpr = b_smem[0].shape[0]
     added = ()
     for i in gl.static_range(len(sums)):
@@ -117,7 +117,7 @@ def multiply(operands, b_smem, at, sums):
 
 @gluon.jit
 def wait_for_sums(dk, dv, AHEAD: gl.constexpr):
-    """dk and dv, when no more than AHEAD later products are under way."""
+    """dk and dv, when no more than AHEAD later products are pending."""
     waited = hopper.warpgroup_mma_wait(AHEAD, deps=dv + dk)
     values = ()
     for i in gl.static_range(len(dv)):

@@ -1,4 +1,5 @@
-"""Tiles of the Hopper forward, heads that share one, order of tiles; with the measurements. splits.py cuts the keys."""
+"""Plans of the Hopper forward: tiles, query heads packed into a tile, order of tiles; with the measurements. splits.py
+chooses the number of splits over keys."""
 
 import functools
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from powertrain.ops.shapes import cdiv, next_power_of_2
 
 
 class Plan(NamedTuple):
-    """The tiles of a pair of head dims, and of so many queries beside so many keys."""
+    """Tile sizes and schedule for a pair of head dims and numbers of queries and keys."""
 
     p_qk: tuple[int, ...]  # one or two pieces of the head dim of queries and keys, powers of 2; above 256 three or four
     p_v: tuple[int, ...]  # of that of values
@@ -18,13 +19,13 @@ class Plan(NamedTuple):
     stages: int = 2
     consumers: int = 2  # partitions of warps, each with code of its own
     warps: int = 4  # of a consumer, 16 rows each
-    store_parts: int = 1  # parts in which results leave
+    store_parts: int = 1  # parts in which results are stored
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
     takes_turns: bool = True  # consumers issue their products in a fixed order
-    heads_per_tile: int = 1  # heads that share keys in one tile
-    partial: bool = False  # the last tile of a group has fewer: results leave by ordinary stores
-    num_splits: int = 1  # parts of the keys, a tile each
+    heads_per_tile: int = 1  # query heads of a KV head packed into one tile
+    partial: bool = False  # the last tile of a KV head has fewer heads: results are stored by ordinary stores
+    num_splits: int = 1  # splits over keys, a tile each
 
     @property
     def splits_columns(self) -> bool:
@@ -37,21 +38,21 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a consumer."""
+        """Rows of a consumer."""
         return 16 * self.warps
 
     @property
     def queries(self) -> int:
-        """Of a tile: a consumer's rows hold whole queries."""
+        """Queries of a tile: a consumer's rows hold whole queries, with all packed heads."""
         return self.rows // self.heads_per_tile * (self.block_m // self.rows)
 
     def groups_of(self, heads: Heads) -> int:
-        """Heads that share tiles, of all kv heads."""
+        """The number of groups of packed heads, over all KV heads."""
         return heads.kv * cdiv(heads.q_per_kv, self.heads_per_tile)
 
 
 def pieces_of(head_dim: int) -> tuple[int, ...]:
-    """The padded head dim: a power of 2, or two of which the second begins within the tensor."""
+    """The padded head dim as pieces: a power of 2, or two powers of which the second begins within the tensor."""
     widths = (
         (64,), (64, 16), (64, 32), (128,), (128, 32), (128, 64), (256,),
         (128, 128, 64), (128,) * 3, (128, 128, 128, 64), (128,) * 4,
@@ -60,7 +61,7 @@ def pieces_of(head_dim: int) -> tuple[int, ...]:
 
 
 def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
-    """For head dims, padded with zeros, which TMA fills in, and so many queries a sequence.
+    """The plan for head dims, which TMA pads with zeros, and a number of queries per sequence.
 
     TFLOP/s, bf16, one H200, causal, H32 D64: 2 consumers 475, 3 consumers 532 (S8192); 405, 384 (S2048)."""
     p_qk, p_v = pieces_of(d_qk), pieces_of(d_v)
@@ -103,7 +104,7 @@ def _three_consumers_are_faster(operands: Operands, queries: int) -> bool:
 
 
 def _queries_of(block_m: int, heads_per_tile: int) -> int:
-    """Of a tile: a consumer's 64 rows hold whole queries."""
+    """Queries of a tile: a consumer's 64 rows hold whole queries, with all packed heads."""
     return 64 // heads_per_tile * (block_m // 64)
 
 
@@ -112,9 +113,9 @@ def heads_per_tile_for(
     repeats: int, queries: int, block_m: int, ragged: bool = False, whole: bool = False, most: float = 0.875,
     fullest: bool = False,
 ) -> int:  # fmt: skip
-    """How many of `repeats` heads that share keys stand in one tile: as many as may, where that makes fewer tiles of so
-    many queries, on average if they are `ragged`; `fullest`: as few as make as few tiles. The last tile of a group may
-    have fewer, unless all are to be `whole`. `most`: the share of the tiles up to which that is worth it, 0.97 of
+    """How many of `repeats` query heads of a KV head stand in one tile: as many as may, where that makes fewer tiles of
+    so many queries, on average if they are `ragged`; `fullest`: as few as make as few tiles. The last tile of a group
+    may have fewer, unless all are to be `whole`. `most`: the share of the tiles up to which that is worth it, 0.97 of
     ragged ones.
 
     ms, bf16, one H200, B8 D128, 32768 keys, alone and packed: H32/8, 16 queries .67 .35, 64 .70 .40, 96 .73 .73; H64/8,
@@ -137,7 +138,7 @@ def heads_per_tile_for(
 
 
 def group_of(operands: Operands, plan: Plan) -> int:
-    """Heads (or groups of heads that share a tile) whose tiles are interleaved."""
+    """The number of heads (or groups of packed heads) whose tiles are interleaved."""
     args, heads = operands.args, operands.heads
     # of all queries together, if packed; keys of the heads whose tiles run together should stay in the L2
     keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * operands.k.tensor.element_size()
@@ -174,7 +175,7 @@ def _busy_group_for(
 
 
 def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
-    """The same where tiles take the same time, or times that are not known. TFLOP/s, bf16, one H200, H16 D128: causal
+    """The same where tiles take equal or unknown times. TFLOP/s, bf16, one H200, H16 D128: causal
     S2048 (1 MiB of keys and values a head) 2 604, 4 613, 8 621, 16 620; S8192 732, 733, 728, 716; full S8192 1 725, 2
     723, 8 710."""
     if not causal:
@@ -183,7 +184,7 @@ def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
 
 
 def plan_of(operands: Operands) -> Plan:
-    """The plan of a call. Keys are split only beside four keys or more a query."""
+    """The plan of a call. Keys are split only if there are at least four keys per query."""
     sequences = max(1, operands.batch) if operands.is_packed else 1
     # of packed sequences on average
     queries, keys = max(1, operands.queries // sequences), max(1, operands.keys // sequences)
@@ -195,15 +196,15 @@ def plan_of(operands: Operands) -> Plan:
     is_full = operands.args.left < 0 and operands.args.right < 0
     if max(operands.d_qk, operands.d_v) <= 64 and not operands.is_packed and is_full:
         plan = with_consumers(plan, 3 if _three_consumers_are_faster(operands, queries) else 2)
-    small = _sharing_heads(operands, with_consumers(plan, 1), sequences, queries, is_few=False)
-    plan = _sharing_heads(operands, plan, sequences, queries, is_few=False)
+    small = _with_packed_heads(operands, with_consumers(plan, 1), sequences, queries, is_few=False)
+    plan = _with_packed_heads(operands, plan, sequences, queries, is_few=False)
     return small if _is_faster_in_small_tiles(operands, small, plan) else plan
 
 
 def _is_faster_in_small_tiles(operands: Operands, small: Plan, plan: Plan) -> bool:
     """Whether tiles of 64 rows, with one consumer and half of the code, are faster than those of `plan`.
 
-    us, one H200, behind other kernels, tiles of 128 rows and of 64: B1 S128 H32/8 D128 full 12.2, 8.6; B1 S335 H16/16
+    us, one H200, after other kernels, tiles of 128 rows and of 64: B1 S128 H32/8 D128 full 12.2, 8.6; B1 S335 H16/16
     D256 full 17.5, 13.8; B8 S6 H32/8 D128 full 9.0, 7.5; B1 S823 H16/16 D192 causal 25.0, 20.0; B2 S203 H32/32 D128
     full 15.6, 13.8. But a tile of 128 rows takes less than two of 64: B1 S452 H32/32 D128 full, 128 and 256 tiles,
     behind calls of itself 15.5, 16.9; B1 S1291 H8/8 D128 full, 88 and 168 tiles, 24.0, 29.6; B2 S739 H28/4 D128
@@ -222,10 +223,10 @@ def most_tiles(operands: Operands, plan: Plan) -> int:
 
 
 def plans_of_few(plan: Plan, rows: int | None = None) -> tuple[Plan, ...]:
-    """The plans that few queries may have. `rows`: of packed sequences, queries times heads that share keys, on
+    """The plans that few queries may have. `rows`: of packed sequences, queries times query heads of a KV head, on
     average; some may be long, where tiles of 64 rows take 1.3 times as long as those of 128.
 
-    Code that two warpgroups share is fetched once: behind other kernels such a call takes 2 to 3 us less than with two
+    Code that two warpgroups share is fetched once: after other kernels such a call takes 2 to 3 us less than with two
     consumers, long ones as long, 109 and 109, 712 and 712. But at head dim 64 packed sequences take longer: 3 of 5 to
     78 queries beside 4000 to 15816 keys H16/16 73 us, 63."""
     is_narrow = max(sum(plan.p_qk), sum(plan.p_v)) <= 64
@@ -237,31 +238,31 @@ def plans_of_few(plan: Plan, rows: int | None = None) -> tuple[Plan, ...]:
 
 
 def _fastest_of_few(operands: Operands, plan: Plan, sequences: int, queries: int, keys: int) -> Plan:
-    """Few queries beside many keys, with as many consumers and splits as is fastest by the estimate.
+    """The plan for few queries and many keys, with the consumers and splits that are fastest by the estimate.
 
-    us, one H200, behind other kernels, with one consumer, with two that share code and with three: B1 S16 beside 1475
+    us, one H200, after other kernels, with one consumer, with two that share code and with three: B1 S16 beside 1475
     keys H12/12 D128 12.9, 15.4; B1 S64 beside 32768 H32/8 D128 79.1, 62.7; B1 S1 beside 21372 H28/4 D64 17.0, 19.1,
     24.9; B4 S46 beside 15763 H32/8 D64 86.5, 77.3, 67.9."""
-    found = []
+    candidates = []
     for each in plans_of_few(plan, queries * operands.heads.q_per_kv if sequences > 1 else None):
-        each = _sharing_heads(operands, each, sequences, queries, is_few=True)
+        each = _with_packed_heads(operands, each, sequences, queries, is_few=True)
         work = work_of(operands, each, queries, keys)
         each = each._replace(num_splits=num_splits_for(work))
         time = time_of(work, each.num_splits)
         # of B4 S160 beside 4096 keys H16/16 D64 the estimate is the same, but three take 45.0 us, two 42.8
-        found.append((time / 0.9 if each.consumers == 3 else time, each))
-    return min(found, key=lambda each: each[0])[1]
+        candidates.append((time / 0.9 if each.consumers == 3 else time, each))
+    return min(candidates, key=lambda each: each[0])[1]
 
 
-def _sharing_heads(operands: Operands, plan: Plan, sequences: int, queries: int, is_few: bool) -> Plan:
-    """With as many heads in one tile as makes it faster."""
+def _with_packed_heads(operands: Operands, plan: Plan, sequences: int, queries: int, is_few: bool) -> Plan:
+    """The plan with as many query heads packed into a tile as makes it faster."""
     args, heads = operands.args, operands.heads
     # us, one H200, nothing in the L2, packed sequences whose tiles run at once, heads in tiles of their own and shared
     # ones: 2 tokens 12/1 D88 12.6, 20.6; two of 8 12/1 D192 17.2, 19.7; 31 to 88 28/4 D160 20.8, 24.1; of more tiles:
     # 120 to 241 28/4 D128 21.8, 20.3
     tiles = operands.storage * sequences * cdiv(queries, plan.block_m) * heads.kv * heads.q_per_kv
     at_once = operands.is_packed and not is_few and tiles <= operands.target.num_sms
-    # a tile has one slope
+    # a tile has one ALiBi slope
     if args.slopes is not None or at_once:
         return plan
     # fewer heads in the last tile of a group, by ordinary stores: of few queries alone, others were not timed

@@ -195,7 +195,7 @@ class BackwardConfig(NamedTuple):
     d_qk: int
     d_v: int
     deterministic: bool  # tiles add to dq in a fixed order
-    splits_heads: bool  # a tile has some of the heads that share keys
+    splits_heads: bool  # a tile has some of the query heads of a KV head
     ahead: bool  # a block's scores are asked for behind the products of the one before
     early: bool  # queries are waited for and LSE is loaded early, where nothing else needs the registers
     starts_early: bool  # jobs wait for the kernel before
@@ -215,7 +215,7 @@ class BackwardSizes(NamedTuple):
     keys: Any
     kv_heads: Any  # heads of keys, times num_splits
     num_q_per_kv: Any  # query heads of each
-    num_splits: Any  # parts of the heads that share keys, a tile each; None: they are not split
+    num_splits: Any  # parts of the query heads of a KV head, a tile each; None: they are not split
     blocks: Any
     late_blocks: Any  # the last blocks of each head, which come behind all others
     swizzle: Any

@@ -120,8 +120,8 @@ def forward_defect(call: Operands, plan: Plan, forward: Forward) -> str | None:
 def backward_defect(call: Operands, plan: BackwardPlan, schedule: Schedule | None) -> str | None:
     """The defect that this backward plan shows on the small problem, or None.
 
-    The small problem is scheduled as the call is where that selects another kernel: whether heads that share keys are
-    split, and whether packed sequences are taken by length."""
+    The small problem is scheduled as the call is where that selects another kernel: whether query heads of a KV head
+    are split, and whether packed sequences are taken by length."""
     is_split = schedule is not None and schedule.num_splits > 1
     small = SmallProblem.like(call, 2 if is_split else 1)
     dout, query, key, value = small.inputs

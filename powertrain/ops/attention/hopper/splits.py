@@ -1,4 +1,4 @@
-"""Into how many splits the keys of few queries are cut: an estimate of the time with each number of them."""
+"""The number of splits over keys for few queries, by an estimate of the time with each number."""
 
 import functools
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 from powertrain.ops.shapes import cdiv
 
 # us, fitted to times of calls that followed other kernels (`python -m benchmarks.ops.few_queries`). By the rows of a
-# tile: the launch, and what splits cost beside. Then a tile's time without its blocks; the latency of the first keys;
-# each split in the kernel that combines them
+# tile: the launch, and the additional cost of splits. Then a tile's time without its blocks; the latency of the first
+# keys; the cost of each split in the kernel that combines them
 _LAUNCH, _SPLITTING = {64: 3.0, 128: 5.5, 192: 5.5}, {64: 3.0, 128: 4.9, 192: 4.9}
 _TILE, _FIRST_KEYS, _EACH_SPLIT = 2.0, 1.6, 0.04
 # gained by a split without keys: of 157 pairs of calls that differ in nothing else, 114 are faster with such a split,
@@ -33,11 +33,11 @@ class Work(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def num_splits_for(work: Work) -> int:
-    """Into how many splits the keys of each tile are cut to fill the SMs. Cut where that saves 3 %.
+    """The number of splits of each tile's keys that fill the SMs; 1 unless splitting saves 3 %.
 
     us, bf16, one H200, by splits: B1 S4 beside 32768 keys H32/8 D128 8 49, 10 45, 16 46; B2 S6 beside 16384 12/1 D112
     32 18, 64 17.6; B1 S42 beside 1639 H64/8 D128 1 27.9, 4 18.1; B1 S271 beside 1882 H28/4 D128 1 31.0, 2 26.8, 3 33.0.
-    Of 60 calls the choice, of the tile too, takes 1.9 % longer than the best on average, 9 % at most
+    In 60 calls this choice, with that of the tile, takes 1.9 % longer than the best on average, 9 % at most
     (benchmarks/results/2026-11-30_h200_shared_code.md)."""
     most = max(1, min(work.blocks // 2, 4 * work.sms // max(1, work.tiles)))
     splits = min(range(1, most + 1), key=lambda splits: time_of(work, splits))

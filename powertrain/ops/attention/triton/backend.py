@@ -22,11 +22,11 @@ from powertrain.runtime.settings import settings
 
 
 def why_not(problem: AttentionProblem) -> Iterator[Reason]:
-    """Every need of these kernels that the problem does not meet."""
+    """Every unmet requirement of these kernels."""
     if problem.dtype is torch.float64:
-        yield Reason("our kernels compute in float32", "use reference or chunked, or float32")
+        yield Reason("triton takes no float64, it computes in float32", "use reference or chunked, or float32")
     if problem.target is None and not settings().interpret:
-        yield Reason("our kernels run on GPUs", "use cpu or chunked, or move the tensors to a GPU")
+        yield Reason("it runs on a GPU only, got the CPU", "use cpu or chunked, or move the tensors to a GPU")
 
 
 backward_why_not = why_not

@@ -36,8 +36,8 @@ from powertrain.runtime.launch import kernel
 def attention_bwd_ref(
     dout: Tensor,  # [b, h, sq, dv]
     query: Tensor,  # [b, h, sq, dqk]
-    key: Tensor,  # [b, kv heads, sk, dqk]
-    value: Tensor,  # [b, kv heads, sk, dv]
+    key: Tensor,  # [b, KV heads, sk, dqk]
+    value: Tensor,  # [b, KV heads, sk, dv]
     *,
     scale: float,
     visible: Tensor | None = None,  # bool, broadcasts to [b, h, sq, sk]

@@ -65,7 +65,7 @@ class DkdvConfig(NamedTuple):
     tma: Any
     fma: Any
     precision: Any
-    shared: Any  # a program adds up all query heads of its kv head
+    shared: Any  # a program adds up all query heads of its KV head
     late: Any  # lse is loaded after the products
     need_dk: Any
     need_dv: Any
@@ -125,7 +125,7 @@ class ScoreNumbers(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Head `kv * head_of_kv + repeat * head_of_repeat` is query head `repeat` of kv head `kv`."""
+    """Head `kv * head_of_kv + repeat * head_of_repeat` is query head `repeat` of KV head `kv`."""
 
     batch: Any
     queries: Any
@@ -316,7 +316,7 @@ def _attention_dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
     SHARED: tl.constexpr, LATE: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys. SHARED: of all query heads of a kv head, else of one."""
+    """dk and dv of BLOCK_N keys. SHARED: of all query heads of a KV head, else of one."""
     await_kernel_before(STARTS_EARLY)
     heads = kv_heads * num_q_per_kv
     outer = 1 if SHARED else num_q_per_kv

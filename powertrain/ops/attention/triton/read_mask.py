@@ -244,26 +244,26 @@ def _of_documents(own: Tensor | None, other: Tensor | None, target: Target) -> T
         return None
     batch, size = own.shape
     granules = cdiv(size, GRANULE.value)
-    found = torch.empty((batch, granules, 4), dtype=torch.int32, device=own.device)
-    if found.numel():
+    ranges = torch.empty((batch, granules, 4), dtype=torch.int32, device=own.device)
+    if ranges.numel():
         _document_ranges_kernel[(batch * granules,)](
-            own, other, found, size, other.shape[1], granules, BLOCK=1024, STARTS_EARLY=starts_early(target),
+            own, other, ranges, size, other.shape[1], granules, BLOCK=1024, STARTS_EARLY=starts_early(target),
             num_warps=4,
         )  # fmt: skip
-    return found
+    return ranges
 
 
 def _of_mask(tiles: Tensor, batch: int, span: int, other_size: int, target: Target) -> Tensor:
     """tiles: int8 [b|1, granules, tiles of the other side]."""
     _, granules, others = tiles.shape
-    found = torch.empty((batch, granules, 4), dtype=torch.int32, device=tiles.device)
-    if found.numel():
+    ranges = torch.empty((batch, granules, 4), dtype=torch.int32, device=tiles.device)
+    if ranges.numel():
         stride_b = 0 if tiles.shape[0] == 1 else tiles.stride(0)
         _tile_ranges_kernel[(batch * granules,)](
-            tiles, found, others, span, other_size, granules, stride_b, *tiles.stride()[1:],
+            tiles, ranges, others, span, other_size, granules, stride_b, *tiles.stride()[1:],
             BLOCK=next_power_of_2(others), STARTS_EARLY=starts_early(target), num_warps=1,
         )  # fmt: skip
-    return found
+    return ranges
 
 
 def _both(a: Tensor | None, b: Tensor) -> Tensor:

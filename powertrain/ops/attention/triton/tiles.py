@@ -25,7 +25,7 @@ class TiledRows(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of a tensor by batch entry, position, kv head and query head of a kv head."""
+    """Strides of a tensor by batch entry, position, KV head and query head of a KV head."""
 
     b: Any
     s: Any

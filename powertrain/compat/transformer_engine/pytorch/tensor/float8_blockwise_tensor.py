@@ -69,8 +69,8 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         groups = cdiv(rows.shape[1], GROUP)
         # without the padding up to 4
         scale = scale[:, :groups] if self._is_2D_scaled else scale[:, : rows.shape[0]].T
-        found = fp8_dequantize(Quantized(rows, scale), rows.shape[1], dtype or self._dtype).view(data.shape)
-        return found if by_rows else last_dim_back(found)
+        values = fp8_dequantize(Quantized(rows, scale), rows.shape[1], dtype or self._dtype).view(data.shape)
+        return values if by_rows else last_dim_back(values)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Make, keep (None) or drop the data and that of the transpose; only 2D scales are the transpose's too."""

@@ -76,9 +76,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
         assert data is not None
         # the storage has bytes, as there; their format is a name beside them
         rows = as_matrix(data).view(TE_DType_To_Torch[self._fp8_dtype])
-        found = fp8_dequantize(Quantized(rows, self._scale_inv.view(1)), rows.shape[1], dtype or self._dtype)
-        found = found.view(data.shape)
-        return found if self._data is not None else last_dim_back(found)
+        values = fp8_dequantize(Quantized(rows, self._scale_inv.view(1)), rows.shape[1], dtype or self._dtype)
+        values = values.view(data.shape)
+        return values if self._data is not None else last_dim_back(values)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Make, keep (None) or drop the data and that of the transpose; data cannot be made of the transpose."""

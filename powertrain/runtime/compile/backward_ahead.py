@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 
-class _Rehearsal(threading.local):
+class _BackwardAhead(threading.local):
     # finds the kernels of the backward of this thread's call and has other threads compile them
     wanted: Callable[[], None] | None = None
 
@@ -15,4 +15,4 @@ class _Rehearsal(threading.local):
             wanted()
 
 
-rehearsal = _Rehearsal()
+backward_ahead = _BackwardAhead()
