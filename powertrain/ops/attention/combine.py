@@ -120,13 +120,13 @@ def _combine_kernel(
                 parts += (tl.load(at, mask=is_dim[None, None, :], other=0.0),)  # type: ignore[assignment]
         acc, total, top = add_parts(acc, total, top, lses, parts, AHEAD)
     # a row that no split saw has total 0 and gives 0
-    divisor = tl.where(total == 0.0, 1.0, total)
+    divisor = tl.where(total != 0.0, total, 1.0)
     acc = acc * (1.0 / divisor)[:, None]
     out_ptr += batch.to(tl.int64) * stride_ob + query.to(tl.int64) * stride_os
     to = out_ptr + head.to(tl.int64)[:, None] * stride_oh + dims[None, :]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
     if lse_ptr is not None:
-        result = tl.where(total == 0.0, float("-inf"), (top + tl.log2(divisor)) * LN2)
+        result = tl.where(total != 0.0, (top + tl.log2(divisor)) * LN2, float("-inf"))
         tl.store(lse_ptr + batch * slot_rows + of_lse, result, mask=is_row)  # [BLOCK_H]
 
 

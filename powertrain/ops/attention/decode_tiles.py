@@ -476,11 +476,11 @@ def _combine_tiles_kernel(
                         parts += (tl.load(at, mask=is_dim[None, None, :], other=0.0),)  # type: ignore[assignment]
                 acc, total, top = add_parts(acc, total, top, lses, parts, AHEAD)
             # a row that no split saw has total 0 and gives 0
-            divisor = tl.where(total == 0.0, 1.0, total)
+            divisor = tl.where(total != 0.0, total, 1.0)
             acc = acc * (1.0 / divisor)[:, None]
             to = out_ptr + ((start + query).to(tl.int64) * heads + head)[:, None] * HEAD_DIM_V + dims[None, :]
             tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])  # [BLOCK_R, BLOCK_D]
-            result = tl.where(total == 0.0, float("-inf"), (top + tl.log2(divisor)) * LN2)
+            result = tl.where(total != 0.0, (top + tl.log2(divisor)) * LN2, float("-inf"))
             if EQUAL:
                 of_row = (sequence.to(tl.int64) * heads + head) * queries + query
             else:

@@ -245,8 +245,8 @@ def _tile(taken, used, blocks, results, sizes, scale, buffers, sync, CONFIG: gl.
         m = with_sink
     # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN. A total of NaN stays NaN: the
     # combination of parts and the backward leave out rows whose LSE is -inf
-    lse = gl.where(total == 0, MINUS_INF, (m + gl.log2(gl.where(total == 0, 1.0, total))) * LN2)
-    inverse = gl.where(total == 0, 0.0, rescale / gl.where(total == 0, 1.0, total))
+    lse = gl.where(total != 0, (m + gl.log2(gl.where(total != 0, total, 1.0))) * LN2, MINUS_INF)
+    inverse = gl.where(total != 0, rescale / gl.where(total != 0, total, 1.0), 0.0)
     o = o * by_row(inverse, o)
     r = row + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
     c = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, o_layout))

@@ -199,9 +199,9 @@ def _attention_fwd_kernel(
         # the part of ALiBi that add_bias left out
         m -= bias.slope * (i * 1.0 - first)
     # not l > 0: NaN is no row that sees nothing, which the backward would leave out
-    lse = tl.where(l == 0, float("-inf"), m + tl.log2(tl.where(l == 0, 1.0, l)))  # [BLOCK_M]
+    lse = tl.where(l != 0, m + tl.log2(tl.where(l != 0, l, 1.0)), float("-inf"))  # [BLOCK_M]
     # dropout's 1 / (1 - p) once a row instead of once a weight
-    inverse = tl.where(l == 0, 0.0, keep_scale / tl.where(l == 0, 1.0, l))
+    inverse = tl.where(l != 0, keep_scale / tl.where(l != 0, l, 1.0), 0.0)
     o_rows = TiledRows((o_base,), q_len, stride_os)
     store_tile(o_rows, scale_tile(acc, inverse[:, None]), first, q_capacity, D_V, P_V, BLOCK_M)
     lse_base = lse_ptr + (b64 * heads + head) * queries
