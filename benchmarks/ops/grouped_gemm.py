@@ -10,9 +10,9 @@ from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.testing.bench import measure, table
 
 # experts, features out and in, mean rows an expert: DeepSeek-V2-Lite's two GEMMs with 16384 tokens, DeepSeek-V3's with
-# 32 experts on a GPU, and with all 256 on one; few rows each
+# 32 experts on a GPU, and with all 256 on one; few rows each; one row each, as in generating text
 SHAPES = ((64, 2816, 2048, 1536), (64, 2048, 1408, 1536), (32, 4096, 7168, 1024), (32, 7168, 2048, 1024),
-          (256, 4096, 7168, 256), (64, 2816, 2048, 64))  # fmt: skip
+          (256, 4096, 7168, 256), (64, 2816, 2048, 64), (8, 4096, 14336, 1))  # fmt: skip
 
 
 def _offsets(E: int, T: int) -> Tensor:

@@ -85,4 +85,6 @@ def _layer(T: int, E: int, k: int, H: int, size: int) -> Iterator[str]:
 def run() -> Iterator[str]:
     yield from _ops(*LITE[:4], {})
     yield from _ops(*V3[:4], _V3_ROUTING)
+    # few tokens, as in generating text
+    yield from _ops(8, *V3[1:4], _V3_ROUTING)
     yield from _layer(*LITE)

@@ -264,7 +264,7 @@ def write(
     eod       the id that ends a document, or None
     special   ids of bos_token, eos_token and pad_token that a tokenizer declares
     reward    `tensors` hold a value head: the folder is a ForSequenceClassification's, without an output layer
-    theirs    the config.json that `config` was read from: its keys stay, but for those of what is written anew
+    theirs    the config.json that `config` was read from: keys that the model determines are replaced, others kept
     """
     values = to_hf_config(config) if theirs is None else _kept_config(config, theirs)
     if reward:

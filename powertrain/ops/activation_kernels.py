@@ -465,14 +465,14 @@ def activation_fwd(
     return y
 
 
-def _goes_flat(N: int, itemsize: int, of_gates: bool, *strides: int) -> bool:
-    """of_gates: a bias is added to packed gates.
+def _goes_flat(N: int, itemsize: int, biased_gates: bool, *strides: int) -> bool:
+    """biased_gates: a bias is added to packed gates.
 
-    The loads of a bias, and of packed gates, are of single elements then, and rows of even widths have vectors. us, one
+    Flat access loads a bias and packed gates element by element; rows of even widths are loaded in vectors. us, one
     H200, 2^25 elements, by rows, flat: gelu with a bias 300 columns 54, 60; 777 72, 60; 1002 43, 60; 18002 43, 60.
     swiglu, then with a bias 300 33, 35; 33, 42. 770 33, 35; 34, 48. 18002 31, 36; 32, 48. geglu with a bias 777 50, 51;
     3001 41, 51."""
-    return N % 2 == 1 and not (of_gates and N > 1024) and goes_flat(N, itemsize, *strides)
+    return N % 2 == 1 and not (biased_gates and N > 1024) and goes_flat(N, itemsize, *strides)
 
 
 def activation_bwd_outputs(

@@ -337,8 +337,9 @@ def _plan_of_many(N: int, is_layer: bool, has_residual: bool, element_size: int)
     #   layer 8294 193 / 156, 10001 201 / 221, 13001 209 / 262, 20001 203 / 264
     reads_again = N > 6144
     if element_size == 4:
-        kept = range(9217 if is_layer else 11265, 24577 if has_residual else 10241)  # widths of single elements
-        reads_again = N > 8192 and (N % 4 == 0 or N not in kept)
+        # without whole vectors of 16 bytes
+        in_registers = range(9217 if is_layer else 11265, 24577 if has_residual else 10241)
+        reads_again = N > 8192 and (N % 4 == 0 or N not in in_registers)
     if reads_again:
         return _wide_plan(N, is_layer, has_residual, element_size)
     if N <= 2048:

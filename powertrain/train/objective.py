@@ -329,7 +329,7 @@ class Policy:
         with torch.no_grad():
             assert current.entropy is not None
             log_ratio = current.log_probs - old
-            if options.ratio == "sequence":  # what the loss clips
+            if options.ratio == "sequence":  # the loss clips one ratio for each sequence
                 log_ratio = mean_by_sequence(log_ratio, sequence, len(values))[sequence.clamp(min=0)]
             ratio = log_ratio.exp()
             clipped = (ratio < 1 - options.clip_low) | (ratio > 1 + options.clip_high)

@@ -150,7 +150,7 @@ def test_extreme_values(kind: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_beyond_those_of_models(kind: str, device: torch.device) -> None:
-    """What a training that diverges computes: σ that is not quite 0 times them would be large again. NaN stays NaN."""
+    """A diverging training computes them. A sigmoid above 0 times such a number is large again, so it must be 0."""
     x = torch.tensor([3e38, -3e38, 1e19, -1e19, 6e10, -6e10, 90.0, -90.0], device=device)
     if kind in ("gelu", "gelu_tanh", "relu_squared"):
         # a square, or a cube, overflows, in PyTorch's backward of gelu too

@@ -93,7 +93,7 @@ def _flushed(x: np.ndarray) -> np.ndarray:
 
 
 def _repair_functions(builder: Any, propagate_nan: Any) -> None:
-    # tl.maximum and tl.minimum, unless they are told to propagate NaN
+    # tl.maximum and tl.minimum with their default, propagate_nan=NONE: of NaN and a number, the number
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     clamp = builder.create_clampf
