@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from powertrain.models.causal_lm import CausalLM
+from powertrain.models.step_graph import capture
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
 # float32 has no temperature below, and 0 / 0 would be nan
 _SMALLEST = torch.finfo(torch.float32).tiny
+_CAPTURED_FROM = 16  # new tokens: a capture takes longer than a few steps
 
 
 class Sampler:
@@ -122,6 +124,10 @@ def _steps(
     padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
     # the head computes one position a row, each prompt's last token
     logits = model(padded, cache=cache, lengths=lengths, logits_at=lengths.long() - 1)
+
+    def step(tokens: Tensor) -> Tensor:
+        return model(tokens[:, None], cache=cache)[:, -1]
+
     for number in range(max_new_tokens):
         # of a GPU's only the first: the wait for a prompt is long anyway, and a damaged model shows there
         if number == 0 or not logits.is_cuda:
@@ -129,8 +135,12 @@ def _steps(
         tokens = sampler(logits)
         yield tokens, logits
         # the last token needs no forward
-        if number + 1 < max_new_tokens:
-            logits = model(tokens[:, None], cache=cache)[:, -1]
+        if number + 1 == max_new_tokens:
+            return
+        # the first step has compiled the kernels, and allocated what stays
+        if number == 1 and max_new_tokens >= _CAPTURED_FROM:
+            step = capture(model, cache, tokens) or step
+        logits = step(tokens)
 
 
 def _check_model(op: str, model: CausalLM, *ends: int) -> None:
