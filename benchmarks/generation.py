@@ -1,7 +1,7 @@
 """`python -m benchmarks.generation`: tokens of generated text, beside plain PyTorch compiled with CUDA graphs.
 
 Random weights, bfloat16, greedy, prompts of one length. The other is `twin.Twin` over static caches, the decoding step
-compiled by torch.compile(mode="reduce-overhead"), which replays CUDA graphs; it attends to the whole cache under a mask.
+compiled by torch.compile(mode="reduce-overhead"), which replays CUDA graphs; it attends to the whole cache, masked.
 Times are of the clock, from a finished prompt to the last token.
 """
 

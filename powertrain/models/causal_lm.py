@@ -14,7 +14,7 @@ from powertrain.nn.attention import Context, check_cached
 from powertrain.nn.block import Layer
 from powertrain.nn.cache import KVCache
 from powertrain.ops.bias_dropout_add import bias_dropout_add
-from powertrain.ops.linear_cross_entropy import linear_cross_entropy
+from powertrain.ops.linear_cross_entropy import linear_cross_entropy, whole_logits
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import autocast_dtype
 from powertrain.runtime.positional import hinted
@@ -214,7 +214,7 @@ def _head(
     if read is not None:
         return read(states, weight, bias)
     if labels is None:
-        return F.linear(states, weight, bias)
+        return whole_logits(states, weight, bias)
     # the loss from states and weight directly: [tokens, vocabulary] logits are never in memory
     return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)
 

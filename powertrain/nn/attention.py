@@ -213,7 +213,7 @@ class SelfAttention(nn.Module):
             q, k, v = self._rotated(qkv, context.position_ids)
             attended = self._attend(q, k, v, context)
         elif cache.is_empty:
-            q, k, v = self._rotated(qkv, None)
+            q, k, v = self._rotated(qkv)
             cache.fill(self.layer, k, v)
             attended = self._attend(q, k, v, Context())
         elif self.sparsity is None:
@@ -231,19 +231,22 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def _rotated(self, qkv: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(
+        self, qkv: Tensor, position_ids: Tensor | None = None, offset: int | Tensor = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v; q and k turned by position_ids [B, S], or by positions that count from `offset`, one or [B]."""
         if self.rotary is None:
             return self._split(qkv)
         table = self.rotary.table(qkv.device)
         # the fused kernel rotates the packed projection; norms of queries and keys come between the two
         if self.q_norm is not None:
             q, k, v = self._split(qkv)
-            q, k = rope(q, k, table=table, position_ids=position_ids)
+            q, k = rope(q, k, table=table, position_ids=position_ids, offset=offset)
             return q, k, v
         kv_heads = qkv.shape[-2] // (self.group_size + 2)
         return rope_qkv(
             qkv, table=table, num_heads=kv_heads * self.group_size, num_kv_heads=kv_heads, packing="grouped",
-            position_ids=position_ids,
+            position_ids=position_ids, offset=offset,
         )  # fmt: skip
 
     def _slopes(self, q: Tensor) -> Tensor | None:
@@ -266,11 +269,11 @@ class SelfAttention(nn.Module):
         return F.dropout(out, self.dropout, self.training)
 
     def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:
-        q, k, v = self._split(qkv)
+        # one launch, which reads q where the packed projection has it: decode_attention's own rotation needs a copy
+        q, k, v = self._rotated(qkv, offset=cache.lengths)
         out = decode_attention(
             q, cache.keys[self.layer], cache.values[self.layer], cache.lengths, key_new=k, value_new=v,
-            rotary=None if self.rotary is None else self.rotary.table(q.device), window_size=self.window,
-            alibi_slopes=self._slopes(q),
+            window_size=self.window, alibi_slopes=self._slopes(q),
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out

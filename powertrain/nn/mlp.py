@@ -11,6 +11,7 @@ from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
 from powertrain.ops.fp8.gated import fp8_gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
+from powertrain.ops.gemm.odd_widths import has_odd_width, padded_mlp
 from powertrain.quant.kept import KeepsGates
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
@@ -44,6 +45,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         if _is_plain(self.up):
+            if has_odd_width(x, self.up.weight) and _is_plain(self.down):
+                return padded_mlp(
+                    x, self.up.weight, self.kind, self.down.weight, bias=self.up.bias, down_bias=self.down.bias
+                )
             return self.down(linear_activation(x, self.up.weight, self.kind, bias=self.up.bias))
         (up,) = columns(x, self.up, shape=context.shape)
         return self.down(activation(up, self.kind))
@@ -67,8 +72,13 @@ class GatedMLP(KeepsGates):
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         if not self.keeps_fp8 and _is_plain(self.gate, self.up):
-            gate, up = self.gate, self.up
-            return self.down(
+            gate, up, down = self.gate, self.up, self.down
+            if has_odd_width(x, gate.weight) and _is_plain(down):
+                return padded_mlp(
+                    x, gate.weight, self.kind, down.weight, bias=gate.bias, up_weight=up.weight, up_bias=up.bias,
+                    down_bias=down.bias,
+                )  # fmt: skip
+            return down(
                 linear_activation(x, gate.weight, self.kind, bias=gate.bias, up_weight=up.weight, up_bias=up.bias)
             )
         halves = columns(x, self.gate, self.up, shape=context.shape)

@@ -44,9 +44,10 @@ from powertrain.ops.cross_entropy_kernels import (
     launch_mean_scale,
     launch_row_stats,
 )
+from powertrain.ops.gemm.odd_widths import is_slow, padded_linear, padded_width
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, cdiv, empty, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, apart_from_autocast, cast_by_autocast, falls_back, use_kernel
+from powertrain.runtime.dispatch import Op, apart_from_autocast, cast_by_autocast, falls_back, use_kernel, wants_grad
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.plain_calls import plain
@@ -141,6 +142,20 @@ def logits_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
         rows = weight[cols].t()
         torch.mm(x, rows, out=out[:, cols]) if bias is None else torch.addmm(bias[cols], x, rows, out=out[:, cols])
     return out
+
+
+def whole_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., D] times weight [V, D] transposed, plus bias: F.linear's result [..., V]. Where that is slow for its V,
+    as with 50257 words, it is the first V columns of a wider tensor."""
+    V, lead = weight.shape[0], x.shape[:-1]
+    if is_slow(x, weight) and not wants_grad(x, weight, bias):
+        x, weight, bias = cast_by_autocast(x, weight, bias)
+        rows = as_rows(x)
+        return logits_into(rows, weight, bias, new_scratch(x, rows.shape[0], V)).unflatten(0, lead)
+    if (width := padded_width(x, weight)) == V:
+        return F.linear(x, weight, bias)
+    x, weight, bias = cast_by_autocast(x, weight, bias)
+    return padded_linear(x, weight, bias, width)[..., :V]
 
 
 def _linear_cross_entropy_fwd_outputs(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
+from powertrain.ops.gemm.odd_widths import has_odd_width, padded_mlp
 from powertrain.patching.replace import is_plain_linear
 
 KIND = "mlp"
@@ -107,10 +108,10 @@ def _separate(gate: str, up: str, down: str, kind: str) -> Callable[..., Any]:
         # children are looked up at each call: PEFT or a quantizer may have exchanged them since
         if args or options or not _serves(x, first, second):
             return type(self).forward(self, x, *args, **options)
-        h = linear_activation(
-            x, first.weight, kind, bias=first.bias, up_weight=second.weight, up_bias=second.bias
-        )  # fmt: skip
-        return self._modules[down](h)
+        inner, last = dict(bias=first.bias, up_weight=second.weight, up_bias=second.bias), self._modules[down]
+        if has_odd_width(x, first.weight) and _serves(x, last):
+            return padded_mlp(x, first.weight, kind, last.weight, **inner, down_bias=last.bias)
+        return last(linear_activation(x, first.weight, kind, **inner))
 
     return forward
 
@@ -129,9 +130,12 @@ def _plain(first: str, second: str, kind: str) -> Callable[..., Any]:
     half = _first(first, kind)
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
-        if args or options or not _serves(x, self._modules[first]):
+        linear, last = self._modules[first], self._modules[second]
+        if args or options or not _serves(x, linear):
             return type(self).forward(self, x, *args, **options)
-        return self._modules[second](half(self, x))
+        if has_odd_width(x, linear.weight) and _serves(x, last):
+            return padded_mlp(x, linear.weight, kind, last.weight, bias=linear.bias, down_bias=last.bias)
+        return last(half(self, x))
 
     return forward
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from powertrain.models import build, configure
 from powertrain.models.generate import Sampler, complete, generate, stream
+from powertrain.models.step_graph import why_not
 
 SIZES = {
     "architecture": "gpt_neox", "vocab_size": 97, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
@@ -295,3 +296,24 @@ def test_more_tokens_than_learned_positions() -> None:
             model(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
     with pytest.raises(ValueError, match=r"CausalLM: position_ids must be in \[0, 32\), got 33"):
         model(torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.tensor([[1, 33]]))
+
+
+def test_what_a_graph_of_steps_cannot_serve() -> None:
+    """`why_not` says it beforehand; on a CPU there are no graphs."""
+    model = _model(**MODELS["gpt3"])
+    assert why_not(model) == "not all parameters are on a GPU"
+    handle = model.layers[1].mlp.register_forward_pre_hook(lambda *_: None)
+    assert why_not(model) == "layers.1.mlp has forward hooks, which a graph does not call"
+    handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert why_not(model) == "modules have global forward hooks, which a graph does not call"
+    handle.remove()
+    with torch.autocast("cuda", torch.bfloat16):
+        # without a GPU PyTorch leaves it disabled
+        enabled = torch.is_autocast_enabled("cuda")
+        assert ("autocast" in str(why_not(model))) == enabled
+    model.is_last = False
+    assert why_not(model) == "the model is sharded over ranks"
+    model.is_last = True
+    model.layers[0].compile()
+    assert why_not(model) == "layers.0 is compiled by torch.compile"

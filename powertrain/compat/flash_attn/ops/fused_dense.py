@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from powertrain.compat.missing import unknown
 from powertrain.ops.conversion import unsupported
 from powertrain.ops.gemm.linear_activation import linear_activation
+from powertrain.ops.gemm.odd_widths import has_odd_width, padded_mlp
 from powertrain.runtime import checks
 
 __all__ = ["FusedDense", "FusedMLP", "fused_dense_func", "fused_mlp_func"]
@@ -34,8 +35,12 @@ def fused_mlp_func(
     """activation(x @ weight1.T + bias1) @ weight2.T + bias2; save_pre_act, checkpoint_lvl and heuristic are hints."""
     _alone("fused_mlp_func", process_group)
     checks.one_of("fused_mlp_func", "activation", activation, tuple(_KINDS))
-    # the activation is fused into the first product where a kernel for it is chosen
-    y = F.linear(linear_activation(x, weight1, _KINDS[activation], bias=bias1), weight2, bias2)
+    kind = _KINDS[activation]
+    if has_odd_width(x, weight1):
+        y = padded_mlp(x, weight1, kind, weight2, bias=bias1, down_bias=bias2)
+    else:
+        # the activation is fused into the first product where a kernel for it is chosen
+        y = F.linear(linear_activation(x, weight1, kind, bias=bias1), weight2, bias2)
     return (y, x) if return_residual else y
 
 

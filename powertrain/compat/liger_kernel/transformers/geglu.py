@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from powertrain.compat.liger_kernel.gated import gated
+from powertrain.compat.liger_kernel.gated import gated_mlp
 from powertrain.compat.missing import unknown
 
 __all__ = ["LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"]
@@ -23,7 +23,7 @@ class LigerGEGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Liger's config has hidden_act, its GEGLU ignores it
-        return self.down_proj(gated(x, self.gate_proj, self.up_proj, "geglu_tanh"))
+        return gated_mlp(x, self.gate_proj, self.up_proj, self.down_proj, "geglu_tanh")
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

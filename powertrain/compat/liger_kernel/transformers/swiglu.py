@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powertrain.compat.liger_kernel.gated import gated
+from powertrain.compat.liger_kernel.gated import gated_mlp
 from powertrain.compat.missing import unknown
 from powertrain.ops.activations import swiglu
 from powertrain.ops.grouped_gemm import grouped_gemm
@@ -43,7 +43,7 @@ class LigerSwiGLUMLP(nn.Module):
         return config.hidden_act
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(x, self.gate_proj, self.up_proj, "swiglu"))
+        return gated_mlp(x, self.gate_proj, self.up_proj, self.down_proj, "swiglu")
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
@@ -102,7 +102,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         checks.one_of("LigerBlockSparseTop2MLP", "config.hidden_act", config.hidden_act, _SILU)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(gated(x, self.w1, self.w3, "swiglu"))
+        return gated_mlp(x, self.w1, self.w3, self.w2, "swiglu")
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):

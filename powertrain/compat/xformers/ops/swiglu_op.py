@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from powertrain.compat.missing import unknown
 from powertrain.ops.gemm.linear_activation import linear_activation
+from powertrain.ops.gemm.odd_widths import has_odd_width, padded_mlp
 from powertrain.runtime import checks
 
 __all__ = ["SwiGLU", "SwiGLUOp", "swiglu", "swiglu_packed"]
@@ -31,6 +32,8 @@ def swiglu(
     """
     # op chooses an implementation there
     checks.require(op is None, "swiglu", "op", "be None: there is one implementation", op)
+    if has_odd_width(x, w1):
+        return padded_mlp(x, w1, "swiglu", w3, bias=b1, up_weight=w2, up_bias=b2, down_bias=b3)
     hidden = linear_activation(x, w1, "swiglu", bias=b1, up_weight=w2, up_bias=b2)
     return F.linear(hidden, w3, b3)
 

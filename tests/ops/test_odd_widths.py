@@ -1,0 +1,125 @@
+"""Products padded to whole vectors: values and gradients, what they save, which calls take them."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powertrain.models.causal_lm import Head
+from powertrain.nn.mlp import MLP, GatedMLP
+from powertrain.ops import linear_cross_entropy as losses
+from powertrain.ops.batch_invariance import batch_invariant
+from powertrain.ops.gemm import odd_widths
+from powertrain.ops.gemm.odd_widths import has_odd_width, is_slow, padded_linear, padded_width
+
+
+def _bf16(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture
+def slow_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if products on this CPU were slow as a GPU's are."""
+    for module in (odd_widths, losses):
+        monkeypatch.setattr(module, "is_slow", lambda x, weight: weight.shape[0] % 8 > 0)
+    monkeypatch.setattr(odd_widths, "_FEWEST_ROWS_OF_ODD", 1)
+    monkeypatch.setattr(odd_widths, "_FEWEST_ROWS_OF_EVEN", 4)
+
+
+@pytest.mark.parametrize("N, K, columns, wide", [(5, 7, 8, 7), (8, 7, 8, 16), (13, 8, 16, 8), (3, 5, 3, 5)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_padded_linear(N: int, K: int, columns: int, wide: int, has_bias: bool) -> None:
+    x, dy = torch.randn(2, 3, wide, dtype=torch.float64), torch.randn(2, 3, columns, dtype=torch.float64)
+    weight, bias = torch.randn(N, K, dtype=torch.float64), torch.randn(N, dtype=torch.float64)
+    inputs = [t.requires_grad_() for t in ((x, weight, bias) if has_bias else (x, weight))]
+    y = padded_linear(x, weight, bias if has_bias else None, columns)
+    exact = F.linear(x[..., :K], weight, bias if has_bias else None)
+    torch.testing.assert_close(y, F.pad(exact, (0, columns - N)))
+    expected = torch.autograd.grad(exact, inputs, dy[..., :N])
+    torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), expected)
+
+
+def _saved(call: Any) -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(t: Tensor) -> Tensor:
+        shapes.append(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        call()
+    return shapes
+
+
+@pytest.mark.parametrize("width", [37, 38, 44])
+@pytest.mark.parametrize("kind", [GatedMLP, MLP])
+def test_an_mlp_of_odd_width(width: int, kind: type, slow_here: None) -> None:
+    layer = kind(24, width, bias=True).double()
+    x, dy = (torch.randn(2, 5, 24, dtype=torch.float64) for _ in range(2))
+    inputs = [x.requires_grad_(), *layer.parameters()]
+    first = layer.up if kind is MLP else layer.gate
+    assert has_odd_width(x, first.weight)
+    y = layer(x)
+    # the weights, not their copies, are in memory until backward
+    saved = _saved(lambda: layer(x))
+    assert tuple(layer.down.weight.shape) in saved and (40 if width < 40 else 48, 24) not in saved
+    found = torch.autograd.grad(y, inputs, dy)
+    # a hook sees its module called, so nothing is padded
+    layer.down.register_forward_hook(lambda *_: None)
+    plain = layer(x)
+    assert tuple(layer.down.weight.shape) in _saved(lambda: layer(x))
+    torch.testing.assert_close(y, plain)
+    torch.testing.assert_close(found, torch.autograd.grad(plain, inputs, dy))
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_logits_of_an_odd_vocabulary(tokens: int, has_bias: bool, slow_here: None) -> None:
+    head = Head(16, 203, bias=has_bias).double()
+    states = torch.randn(2, tokens, 16, dtype=torch.float64)
+    exact = F.linear(states, head.weight, head.bias)
+    with torch.no_grad():
+        logits = head(states)
+        # rows at multiples of 64 elements
+        assert logits.stride(0) == 256 * tokens
+        torch.testing.assert_close(logits, exact)
+    dy = torch.randn_like(exact)
+    parameters = list(head.parameters())
+    with_gradient = head(states)
+    assert with_gradient.stride(0) == 208 * tokens
+    expected = torch.autograd.grad(exact, parameters, dy)
+    torch.testing.assert_close(torch.autograd.grad(with_gradient, parameters, dy), expected)
+
+
+def test_which_products_are_padded() -> None:
+    """Those of 16 bits whose width is no multiple of 8, from as many rows on as pay for the copy of the weight."""
+    odd, even, whole = _bf16(5461, 64), _bf16(5462, 64), _bf16(5456, 64)
+    assert padded_width(_bf16(128, 64), odd) == 5464
+    assert padded_width(_bf16(2, 64, 64), odd) == 5464
+    assert padded_width(_bf16(127, 64), odd) == 5461
+    assert padded_width(_bf16(511, 64), even) == 5462
+    assert padded_width(_bf16(512, 64), even) == 5464
+    assert padded_width(_bf16(4096, 64), whole) == 5456
+    assert padded_width(_bf16(0, 64), odd) == 5461
+    assert is_slow(_bf16(1, 64), odd) and not is_slow(_bf16(1, 64), whole)
+    assert not is_slow(_bf16(128, 64).float(), odd.float())
+    assert not is_slow(torch.ones(128, 64, dtype=torch.bfloat16), torch.ones(9, 64, dtype=torch.bfloat16))
+    # its bits do not depend on the number of rows
+    with batch_invariant():
+        assert not is_slow(_bf16(128, 64), odd)
+    # what looks at products sees them
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert not is_slow(_bf16(128, 64), odd)
+
+
+def test_modules_take_it_on_meta() -> None:
+    """Forward and backward of a layer as a GPU computes it, by shapes."""
+    layer = GatedMLP(64, 171).bfloat16().to("meta")
+    x = _bf16(2, 100, 64).requires_grad_()
+    y = layer(x)
+    assert y.shape == x.shape and y.dtype is torch.bfloat16
+    grads = torch.autograd.grad(y, [x, *layer.parameters()], torch.empty_like(y))
+    assert [g.shape for g in grads] == [x.shape, *(p.shape for p in layer.parameters())]
+    assert all(g.is_contiguous() for g in grads)
