@@ -13,6 +13,7 @@ from powertrain.ops import linear_cross_entropy as losses
 from powertrain.ops.batch_invariance import batch_invariant
 from powertrain.ops.gemm import odd_widths
 from powertrain.ops.gemm.odd_widths import has_odd_width, is_slow, padded_linear, padded_width
+from tests.torch_setup import INTERPRET
 
 
 def _bf16(*shape: int) -> Tensor:
@@ -39,6 +40,19 @@ def test_padded_linear(N: int, K: int, columns: int, wide: int, has_bias: bool) 
     torch.testing.assert_close(y, F.pad(exact, (0, columns - N)))
     expected = torch.autograd.grad(exact, inputs, dy[..., :N])
     torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), expected)
+
+
+@pytest.mark.parametrize("M, N", [(5, 1030), (9, 3), (1, 2048)])
+@pytest.mark.parametrize("rows, columns", [(5, 1030), (8, 1032), (9, 5), (1, 2), (3, 2049)])
+@pytest.mark.parametrize("step", [1, 2])
+def test_resized(M: int, N: int, rows: int, columns: int, step: int) -> None:
+    """Cut off or padded in each dim, of a part of a wider matrix too: by the kernel, or by PyTorch."""
+    dtype = torch.float32 if INTERPRET else torch.float64
+    x = torch.arange(M * (N + 3) * step, dtype=dtype).view(M, -1)[:, 1 : 1 + N * step : step]
+    found = odd_widths._resized(x, rows, columns)
+    expected = torch.zeros(rows, columns, dtype=dtype)
+    expected[:M, :N] = x[:rows, :columns]
+    assert found.is_contiguous() and torch.equal(found, expected)
 
 
 def _saved(call: Any) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ import powertrain
 from powertrain import ops
 from powertrain.ops.attention.backends.zero_padding import zero_tail
 from powertrain.ops.cases import cases
+from powertrain.ops.gemm.odd_widths import padded_linear
 from powertrain.ops.rope_table import RopeTable
 from powertrain.parallel.transport.kernels import poison, sum_parts
 from powertrain.runtime import float32_products
@@ -81,6 +82,10 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
     powertrain.rope(torch.empty(2, 64, 8, 128, dtype=dtype, device=META), table=table, inplace=True)
     launch_decode_kernels(dtype)
     launch_merge_kernels(dtype)
+    if dtype is not torch.float32:
+        odd = padded_linear(empty(128, 64), empty(171, 64), empty(171), 176)
+        narrow = padded_linear(odd, empty(64, 171), None, 64)
+        narrow.backward(torch.empty_like(narrow))
     if dtype is not torch.float32 and Target.of(META).arch == 90:
         launch_gemms(dtype)
         launch_epilogues(dtype)

@@ -13,19 +13,31 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
 from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.batch_invariance import is_batch_invariant
-from powertrain.ops.shapes import acc_dtype, as_rows
-from powertrain.runtime.dispatch import Op, autocast_dtype, cast_by_autocast, in_functorch
+from powertrain.ops.column_sums import column_sums
+from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
+from powertrain.runtime.dispatch import (
+    Op,
+    autocast_dtype,
+    cast_by_autocast,
+    falls_back,
+    in_functorch,
+    is_disabled,
+    use_kernel,
+)
 from powertrain.runtime.flops import Shape
+from powertrain.runtime.launch import kernel
 
+_OP = "linear_activation"
 _HALVES = (torch.float16, torch.bfloat16)
 _WHOLE = 8  # elements of 16 bits in 16 bytes
 # from so many rows on the copies of the weights cost less than they save. Forward of a gated MLP, one H200, us, as it
-# is and padded: 2048 and 5461, 16 rows 86 and 93, 128 128 and 100; 4096 and 10922, 128 rows 177 and 366, 512 600 and 461
+# is and padded: 2048 and 5461, 16 rows 86 and 93, 128 128 and 100; 4096 and 10922, 128 rows 177, 366, 512 600, 461
 _FEWEST_ROWS_OF_ODD, _FEWEST_ROWS_OF_EVEN = 128, 512
 
 
@@ -34,7 +46,13 @@ def is_slow(x: Tensor, weight: Tensor) -> bool:
     looks at single products, and torch.compile, which pads them itself, does not trace."""
     if weight.shape[0] % _WHOLE == 0 or not (x.is_cuda or x.is_meta) or (autocast_dtype(x) or x.dtype) not in _HALVES:
         return False
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or in_functorch() or is_batch_invariant():
+    if (
+        is_disabled(_OP)
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or in_functorch()
+        or is_batch_invariant()
+    ):
         return False
     return all(type(t) in (Tensor, Parameter) for t in (x, weight))
 
@@ -52,8 +70,31 @@ def has_odd_width(x: Tensor, weight: Tensor) -> bool:
     return padded_width(x, weight) != weight.shape[0]
 
 
-def _padded(weight: Tensor, columns: int, K: int) -> Tensor:
-    return F.pad(weight, (0, K - weight.shape[1], 0, columns - weight.shape[0]))
+@kernel(unaligned=("source_ptr", "target_ptr"), down_to=2)
+def _resize_kernel(
+    source_ptr, target_ptr, M, N, rows, columns, stride_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """target [rows, columns], contiguous: the part of source [M, N] that it has, zeros beside and below."""
+    col_blocks = tl.cdiv(columns, BLOCK_N)
+    row = ((tl.program_id(0) // col_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    col = (tl.program_id(0) % col_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    inside = (row < rows) & (col < columns)
+    x = tl.load(source_ptr + row * stride_m + col, mask=inside & (row < M) & (col < N), other=0.0)  # [BLOCK_M, BLOCK_N]
+    tl.store(target_ptr + row * columns + col, x, mask=inside)
+
+
+def _resized(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x [M, N] as [rows, columns], contiguous: cut off, or padded with zeros."""
+    M, N = x.shape
+    if N == columns and rows <= M:
+        return x[:rows].contiguous()
+    if not use_kernel(_OP, x):
+        return F.pad(x, (0, columns - N, 0, rows - M)).contiguous()
+    x, target = (x if x.stride(1) == 1 else x.contiguous()), x.new_empty(rows, columns)
+    _resize_kernel[(cdiv(rows, 4) * cdiv(columns, 1024),)](
+        x, target, M, N, rows, columns, x.stride(0), BLOCK_M=4, BLOCK_N=1024, num_warps=4
+    )
+    return target
 
 
 def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
@@ -63,7 +104,7 @@ def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Te
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     if bias is not None:
         bias = F.pad(bias, (0, columns - bias.shape[0]))
-    return F.linear(x, _padded(weight, columns, x.shape[-1]), bias)
+    return F.linear(x, _resized(weight, columns, x.shape[-1]), bias)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -76,10 +117,17 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     (N, K), rows = weight.shape, as_rows(dy).contiguous()
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    dx = (rows @ _padded(weight, rows.shape[1], x.shape[-1])).view(x.shape) if need_dx else None
-    dw = (rows.T @ as_rows(x))[:N, :K].contiguous() if need_dw else None
-    db = rows[:, :N].sum(0, dtype=acc_dtype(dy.dtype)).to(dy.dtype) if need_db else None
-    return dx, dw, db, None
+    dx = (rows @ _resized(weight, rows.shape[1], x.shape[-1])).view(x.shape) if need_dx else None
+    dw = _resized(rows.T @ as_rows(x), N, K) if need_dw else None
+    return dx, dw, _sums(rows)[:N] if need_db else None, None
+
+
+def _sums(rows: Tensor) -> Tensor:
+    if not use_kernel(_OP, rows):
+        return rows.sum(0, dtype=acc_dtype(rows.dtype)).to(rows.dtype)
+    out = rows.new_empty(rows.shape[1])
+    column_sums(rows, out)
+    return out
 
 
 def _flops(x: Shape, columns: int, **_: Any) -> int:
@@ -97,10 +145,15 @@ _padded_linear_op = Op(
 )
 
 
-def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """x Wᵀ + b with zeros where W [N, K] and b [N] have no columns: x [..., at least K], result [..., columns >= N]."""
+@falls_back(_OP)
+def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     result: Tensor = _padded_linear_op(x, weight, bias, columns)
     return result
+
+
+def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    """x Wᵀ + b with zeros where W [N, K] and b [N] have no columns: x [..., at least K], result [..., columns >= N]."""
+    return _padded_linear(x, weight, bias, columns)
 
 
 def padded_mlp(
