@@ -17,7 +17,8 @@ each row's lse, target logit and sum over the shard, `launch_losses` turns those
 and `launch_dlogits` makes the shard's gradient. Between the first two a vocabulary-parallel loss puts its all-reduces.
 
 A row of odd length does not start at a 16-byte boundary. The kernels then take the whole 16-byte vectors inside the row
-as they lie in memory, and the few elements at both ends apart.
+as they lie in memory, and the few elements at both ends apart. Few long rows are shared by several programs each, whose
+results a second launch joins; the gradient made in forward is then a launch of its own.
 
 Sources: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z-loss); online softmax after
 Milakov and Gimelshein, arXiv:1805.02867.

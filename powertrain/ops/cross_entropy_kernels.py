@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.batch_invariance import is_batch_invariant
+from powertrain.ops.early_start import await_kernel_before, starts_early
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -14,6 +15,10 @@ from powertrain.runtime.target import Target
 # longer rows are not in the L2 cache any more when their gradient is made: 8192 x 128256 bf16 took 1.48 to 1.56 ms on
 # an H200 with statistics and gradient in one kernel, 1.49 in two; 8192 x 50257 0.55 in one and 0.62 in two
 FUSED_ROW_BYTES = 128 << 10
+
+# parts of rows (`row_parts`): the longest row that is not shared, the most programs an SM and a row, and of what a part
+# is a multiple: whole vectors, and whole blocks of few parts
+_LONGEST_WHOLE, _PROGRAMS, MOST_PARTS, _PART = 16384, 4, 64, 4096
 
 
 @triton.jit
@@ -100,12 +105,18 @@ def _edge_gradients(
     tl.store(dlogits_ptr + shift + edge, d.to(dlogits_ptr.dtype.element_ty), mask=exists)  # [2 * VEC]
 
 
+@triton.jit
+def _row_lse(kept, peak, total):
+    return tl.where(kept, peak + tl.log(tl.where(kept, total, 1.0)), 0.0)
+
+
 @kernel(unaligned=("target_ptr", "scale_ptr"))
 def _row_stats_kernel(
     logits_ptr,
     target_ptr,
     scale_ptr,
     lse_ptr,
+    total_ptr,
     target_logit_ptr,
     sum_ptr,
     dlogits_ptr,
@@ -118,17 +129,27 @@ def _row_stats_kernel(
     label_smoothing,
     z_loss,
     softcap,
+    columns,  # behind the others: ahead of the strides it cost kernels that do not use it 7 of 49 registers
     CAPPED: tl.constexpr,
     EDGES: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program. With dlogits_ptr (which may be logits_ptr) it also makes the gradient, if dloss is 1."""
+    """One row a program. With dlogits_ptr (which may be logits_ptr) it also makes the gradient, if dloss is 1.
+    With total_ptr program (i, j) reads part j of row i, `columns` of it, as if it were a row, and stores its peak, in
+    lse's place, and total, for `_join_row_stats_kernel`."""
     row = tl.program_id(0).to(tl.int64)
+    slot = row
     target = tl.load(target_ptr + row).to(tl.int64)  # scalar
     kept = target != ignore_index
     local_target = target - vocab_start
     start = row * stride_lm
+    if total_ptr is not None:
+        slot += tl.program_id(1) * tl.num_programs(0)
+        begin = tl.program_id(1) * columns
+        local_target -= begin
+        start += begin
+        V = tl.minimum(V - begin, columns)
     first, count = _vectors(start, start + V, VEC)
     base = logits_ptr + first
     vectors = tl.arange(0, BLOCK)[:, None]
@@ -168,11 +189,15 @@ def _row_stats_kernel(
     if CAPPED:
         z_target = capped_logits(z_target, softcap)
     in_vocab = (target >= 0) & (target < vocab_size)
-    tl.store(target_logit_ptr + row, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))  # scalar
-    lse = tl.where(kept, row_peak + tl.log(tl.where(kept, row_total, 1.0)), 0.0)
-    tl.store(lse_ptr + row, lse)  # scalar
+    tl.store(target_logit_ptr + slot, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))  # scalar
+    if total_ptr is not None:
+        tl.store(lse_ptr + slot, row_peak)  # scalar
+        tl.store(total_ptr + slot, row_total)  # scalar
+    else:
+        lse = _row_lse(kept, row_peak, row_total)
+        tl.store(lse_ptr + slot, lse)  # scalar
     if sum_ptr is not None:
-        tl.store(sum_ptr + row, row_sum)  # scalar
+        tl.store(sum_ptr + slot, row_sum)  # scalar
 
     if dlogits_ptr is not None:
         grad = 1.0
@@ -201,6 +226,45 @@ def _row_stats_kernel(
             tl.debug_barrier()
             d_target = _target_gradient(z_target, lse, slope, offset, hit, softcap, CAPPED)
             tl.store(dlogits_ptr + shift + start + local_target, d_target.to(dtype))  # scalar
+
+
+@triton.jit
+def load_parts(ptr, parts, step, BLOCK: tl.constexpr):
+    """Of this program's row: addresses of its parts' peaks, behind which each `step` another result follows; which
+    parts exist; their peaks and totals; the row's peak."""
+    part = tl.arange(0, BLOCK)
+    exists = part < parts
+    at = ptr + part * tl.num_programs(0) + tl.program_id(0)
+    peak = tl.load(at, mask=exists, other=-1e38)  # [BLOCK]
+    total = tl.load(at + step, mask=exists, other=0.0)  # [BLOCK]
+    return at, exists, peak, total, tl.max(peak, axis=0)
+
+
+@kernel(unaligned=("target_ptr", "lse_ptr", "target_logit_ptr", "sum_ptr"))
+def _join_row_stats_kernel(
+    parts_ptr,
+    target_ptr,
+    lse_ptr,
+    target_logit_ptr,
+    sum_ptr,
+    parts,
+    step,
+    ignore_index,
+    BLOCK: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
+):
+    """One row a program: its results from those of its parts."""
+    await_kernel_before(STARTS_EARLY)
+    row = tl.program_id(0)
+    at, exists, peak, total, row_peak = load_parts(parts_ptr, parts, step, BLOCK)
+    row_total = tl.sum(total * tl.exp(peak - row_peak), axis=0)
+    kept = tl.load(target_ptr + row).to(tl.int64) != ignore_index  # scalar
+    tl.store(lse_ptr + row, _row_lse(kept, row_peak, row_total))  # scalar
+    # 0 in all parts but the target's
+    target_logit = tl.load(at + 2 * step, mask=exists, other=0.0)  # [BLOCK]
+    tl.store(target_logit_ptr + row, tl.sum(target_logit, axis=0))  # scalar
+    if sum_ptr is not None:
+        tl.store(sum_ptr + row, tl.sum(tl.load(at + 3 * step, mask=exists, other=0.0), axis=0))  # scalar
 
 
 @kernel(unaligned=("target_ptr", "grad_ptr", "scale_ptr"))
@@ -379,30 +443,62 @@ def launch_row_stats(
     vocab_size: int | None = None,
 ) -> None:
     """Each row's lse, target logit (0 if it is in another shard, nan if out of range) and sum of logits."""
-    if dlogits is not None and logits.shape[1] * logits.element_size() > FUSED_ROW_BYTES:
+    T, V = logits.shape
+    parts = row_parts(T, V, Target.of(logits.device))
+    if dlogits is not None and (parts.programs > 1 or V * logits.element_size() > FUSED_ROW_BYTES):
         where: dict[str, Any] = dict(vocab_start=vocab_start, vocab_size=vocab_size)
         launch_row_stats(logits, target, terms, lse, target_logit, logit_sum, **where)
         launch_dlogits(logits, target, lse, None, terms, dlogits, scale=scale, **where)
         return
-    T, V = logits.shape
     vector = _vector(logits, logits if dlogits is None else dlogits)
     # one H200, 8192 x 128256 bf16, ms (x 50257): 256 vectors by 4 warps 0.481 (0.207), 512 by 8 0.480 (0.215), 1024 by
     # 16 0.489 (0.249); with the gradient, x 50257: 1024 by 16 0.55, 1024 by 32 0.60, 512 by 8 0.60.
-    most = 1024 if dlogits is not None else stats_block(T, Target.of(logits.device))
-    block = min(most, next_power_of_2(max(1, V // vector["VEC"])))
-    _row_stats_kernel[(T,)](
-        logits, target, scale, lse, target_logit, logit_sum, dlogits,
+    most = 1024 if dlogits is not None else stats_block(T * parts.programs, Target.of(logits.device))
+    block = min(most, next_power_of_2(max(1, min(V, parts.columns) // vector["VEC"])))
+    found, into = None, [lse, None, target_logit, logit_sum]
+    if parts.programs > 1:
+        found, into = parts.results(lse, lse, target_logit, logit_sum)
+    _row_stats_kernel[(T, parts.programs)](
+        logits, target, scale, *into, dlogits,
         V, vocab_start, vocab_size or V, logits.stride(0), 0 if dlogits is None else dlogits.stride(0), *terms,
-        **terms.modes, **vector, BLOCK=block, num_warps=1 if block <= 128 else block // 64,
+        parts.columns, **terms.modes, **vector, BLOCK=block, num_warps=1 if block <= 128 else block // 64,
     )  # fmt: skip
+    if found is not None:
+        _join_row_stats_kernel[(T,)](
+            found, target, lse, target_logit, logit_sum, parts.programs, found.stride(0), terms.ignore_index,
+            BLOCK=MOST_PARTS, STARTS_EARLY=starts_early(Target.of(logits.device)), num_warps=1,
+        )  # fmt: skip
 
 
-def stats_block(T: int, target: Target) -> int:
-    """Vectors of a row that a program reads at a time for its statistics, 64 a warp: of few rows more, so that an SM
+class Parts(NamedTuple):
+    """How programs share a row for its statistics: each reads a part of it."""
+
+    programs: int  # of a row
+    columns: int  # of a part; the last part may have fewer
+
+    def results(self, like: Tensor, *others: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+        """Uninitialized [4, at least programs * T] for the parts' results in place of four tensors [T]; its rows, None
+        for None. Every row is aligned, so that one kernel serves all sizes."""
+        found = like.new_empty((4, cdiv(self.programs * like.shape[0], 4) * 4))
+        return found, [None if other is None else row for other, row in zip((like, *others), found, strict=True)]
+
+
+def row_parts(T: int, V: int, target: Target, batch_invariant: bool = False) -> Parts:
+    """Several programs read a long row where one for each would leave SMs without work. The order of sums then depends
+    on T, so with `batch_invariant`, or in its context, it is always one."""
+    most = 1
+    if V > _LONGEST_WHOLE and not (batch_invariant or is_batch_invariant()):
+        most = max(1, min(MOST_PARTS, _PROGRAMS * target.num_sms // max(1, T)))
+    columns = cdiv(max(1, V), most * _PART) * _PART
+    return Parts(cdiv(max(1, V), columns), columns)
+
+
+def stats_block(programs: int, target: Target) -> int:
+    """Vectors of a row that a program reads at a time for its statistics, 64 a warp: few programs more, so that an SM
     has 32 warps' loads in flight. 184 rows on 132 SMs were 4 or 8 warps an SM: a third of a copy's speed."""
     if is_batch_invariant():
         return 256
-    return min(2048, max(256, next_power_of_2(cdiv(32 * target.num_sms, max(1, T))) * 64))
+    return min(2048, max(256, next_power_of_2(cdiv(32 * target.num_sms, max(1, programs))) * 64))
 
 
 def launch_losses(

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.cross_entropy_kernels import capped_logits, stats_block
+from powertrain.ops.cross_entropy_kernels import MOST_PARTS, capped_logits, load_parts, row_parts, stats_block
+from powertrain.ops.early_start import await_kernel_before, starts_early
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -53,7 +54,16 @@ def _ratio(log_p, log_q):
     return tl.exp(tl.where(difference < -80.0, -80.0, tl.where(difference > 80.0, 80.0, difference)))
 
 
-@kernel(aligned=("padded",), unaligned=("target_ptr",))
+@triton.jit
+def _hit(z, target, peak, total, ignore_index, IS_WHOLE: tl.constexpr):
+    """What is stored of the target: its z, or its log p, 0 if it is ignored."""
+    if IS_WHOLE:
+        # maximum first: their sum would be rounded at the size of the larger one
+        z = tl.where(target == ignore_index, 0.0, (z - peak) - tl.log(total))
+    return z
+
+
+@kernel(aligned=("padded", "columns"), unaligned=("target_ptr",))
 def _log_prob_stats_kernel(
     logits_ptr,
     target_ptr,
@@ -63,6 +73,7 @@ def _log_prob_stats_kernel(
     entropy_ptr,
     V,
     padded,
+    columns,
     vocab_start,
     vocab_size,
     stride_lm,
@@ -70,13 +81,24 @@ def _log_prob_stats_kernel(
     softcap,
     temperature,
     CAPPED: tl.constexpr,
+    IS_PART: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row a program: peak and log_total, the target's z (0 if it is another shard's), this shard's entropy.
-    IS_WHOLE: the shard is the whole vocabulary, and the target's log p is stored in z's place, 0 if it is ignored."""
+    IS_WHOLE: the shard is the whole vocabulary, and the target's log p is stored in z's place, 0 if it is ignored.
+    IS_PART: program (i, j) reads part j of row i, `columns` of it, and stores peak, total, z and the weighted sum, for
+    `_join_log_prob_stats_kernel`."""
     row = tl.program_id(0).to(tl.int64)
+    slot = row
+    begin = 0
+    end = padded
+    if IS_PART:
+        slot += tl.program_id(1) * tl.num_programs(0)
+        begin = tl.program_id(1) * columns
+        end = tl.minimum(begin + columns, padded)
+        V = tl.minimum(V, end)
     base = logits_ptr + row * stride_lm
     vectors = tl.arange(0, BLOCK)[:, None]
     lanes = tl.arange(0, VEC)[None, :]
@@ -85,8 +107,8 @@ def _log_prob_stats_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     # sum of exp(z - peak) (z - peak): no cancellation, as sum p z has
     weighted = tl.zeros([BLOCK], tl.float32)
-    for block in range(0, padded, BLOCK * VEC):
-        z = _load_z(base, block + vectors * VEC + lanes, V, padded, softcap, temperature, CAPPED)  # [BLOCK, VEC]
+    for block in range(begin, end, BLOCK * VEC):
+        z = _load_z(base, block + vectors * VEC + lanes, V, end, softcap, temperature, CAPPED)  # [BLOCK, VEC]
         new_peak = tl.maximum(peak, tl.max(z, axis=1))
         shrink = tl.exp(peak - new_peak)
         below = z - new_peak[:, None]
@@ -99,24 +121,56 @@ def _log_prob_stats_kernel(
     row_peak = tl.max(peak, axis=0)
     shrink = tl.exp(peak - row_peak)
     row_total = tl.sum(total * shrink, axis=0)
-    tl.store(peak_ptr + row, row_peak)  # scalar
-    tl.store(log_total_ptr + row, tl.log(row_total))  # scalar
+    tl.store(peak_ptr + slot, row_peak)  # scalar
+    tl.store(log_total_ptr + slot, row_total if IS_PART else tl.log(row_total))  # scalar
     if entropy_ptr is not None:
         row_weighted = tl.sum(shrink * (weighted + (peak - row_peak) * total), axis=0)
-        tl.store(entropy_ptr + row, tl.log(row_total) - row_weighted / row_total)  # scalar
+        entropy = row_weighted if IS_PART else tl.log(row_total) - row_weighted / row_total
+        tl.store(entropy_ptr + slot, entropy)  # scalar
     if hit_ptr is not None:
         target = tl.load(target_ptr + row).to(tl.int64)  # scalar
         local = target - vocab_start
-        here = (target != ignore_index) & (local >= 0) & (local < V)
+        here = (target != ignore_index) & (local >= begin) & (local < V)
         z = tl.load(base + local, mask=here, other=0.0).to(tl.float32)  # scalar
         if CAPPED:
             z = capped_logits(z, softcap)
         valid = ((target >= 0) & (target < vocab_size)) | (target == ignore_index)
         result = tl.where(valid, z / temperature, float("nan"))
-        if IS_WHOLE:
-            # maximum first: their sum would be rounded at the size of the larger one
-            result = tl.where(target == ignore_index, 0.0, (result - row_peak) - tl.log(row_total))
-        tl.store(hit_ptr + row, result)  # scalar
+        tl.store(hit_ptr + slot, _hit(result, target, row_peak, row_total, ignore_index, IS_WHOLE))  # scalar
+
+
+@kernel(unaligned=("target_ptr", "peak_ptr", "log_total_ptr", "hit_ptr", "entropy_ptr"))
+def _join_log_prob_stats_kernel(
+    parts_ptr,
+    target_ptr,
+    peak_ptr,
+    log_total_ptr,
+    hit_ptr,
+    entropy_ptr,
+    parts,
+    step,
+    ignore_index,
+    IS_WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
+):
+    """One row a program: its results from those of its parts."""
+    await_kernel_before(STARTS_EARLY)
+    row = tl.program_id(0)
+    at, exists, peak, total, row_peak = load_parts(parts_ptr, parts, step, BLOCK)
+    shrink = tl.exp(peak - row_peak)
+    row_total = tl.sum(total * shrink, axis=0)
+    tl.store(peak_ptr + row, row_peak)  # scalar
+    tl.store(log_total_ptr + row, tl.log(row_total))  # scalar
+    if entropy_ptr is not None:
+        weighted = tl.load(at + 3 * step, mask=exists, other=0.0)  # [BLOCK]
+        row_weighted = tl.sum(shrink * (weighted + (peak - row_peak) * total), axis=0)
+        tl.store(entropy_ptr + row, tl.log(row_total) - row_weighted / row_total)  # scalar
+    if hit_ptr is not None:
+        # 0 in all parts but the target's
+        z = tl.sum(tl.load(at + 2 * step, mask=exists, other=0.0), axis=0)
+        target = tl.load(target_ptr + row).to(tl.int64)  # scalar
+        tl.store(hit_ptr + row, _hit(z, target, row_peak, row_total, ignore_index, IS_WHOLE))  # scalar
 
 
 @kernel(aligned=("padded",))
@@ -301,14 +355,26 @@ def launch_stats(
 ) -> None:
     """Statistics of one shard's logits; `is_whole`: the shard is the whole vocabulary, and hit gets log p;
     `batch_invariant`: a row's bits do not depend on T."""
-    # us, one H200, this, 256 vectors a row: 4x231944 22, 44; 64x40408 6.8, 9.6; 256x128256 26, 48
-    largest = 256 if batch_invariant else stats_block(logits.shape[0], Target.of(logits.device))
-    tile = _tile(logits, largest)
-    _log_prob_stats_kernel[(logits.shape[0],)](
-        logits, target, total[0], total[1], hit, entropy, logits.shape[1], tile.pop("padded"), vocab_start, vocab_size,
-        logits.stride(0), options.ignore_index, options.softcap, options.temperature,
-        CAPPED=options.softcap != 0.0, IS_WHOLE=is_whole, **tile,
+    T, V = logits.shape
+    device = Target.of(logits.device)
+    parts = row_parts(T, V, device, batch_invariant)
+    # us, one H200, one program a row, this, 256 vectors: 4x231944 22, 44; 64x40408 6.8, 9.6; 256x128256 26, 48
+    largest = 256 if batch_invariant else stats_block(T * parts.programs, device)
+    tile = _tile(logits, min(largest, next_power_of_2(parts.columns // _VEC)))
+    found, into = None, [*total, hit, entropy]
+    if parts.programs > 1:
+        found, into = parts.results(*total, hit, entropy)
+    _log_prob_stats_kernel[(T, parts.programs)](
+        logits, target, *into, V, tile.pop("padded"), parts.columns, vocab_start, vocab_size, logits.stride(0),
+        options.ignore_index, options.softcap, options.temperature,
+        CAPPED=options.softcap != 0.0, IS_PART=found is not None, IS_WHOLE=is_whole and found is None,
+        **tile,
     )  # fmt: skip
+    if found is not None:
+        _join_log_prob_stats_kernel[(T,)](
+            found, target, *total, hit, entropy, parts.programs, found.stride(0), options.ignore_index,
+            IS_WHOLE=is_whole, BLOCK=MOST_PARTS, STARTS_EARLY=starts_early(device), num_warps=1,
+        )  # fmt: skip
 
 
 def launch_divergence(

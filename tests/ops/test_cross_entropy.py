@@ -72,6 +72,67 @@ def test_few_rows_take_larger_blocks_unless_bits_must_not_depend_on_their_number
         assert cross_entropy_kernels.stats_block(1, target) == 256
 
 
+def test_few_long_rows_are_shared_by_programs_unless_bits_must_not_depend_on_their_number() -> None:
+    target = Target.parse("sm_90")  # 132 SMs
+    sizes = {(0, 32000): 8, (1, 16384): 1, (1, 128256): 32, (4, 231944): 57, (1, 300000): 37, (100, 128256): 5}
+    sizes |= {(132, 50257): 4, (264, 128256): 2, (265, 128256): 1, (8192, 256000): 1, (3, 0): 1}
+    for (T, V), programs in sizes.items():
+        parts = cross_entropy_kernels.row_parts(T, V, target)
+        assert parts.programs == programs, (T, V)
+        # no part is empty, and each begins where a whole vector does in aligned rows
+        assert (programs - 1) * parts.columns < max(1, V) <= programs * parts.columns and parts.columns % 4096 == 0
+    assert cross_entropy_kernels.row_parts(1, 128256, target, batch_invariant=True).programs == 1
+    with powertrain.batch_invariant():
+        assert cross_entropy_kernels.row_parts(1, 128256, target).programs == 1
+
+
+def _share(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Long rows are shared by programs with `columns` of a row each."""
+
+    def row_parts(T: int, V: int, *_: Any) -> cross_entropy_kernels.Parts:
+        return cross_entropy_kernels.Parts(-(-V // columns), columns)
+
+    monkeypatch.setattr(cross_entropy_kernels, "row_parts", row_parts)
+
+
+# 1281: rows at every alignment, of which the last part is one element; 1160: the last part is less than a block
+@pytest.mark.parametrize("V", [1281, 1160], ids=lambda v: f"V{v}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, z_loss=1e-2, softcap=2.0)], ids=["", "all"])
+@pytest.mark.kernels
+def test_rows_in_parts(
+    V: int, dtype: torch.dtype, grad_in_forward: bool, options: dict[str, float], device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    _share(monkeypatch, 256)
+    _check(_tensors(3, V, device, dtype), grad_in_forward=grad_in_forward, **options)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.kernels
+def test_parts_of_a_row_give_what_one_gives(shards: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a shard of the vocabulary too; with NaN, infinities, and targets left out, elsewhere and out of range."""
+    T, V = 10, 333
+    logits = 3 * torch.randn(T, V, device=device)
+    logits[0, 200] = torch.nan
+    logits[1, :150], logits[2], logits[3] = -torch.inf, -torch.inf, torch.finfo(torch.float32).min
+    logits[4, 300] = torch.inf
+    start = V * (shards - 1)
+    target = torch.tensor([7, 332, 5, 5, 5, 63, 64, -100, shards * V, -1], device=device)
+    target[:7] += start
+    terms = cross_entropy_kernels.Terms(-100, 0.1, 0.0, 0.0)
+
+    def results(columns: int) -> Tensor:
+        _share(monkeypatch, columns)
+        found = torch.full((3, T), 9.0, device=device)
+        where = dict(vocab_start=start, vocab_size=shards * V)
+        cross_entropy_kernels.launch_row_stats(logits, target, terms, *found, **where)
+        return found
+
+    torch.testing.assert_close(results(64), results(333), rtol=1e-6, atol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize("V", [70, 2049])
 def test_long_rows_take_two_kernels(V: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy_kernels, "FUSED_ROW_BYTES", 0)

@@ -10,8 +10,10 @@ from torch import Tensor
 import powertrain
 from powertrain.nn.tensor_parallel import vocab_log_probs as shards
 from powertrain.ops import linear_cross_entropy as blocks
+from powertrain.ops import log_prob_kernels
 from powertrain.ops.cases.cross_entropy import tokens
 from powertrain.ops.cases.linear_log_probs import as_tuple, plain
+from powertrain.ops.cross_entropy_kernels import Parts
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy, new_scratch
 from powertrain.ops.linear_log_probs import Teacher, linear_log_probs, linear_log_probs_ref
 from powertrain.ops.log_prob_kernels import Options
@@ -214,17 +216,18 @@ def test_batch_invariant_bits(dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.skipif(INTERPRET, reason="on a CPU the interpreter's launches are not recorded")
 def test_batch_invariant_sums_have_one_order_whatever_the_number_of_rows() -> None:
-    """Few rows of a long vocabulary are read by more warps, which add in another order."""
+    """Few rows of a long vocabulary are read by several programs each, which add in another order."""
 
-    def blocks_of(rows: int, batch_invariant: bool) -> set[int]:
+    def blocks_of(rows: int, batch_invariant: bool) -> set[tuple[int, bool]]:
         x, weight = torch.empty(rows, 64, device="meta"), torch.empty(50000, 64, device="meta")
         target = torch.empty(rows, dtype=torch.int64, device="meta")
         with record("sm_90") as wanted:
             linear_log_probs(x, weight, target, batch_invariant=batch_invariant)
-        return {s.constants["BLOCK"] for s in wanted.specs if s.kernel.name == "_log_prob_stats_kernel"}
+        stats = (s.constants for s in wanted.specs if s.kernel.name == "_log_prob_stats_kernel")
+        return {(constants["BLOCK"], constants["IS_PART"]) for constants in stats}
 
-    assert blocks_of(4, True) == blocks_of(4096, True) == {256}
-    assert blocks_of(4, False) == {2048} and blocks_of(4096, False) == {256}
+    assert blocks_of(4, True) == blocks_of(4096, True) == {(256, False)}
+    assert blocks_of(4, False) == {(512, True)} and blocks_of(4096, False) == {(256, False)}
 
 
 def test_batch_invariant_gradients(device: torch.device) -> None:
@@ -259,6 +262,50 @@ def test_kernels_of_a_shard(beta: float, device: torch.device) -> None:
             shards._shard_grads_(scratch, taught, target, stats, grads, options, 8, V)
             found.append((total, divergence, scratch))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def _share(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Rows are shared by programs with `columns` of a row each."""
+
+    def row_parts(T: int, V: int, *_: Any) -> Parts:
+        return Parts(-(-V // columns), columns)
+
+    monkeypatch.setattr(log_prob_kernels, "row_parts", row_parts)
+
+
+# 300: the last part is less than a block; 257: it is one element; 40: a part is longer than the row
+@pytest.mark.parametrize("V", [300, 257, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=IDS.get)
+@pytest.mark.kernels
+def test_rows_in_parts(V: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    _share(monkeypatch, 64)
+    _check(_tensors(device, dtype, T=3, V=V), beta=0.4, entropy=True, temperature=1.3, softcap=8.0)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.kernels
+def test_parts_of_a_row_give_what_one_gives(shards: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a shard of the vocabulary too; with NaN, infinities, and targets left out, elsewhere and out of range."""
+    T, V = 10, 333
+    logits = new_scratch(torch.empty(1, device=device), T, V)
+    logits.copy_(3 * torch.randn(T, V, device=device))
+    logits[0, 200] = torch.nan
+    logits[1, :150], logits[2], logits[3] = -torch.inf, -torch.inf, torch.finfo(torch.float32).min
+    logits[4], logits[4, 300] = -torch.inf, torch.inf
+    start = V * (shards - 1)
+    target = torch.tensor([7, 332, 5, 5, 300, 63, 64, -100, shards * V, -1], device=device)
+    target[:7] += start
+    options = Options(-100, 1.0, 0.0, 0.0, 0.0)
+
+    def results(columns: int) -> Tensor:
+        _share(monkeypatch, columns)
+        found = torch.full((4, T), 9.0, device=device)
+        log_prob_kernels.launch_stats(
+            logits, target, options, found[:2], *found[2:], start, shards * V, is_whole=shards == 1
+        )
+        return found
+
+    torch.testing.assert_close(results(64), results(384), rtol=1e-6, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])

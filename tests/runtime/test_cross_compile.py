@@ -67,6 +67,7 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
     for norm in (powertrain.rms_norm, powertrain.layer_norm):
         norm(empty(64, 20000), empty(20000))
     _launch_few_tokens_to_experts(empty)
+    _launch_few_rows_of_a_long_vocabulary(empty)
     scores = powertrain.scaled_softmax(empty(4, 64, 40000))
     scores.backward(torch.empty_like(scores))
     main_grad = torch.empty(512, 64, device=META)
@@ -109,6 +110,16 @@ def _launch_few_tokens_to_experts(empty: Callable[..., torch.Tensor]) -> None:
     # tiles of 64 and of 128 columns
     for features in (256, 2816):
         powertrain.grouped_gemm(rows, empty(64, features, 2048), offsets)
+
+
+def _launch_few_rows_of_a_long_vocabulary(empty: Callable[..., torch.Tensor]) -> None:
+    target = torch.empty(4, dtype=torch.int64, device=META)
+    # rows of whole vectors, and others
+    for V in (32000, 50257):
+        for smoothing in (0.0, 0.1):
+            powertrain.cross_entropy(empty(4, V), target, label_smoothing=smoothing).backward()
+    for entropy in (False, True):
+        powertrain.linear_log_probs(empty(4, 64), empty(32000, 64), target, entropy=entropy)
 
 
 def specs_for(arch: int, dtype: torch.dtype = torch.bfloat16, *, attention: bool = True) -> list[Spec]:
