@@ -191,7 +191,9 @@ def _forward(
                 teacher_logits, target[rows], teacher_options, own[3:5], None, None, 0, V,
                 batch_invariant=batch_invariant,
             )  # fmt: skip
-            launch_divergence(logits, teacher_logits, own[:2], own[3:5], options, divergence[rows], own[5])
+            launch_divergence(
+                logits, teacher_logits, own[:2], own[3:5], options, divergence[rows], own[5], batch_invariant
+            )
     finish(outputs[:6], target, ignore_index)
     return outputs
 

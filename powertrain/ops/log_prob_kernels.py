@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.column_sums import PartialSums
 from powertrain.ops.cross_entropy_kernels import MOST_PARTS, capped_logits, load_parts, row_parts, stats_block
 from powertrain.ops.early_start import await_kernel_before, starts_early
 from powertrain.ops.shapes import cdiv, next_power_of_2
@@ -55,6 +56,21 @@ def _ratio(log_p, log_q):
 
 
 @triton.jit
+def _part(row, V, padded, columns, IS_PART: tl.constexpr):
+    """Where this program's results go, the columns [begin, end) that it reads, and the end of those in the vocabulary.
+    IS_PART: program (i, j) reads part j of row i, `columns` of it."""
+    slot = row
+    begin = 0
+    end = padded
+    if IS_PART:
+        slot += tl.program_id(1) * tl.num_programs(0)
+        begin = tl.program_id(1) * columns
+        end = tl.minimum(begin + columns, padded)
+        V = tl.minimum(V, end)
+    return slot, begin, end, V
+
+
+@triton.jit
 def _hit(z, target, peak, total, ignore_index, IS_WHOLE: tl.constexpr):
     """What is stored of the target: its z, or its log p, 0 if it is ignored."""
     if IS_WHOLE:
@@ -88,17 +104,9 @@ def _log_prob_stats_kernel(
 ):
     """One row a program: peak and log_total, the target's z (0 if it is another shard's), this shard's entropy.
     IS_WHOLE: the shard is the whole vocabulary, and the target's log p is stored in z's place, 0 if it is ignored.
-    IS_PART: program (i, j) reads part j of row i, `columns` of it, and stores peak, total, z and the weighted sum, for
-    `_join_log_prob_stats_kernel`."""
+    IS_PART: a part of a row; stored are its peak, total, z and the weighted sum, for `_join_log_prob_stats_kernel`."""
     row = tl.program_id(0).to(tl.int64)
-    slot = row
-    begin = 0
-    end = padded
-    if IS_PART:
-        slot += tl.program_id(1) * tl.num_programs(0)
-        begin = tl.program_id(1) * columns
-        end = tl.minimum(begin + columns, padded)
-        V = tl.minimum(V, end)
+    slot, begin, end, V = _part(row, V, padded, columns, IS_PART)
     base = logits_ptr + row * stride_lm
     vectors = tl.arange(0, BLOCK)[:, None]
     lanes = tl.arange(0, VEC)[None, :]
@@ -173,7 +181,7 @@ def _join_log_prob_stats_kernel(
         tl.store(hit_ptr + row, _hit(z, target, row_peak, row_total, ignore_index, IS_WHOLE))  # scalar
 
 
-@kernel(aligned=("padded",))
+@kernel(aligned=("padded", "columns"))
 def _divergence_kernel(
     logits_ptr,
     teacher_ptr,
@@ -191,14 +199,18 @@ def _divergence_kernel(
     teacher_softcap,
     temperature,
     beta,
+    columns,
     CAPPED: tl.constexpr,
     TEACHER_CAPPED: tl.constexpr,
+    IS_PART: tl.constexpr,
     KIND: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """This shard's part of a row's divergence, and of the sum that its gradient subtracts (center)."""
+    """This shard's part of a row's divergence, and of the sum that its gradient subtracts (center). IS_PART: those of a
+    part of the row, which are added up."""
     row = tl.program_id(0).to(tl.int64)
+    slot, begin, end, V = _part(row, V, padded, columns, IS_PART)
     peak = tl.load(peak_ptr + row)  # scalar
     log_total = tl.load(log_total_ptr + row)  # scalar
     teacher_peak = tl.load(teacher_peak_ptr + row)  # scalar
@@ -206,10 +218,10 @@ def _divergence_kernel(
     lanes = tl.arange(0, BLOCK)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     from_q = tl.zeros([BLOCK], tl.float32)
     from_p = tl.zeros([BLOCK], tl.float32)
-    for block in range(0, padded, BLOCK * VEC):
+    for block in range(begin, end, BLOCK * VEC):
         cols = block + lanes
-        z = _load_z(logits_ptr + row * stride_lm, cols, V, padded, softcap, temperature, CAPPED)
-        y = _load_z(teacher_ptr + row * stride_tm, cols, V, padded, teacher_softcap, temperature, TEACHER_CAPPED)
+        z = _load_z(logits_ptr + row * stride_lm, cols, V, end, softcap, temperature, CAPPED)
+        y = _load_z(teacher_ptr + row * stride_tm, cols, V, end, teacher_softcap, temperature, TEACHER_CAPPED)
         # in this order: z - (peak + log_total) would round at the size of the sum
         log_p = (z - peak) - log_total
         log_q = (y - teacher_peak) - teacher_log_total
@@ -233,8 +245,8 @@ def _divergence_kernel(
         divergence = center
     else:
         divergence = beta * tl.sum(from_q, axis=0) + (1.0 - beta) * center
-    tl.store(center_ptr + row, center)  # scalar
-    tl.store(divergence_ptr + row, divergence)  # scalar
+    tl.store(center_ptr + slot, center)  # scalar
+    tl.store(divergence_ptr + slot, divergence)  # scalar
 
 
 @kernel(aligned=("padded",), unaligned=("target_ptr", "dlog_prob_ptr", "dentropy_ptr", "ddivergence_ptr"))
@@ -385,15 +397,23 @@ def launch_divergence(
     options: Options,
     divergence: Tensor,
     center: Tensor,
+    batch_invariant: bool = False,
 ) -> None:
     """One shard's parts of divergence and center [T], from the totals of the whole vocabulary."""
-    tile = _tile(logits, 128)
-    _divergence_kernel[(logits.shape[0],)](
-        logits, teacher, *total, *teacher_total, divergence, center, logits.shape[1], tile.pop("padded"),
-        logits.stride(0), teacher.stride(0), options.softcap, options.teacher_softcap, options.temperature,
-        options.beta, CAPPED=options.softcap != 0.0, TEACHER_CAPPED=options.teacher_softcap != 0.0,
+    T, V = logits.shape
+    device = Target.of(logits.device)
+    parts = row_parts(T, V, device, batch_invariant)
+    is_part = parts.programs > 1
+    largest = min(stats_block(T * parts.programs, device), next_power_of_2(parts.columns // _VEC)) if is_part else 128
+    tile = _tile(logits, largest)
+    sums = PartialSums([divergence, center], parts.programs)
+    _divergence_kernel[(T, parts.programs)](
+        logits, teacher, *total, *teacher_total, *sums.launches[0], V, tile.pop("padded"), logits.stride(0),
+        teacher.stride(0), options.softcap, options.teacher_softcap, options.temperature, options.beta, parts.columns,
+        CAPPED=options.softcap != 0.0, TEACHER_CAPPED=options.teacher_softcap != 0.0, IS_PART=is_part,
         KIND=options.kind, **tile,
     )  # fmt: skip
+    sums.add_up()
 
 
 def launch_grads(

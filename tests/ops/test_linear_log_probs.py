@@ -218,16 +218,20 @@ def test_batch_invariant_bits(dtype: torch.dtype, device: torch.device) -> None:
 def test_batch_invariant_sums_have_one_order_whatever_the_number_of_rows() -> None:
     """Few rows of a long vocabulary are read by several programs each, which add in another order."""
 
-    def blocks_of(rows: int, batch_invariant: bool) -> set[tuple[int, bool]]:
+    def blocks_of(rows: int, batch_invariant: bool) -> list[tuple[int, bool]]:
         x, weight = torch.empty(rows, 64, device="meta"), torch.empty(50000, 64, device="meta")
         target = torch.empty(rows, dtype=torch.int64, device="meta")
         with record("sm_90") as wanted:
-            linear_log_probs(x, weight, target, batch_invariant=batch_invariant)
-        stats = (s.constants for s in wanted.specs if s.kernel.name == "_log_prob_stats_kernel")
-        return {(constants["BLOCK"], constants["IS_PART"]) for constants in stats}
+            linear_log_probs(x, weight, target, teacher=Teacher(x, weight), batch_invariant=batch_invariant)
+        names = ("_log_prob_stats_kernel", "_divergence_kernel")
+        return [
+            next((s.constants["BLOCK"], s.constants["IS_PART"]) for s in wanted.specs if s.kernel.name == name)
+            for name in names
+        ]
 
-    assert blocks_of(4, True) == blocks_of(4096, True) == {(256, False)}
-    assert blocks_of(4, False) == {(512, True)} and blocks_of(4096, False) == {(256, False)}
+    assert blocks_of(4, True) == blocks_of(4096, True) == [(256, False), (128, False)]
+    # 4096 rows go in blocks of fewer than 1024
+    assert blocks_of(4, False) == [(512, True), (512, True)] and blocks_of(4096, False) == [(512, False), (128, False)]
 
 
 def test_batch_invariant_gradients(device: torch.device) -> None:
@@ -274,12 +278,14 @@ def _share(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
 
 
 # 300: the last part is less than a block; 257: it is one element; 40: a part is longer than the row
-@pytest.mark.parametrize("V", [300, 257, 40])
+@pytest.mark.parametrize("V, beta", [(300, 0.4), (257, 0.0), (257, 1.0), (40, 0.4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=IDS.get)
 @pytest.mark.kernels
-def test_rows_in_parts(V: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_parts(
+    V: int, beta: float, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _share(monkeypatch, 64)
-    _check(_tensors(device, dtype, T=3, V=V), beta=0.4, entropy=True, temperature=1.3, softcap=8.0)
+    _check(_tensors(device, dtype, T=3, V=V), beta=beta, entropy=True, temperature=1.3, softcap=8.0)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -306,6 +312,32 @@ def test_parts_of_a_row_give_what_one_gives(shards: int, device: torch.device, m
         return found
 
     torch.testing.assert_close(results(64), results(384), rtol=1e-6, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.kernels
+def test_divergences_of_parts_add_up(beta: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With classes that are masked in a whole part, and NaN in one."""
+    T, V = 5, 333
+    logits, teacher = (new_scratch(torch.empty(1, device=device), T, V) for _ in range(2))
+    for scratch in (logits, teacher):
+        scratch.copy_(3 * torch.randn(T, V, device=device))
+        scratch[0, 60:200] = -torch.inf
+    logits[1, 200], teacher[2, 70] = torch.nan, torch.nan
+    target, options = torch.zeros(T, dtype=torch.int64, device=device), Options(-100, 1.0, 0.0, 0.0, beta)
+
+    def results(columns: int) -> Tensor:
+        _share(monkeypatch, columns)
+        totals = torch.empty(2, 2, T, device=device)
+        for scratch, total in zip((logits, teacher), totals, strict=True):
+            log_prob_kernels.launch_stats(scratch, target, options, total, None, None, 0, V)
+        found = torch.full((2, T), 9.0, device=device)
+        log_prob_kernels.launch_divergence(logits, teacher, *totals, options, *found)
+        return found
+
+    found = results(64)
+    torch.testing.assert_close(found, results(384), rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found[0].isnan().tolist() == [False, True, True, False, False]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])

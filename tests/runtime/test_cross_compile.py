@@ -18,6 +18,7 @@ from powertrain import ops
 from powertrain.ops.attention.backends.zero_padding import zero_tail
 from powertrain.ops.cases import cases
 from powertrain.ops.gemm.odd_widths import padded_linear
+from powertrain.ops.linear_log_probs import Teacher
 from powertrain.ops.rope_table import RopeTable
 from powertrain.parallel.transport.kernels import poison, sum_parts
 from powertrain.runtime import float32_products
@@ -120,6 +121,8 @@ def _launch_few_rows_of_a_long_vocabulary(empty: Callable[..., torch.Tensor]) ->
             powertrain.cross_entropy(empty(4, V), target, label_smoothing=smoothing).backward()
     for entropy in (False, True):
         powertrain.linear_log_probs(empty(4, 64), empty(32000, 64), target, entropy=entropy)
+    teacher = Teacher(empty(4, 64), empty(32000, 64), beta=0.5)
+    powertrain.linear_log_probs(empty(4, 64), empty(32000, 64), target, teacher=teacher)
 
 
 def specs_for(arch: int, dtype: torch.dtype = torch.bfloat16, *, attention: bool = True) -> list[Spec]:
