@@ -16,9 +16,9 @@ from powertrain.runtime.target import Target
 # an H200 with statistics and gradient in one kernel, 1.49 in two; 8192 x 50257 0.55 in one and 0.62 in two
 FUSED_ROW_BYTES = 128 << 10
 
-# parts of rows (`row_parts`): the longest row that is not shared, the most programs an SM and a row, and of what a part
-# is a multiple: whole vectors, and whole blocks of few parts
-_LONGEST_WHOLE, _PROGRAMS, MOST_PARTS, _PART = 16384, 4, 64, 4096
+# parts of rows (`row_parts`): the most of a row, and of what a part is a multiple: whole vectors, and whole blocks of
+# few parts
+MOST_PARTS, _PART = 64, 4096
 
 
 @triton.jit
@@ -483,14 +483,20 @@ class Parts(NamedTuple):
         return found, [None if other is None else row for other, row in zip((like, *others), found, strict=True)]
 
 
-def row_parts(T: int, V: int, target: Target, batch_invariant: bool = False) -> Parts:
-    """Several programs read a long row where one for each would leave SMs without work. The order of sums then depends
-    on T, so with `batch_invariant`, or in its context, it is always one."""
+def row_parts(
+    T: int, V: int, target: Target, batch_invariant: bool = False, *, per_sm: int = 1, pays: int = 42000
+) -> Parts:
+    """Several programs read a long row where one for each would leave SMs without work, `per_sm` an SM in all, if each
+    then reads at least `pays` words less. The order of sums then depends on T, so with `batch_invariant`, or in its
+    context, it is always one."""
+    # us, one H200, bf16, by 1, 2, 4, 8, 16, 32 programs a row, the launch that joins them included:
+    #  4 x 128256 9.8 8.2 6.5 5.7 5.1 4.8    16 x 50257 6.6 7.2 6.2 5.6 5.4 5.3   16 x 256000 17.0 12.1 8.6 7.1 7.7 7.6
+    #   64 x  50257 6.7 7.6 8.2 8.2 7.6 7.4    64 x 128256 10.1 8.9 9.4 9.4 9.4 9.4    132 x 128256 10.4 13.2 12.9 12.8
     most = 1
-    if V > _LONGEST_WHOLE and not (batch_invariant or is_batch_invariant()):
-        most = max(1, min(MOST_PARTS, _PROGRAMS * target.num_sms // max(1, T)))
+    if T <= 2 * target.num_sms and not (batch_invariant or is_batch_invariant()):
+        most = max(1, min(MOST_PARTS, per_sm * target.num_sms // max(1, T)))
     columns = cdiv(max(1, V), most * _PART) * _PART
-    return Parts(cdiv(max(1, V), columns), columns)
+    return Parts(cdiv(V, columns), columns) if V - columns >= pays else Parts(1, cdiv(max(1, V), _PART) * _PART)
 
 
 def stats_block(programs: int, target: Target) -> int:

@@ -74,10 +74,12 @@ def test_few_rows_take_larger_blocks_unless_bits_must_not_depend_on_their_number
 
 def test_few_long_rows_are_shared_by_programs_unless_bits_must_not_depend_on_their_number() -> None:
     target = Target.parse("sm_90")  # 132 SMs
-    sizes = {(0, 32000): 8, (1, 16384): 1, (1, 128256): 32, (4, 231944): 57, (1, 300000): 37, (100, 128256): 5}
-    sizes |= {(132, 50257): 4, (264, 128256): 2, (265, 128256): 1, (8192, 256000): 1, (3, 0): 1}
-    for (T, V), programs in sizes.items():
-        parts = cross_entropy_kernels.row_parts(T, V, target)
+    sizes = {(0, 32000): 1, (1, 50257): 13, (1, 128256): 32, (4, 231944): 29, (1, 300000): 37, (16, 128256): 8}
+    sizes |= {(64, 50257): 1, (64, 128256): 2, (67, 256000): 1, (8192, 256000): 1, (3, 0): 1}
+    for_divergences = {(1, 16384): 1, (1, 32000): 8, (132, 50257): 13, (264, 128256): 8, (265, 128256): 1}
+    for (T, V), programs in {**sizes, **for_divergences}.items():
+        options = dict(per_sm=16, pays=16384) if (T, V) in for_divergences else {}
+        parts = cross_entropy_kernels.row_parts(T, V, target, **options)
         assert parts.programs == programs, (T, V)
         # no part is empty, and each begins where a whole vector does in aligned rows
         assert (programs - 1) * parts.columns < max(1, V) <= programs * parts.columns and parts.columns % 4096 == 0
