@@ -194,7 +194,7 @@ def _spans(dims: list[int]) -> str:
 def known_faults() -> str:
     """What is avoided by not choosing a backend."""
     lists = (sdpa.CUDNN_BAD, sdpa.FLASH_BAD, sdpa.CPU_BAD, flash_attn.FLASH4_BAD)
-    rows = [(bad.text, bad.fix, _link(bad.source)) for entries in lists for bad in entries]
+    rows = [(bad.text, bad.reason().fix, _link(bad.source)) for entries in lists for bad in entries]
     return table(("fault", "what to do", "source"), rows)
 
 

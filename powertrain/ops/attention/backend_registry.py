@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.backends import flash_attn, sdpa
 from powertrain.ops.attention.backends.reference import run_reference
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason, use
 from powertrain.runtime import dispatch
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.gc_disabled import gc_disabled
@@ -50,7 +50,7 @@ class _Lazy:
                 yield Reason(f'switched off by powertrain.disable("{name}") or POWERTRAIN_DISABLE', "leave that out")
             # the interpreter runs kernels on CPU tensors
             if problem.target is None and not settings().interpret:
-                yield Reason("it runs on a GPU only, got the CPU", "use chunked or cpu, or move the tensors to a GPU")
+                yield Reason("it runs on a GPU only, got the CPU", use("chunked", "cpu"), "move the tensors to a GPU")
                 # no need to import Triton for that
                 return
         yield from self._load().why_not(problem)

@@ -15,11 +15,37 @@ LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "sbhd", "thd", "bmghk")
 SizeClass = Literal["decode", "short", "medium", "long"]
 
 
-class Reason(NamedTuple):
-    """One unmet requirement of a backend, and the change that would meet it."""
+class Use(NamedTuple):
+    """Advice to use another backend."""
+
+    names: tuple[str, ...]
+    verb: str = "use "  # "" behind advice that begins with the verb
+
+    def __str__(self) -> str:
+        return f"{self.verb}{' or '.join(self.names)}"
+
+
+def use(*names: str, verb: str = "use ") -> Use:
+    """Advice to use one of these backends."""
+    return Use(names, verb)
+
+
+@dataclass(init=False, unsafe_hash=True)
+class Reason:
+    """One unmet requirement of a backend, and the changes of which each one would meet it."""
 
     text: str  # "cuDNN takes head_dim_qk up to 128 on sm_80, got 192"
-    fix: str  # "use triton or flash-attn, a head dim of 128, or sm_90"
+    # backends are advised by `use`, so that select.py can leave out those that do not support the call either
+    changes: tuple[str | Use, ...]  # use("triton", "flash"), "a head dim of 128", "sm_90"
+
+    def __init__(self, text: str, *changes: str | Use) -> None:
+        self.text, self.changes = text, changes
+
+    @property
+    def fix(self) -> str:
+        """ "use triton or flash, a head dim of 128, or sm_90"."""
+        *others, last = map(str, self.changes)
+        return f"{', '.join(others)}, or {last}" if others else last
 
     def __str__(self) -> str:
         return f"{self.text}: {self.fix}"

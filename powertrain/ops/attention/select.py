@@ -6,7 +6,6 @@ requirements are known only with the tensors of a call (strides, self-tests on a
 universal kernels compute the call, and an event reports it.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +20,7 @@ from powertrain.ops.attention.backend_preferences import (
 )
 from powertrain.ops.attention.backend_registry import BACKENDS, SEPARABLE, Backend, backward_why_not
 from powertrain.ops.attention.mask import MaskSpec
-from powertrain.ops.attention.problem import AttentionProblem, Lengths, Reason
+from powertrain.ops.attention.problem import AttentionProblem, Lengths, Reason, Use
 from powertrain.runtime import dispatch, tracing
 from powertrain.runtime.errors import PowertrainError
 from powertrain.runtime.settings import Settings, settings
@@ -137,24 +136,19 @@ def verdicts(problem: AttentionProblem, preference: BackendPreference) -> list[V
             verdict, chosen = "chosen", True
         results.append(Verdict(name, verdict, reasons))
     able = [v.name for v in results if v.verdict != "no"]
-    return [v._replace(reasons=tuple(r._replace(fix=_possible(r.fix, able)) for r in v.reasons)) for v in results]
+    return [v._replace(reasons=tuple(_possible(reason, able) for reason in v.reasons)) for v in results]
 
 
-# "use triton or flash" at the begin of a fix, or after what else would help
-_USE = re.compile(r"(^|, or )use ((?:[\w-]+ or )*[\w-]+)(?=,|$)")
-
-
-def _possible(fix: str, able: list[str]) -> str:
-    """The fix, limited to backends that support the problem; the first of these if it names none of them."""
-
-    def advice(match: re.Match[str]) -> str:
-        names = match[2].split(" or ")
-        if not BACKENDS.keys() >= set(names):
-            return match[0]
-        kept = [name for name in names if name in able] or able[:1]
-        return f"{match[1]}use {' or '.join(kept)}" if kept else ""
-
-    return _USE.sub(advice, fix).removeprefix(", or ") or fix
+def _possible(reason: Reason, able: list[str]) -> Reason:
+    """The reason, whose advice names only backends that support the problem: the first of these if it named none."""
+    changes: list[str | Use] = []
+    for change in reason.changes:
+        if isinstance(change, Use):
+            kept = tuple(name for name in change.names if name in able) or tuple(able[:1])
+            changes += [change._replace(names=kept)] if kept else []
+        else:
+            changes.append(change)
+    return Reason(reason.text, *changes) if changes else reason
 
 
 class NoBackendError(PowertrainError):

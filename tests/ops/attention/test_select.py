@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from powertrain.ops.attention.backend_preferences import BackendPreference, curr
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.versions import Installed, assume, cudnn_name, cudnn_number
 from powertrain.ops.attention.mask import MaskSpec
-from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths
+from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths, Reason, Use, use
 from powertrain.ops.attention.select import verdicts
 from powertrain.runtime import float32_products
 from powertrain.runtime import settings as settings_module
@@ -540,5 +539,27 @@ def test_advice_names_only_backends_that_compute_the_call() -> None:
         results = explanation.columns[0].verdicts
         able = {one.name for one in results if one.verdict != "no"}
         for reason in (reason for one in results for reason in one.reasons):
-            for advised in re.findall(r"\buse ([\w-]+(?: or [\w-]+)*)(?=,|$)", reason.fix):
-                assert set(advised.split(" or ")) <= able, str(reason)
+            for advised in (change for change in reason.changes if isinstance(change, Use)):
+                assert set(advised.names) <= able, str(reason)
+
+
+def test_advice_behind_other_advice_names_such_backends_too() -> None:
+    """triton was advised beside varlen_attention, and beside the CPU's kernel, where it refuses the call."""
+    on_gpu = problem(dtype=torch.float64, mask=MaskSpec(documents=True))
+    on_cpu = problem(None, layout="thd", compiling=True)
+    fixes = {
+        (v.name, reason.fix)
+        for one in (on_gpu, on_cpu)
+        for v in select.verdicts(one, BackendPreference())
+        for reason in v.reasons
+    }
+    assert ("hopper", "use varlen_attention, or chunked") in fixes
+    assert ("chunked", "use reference, or move the tensors to a GPU") in fixes
+
+
+def test_advice_without_a_backend_that_would_do() -> None:
+    reason = Reason("cuDNN takes head dims up to 128", use("triton", "flash"), "head dims up to 128", "sm_90")
+    assert reason.fix == "use triton or flash, head dims up to 128, or sm_90"
+    assert select._possible(reason, ["flash", "efficient"]).fix == "use flash, head dims up to 128, or sm_90"
+    assert select._possible(reason, []).fix == "head dims up to 128, or sm_90"
+    assert select._possible(Reason("it has no sinks", use("triton")), []).fix == "use triton"

@@ -15,7 +15,7 @@ from torch import Tensor
 from powertrain.ops.attention.backends.reference import assemble, attention_ref, sequences
 from powertrain.ops.attention.layouts import from_lse_order, to_lse_order
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason, Varlen
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason, Varlen, use
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime.dispatch import without_autocast
 from powertrain.runtime.nodes import once_differentiable
@@ -28,9 +28,8 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """Every need that the problem does not meet."""
     # torch.compile would specialize on every length, or break the graph
     if problem.compiling:
-        yield Reason(
-            "chunked reads lengths on the host, which torch.compile cannot trace", "use triton on a GPU or cpu"
-        )
+        changes = (use("cpu"), "move the tensors to a GPU") if problem.target is None else (use("triton"),)
+        yield Reason("chunked reads lengths on the host, which torch.compile cannot trace", *changes)
 
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from powertrain.ops.attention.backends.versions import Installed, installed
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.operands import BackwardCall, Operands, is_expanded
-from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths, Reason
+from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths, Reason, use
 from powertrain.ops.attention.triton.backward import attention_backward
 from powertrain.ops.shapes import empty
 from powertrain.runtime import checks, recording, tracing
@@ -50,7 +50,7 @@ def why_not_cudnn_backward(call: BackwardCall, operands: Operands) -> str | None
 def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """The part of `why_not_cudnn_backward` that needs no tensors."""
     if reason := _why_not_kind(problem.deterministic, problem.layout, problem.mask.bias != "none"):
-        yield Reason(reason, "use triton")
+        yield Reason(reason, use("triton"))
     else:
         # a sink changes only the LSE, which is an input here
         yield from _CUDNN.why_not(replace(problem, mask=replace(problem.mask, sinks=False)))

@@ -16,15 +16,15 @@ from powertrain.ops.attention.backends.requirements import KnownBad, Limits, kno
 from powertrain.ops.attention.backends.sdpa import FLASH_BAD
 from powertrain.ops.attention.backends.versions import installed
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason, Use, use
 from powertrain.runtime import tracing
 from powertrain.runtime.errors import CompileError, CompileTimeout, WarmUpFirst
 from powertrain.runtime.settings import settings
 
 
-def _not_installed(package: str, install: str) -> Iterator[Reason]:
+def _not_installed(package: str, *changes: str | Use) -> Iterator[Reason]:
     if installed().version(package) is None:
-        yield Reason(f"{package} is not installed", install)
+        yield Reason(f"{package} is not installed", *changes)
 
 
 def _bshd(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,11 +46,11 @@ class FlashAttention2:
     limits = Limits("flash-attn-2", window=True, alibi=True, softcap=True, dropout=True, deterministic=True)
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        yield from _not_installed("flash-attn", "pip install flash-attn, or use flash")
+        yield from _not_installed("flash-attn", "pip install flash-attn", use("flash"))
         yield from self.limits.why_not(problem)
         yield from known_bad(FLASH_BAD, problem)
         if problem.dropout and problem.mask.softcap:
-            yield Reason("flash-attn-2 has softcap or dropout, not both", "use triton, or dropout_p=0")
+            yield Reason("flash-attn-2 has softcap or dropout, not both", use("triton"), "dropout_p=0")
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         mask = call.mask
@@ -69,12 +69,12 @@ class FlashAttention3:
     limits = Limits("flash-attn-3", archs=(90, 90), head_dims_differ=True, window=True, softcap=True, compiles=False)
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        yield from _not_installed("flash-attn-3", "build it from flash-attention's folder hopper, or use flash-attn-4")
+        yield from _not_installed("flash-attn-3", "build it from flash-attention's folder hopper", use("flash-attn-4"))
         yield from self.limits.why_not(problem)
         d, dv = problem.head_dim_qk, problem.head_dim_v
         if d != dv and not (128 < d <= 192 and 96 < dv <= 128):
             text = f"flash-attn-3 takes unequal head dims of 129 to 192 with 97 to 128 only, got {d} and {dv}"
-            yield Reason(text, "use triton or flash-attn-4, or equal head dims")
+            yield Reason(text, use("triton", "flash-attn-4"), "equal head dims")
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         mask = call.mask
@@ -90,25 +90,25 @@ class FlashAttention3:
 FLASH4_BAD = (
     KnownBad(
         "flash-attn-4 plans every GPU of a process for the arch that it saw first, and this process has several",
-        "use triton, or show the process one kind of GPU (CUDA_VISIBLE_DEVICES)",
+        (use("triton"), "show the process one kind of GPU (CUDA_VISIBLE_DEVICES)"),
         "flash_attn/cute/interface.py, _get_device_arch",
         lambda p, here: len(set(here.archs)) > 1,
     ),
     KnownBad(
         "flash-attn-4 has no backward below sm_90",
-        "use triton or flash, or torch.no_grad()",
+        (use("triton", "flash"), "torch.no_grad()"),
         "flash_attn/cute/interface.py, _flash_attn_bwd",
         lambda p, here: p.needs_grad and 0 < p.arch < 90,
     ),
     KnownBad(
         "flash-attn-4 gives wrong gradients on sm_90 for head dims that are no multiples of 32",
-        "use triton or cudnn, or a multiple of 32",
+        (use("triton", "cudnn"), "a multiple of 32"),
         "seen with 4.0.0b36 on an H200: errors above 1 at 48, 72, 80 and 112; 32, 64, 96, 128, 160, 192, 256 are right",
         lambda p, here: p.needs_grad and p.arch == 90 and (p.head_dim_qk % 32 > 0 or p.head_dim_v % 32 > 0),
     ),
     KnownBad(
         "flash-attn-4's backward wants equal head dims with fewer key heads, and else equal ones or 192/128, on sm_90",
-        "use triton or cudnn, or equal head dims",
+        (use("triton", "cudnn"), "equal head dims"),
         "flash_attn/cute/flash_bwd_sm90.py",
         lambda p, here: (
             p.needs_grad
@@ -119,7 +119,7 @@ FLASH4_BAD = (
     ),
     KnownBad(
         "flash-attn-4 takes head dims up to 128, 192/128 and 256/256 on sm_10x, and up to 128 elsewhere but on sm_90",
-        "use triton, or one of those head dims",
+        (use("triton"), "one of those head dims"),
         "flash_attn/cute/interface.py, _validate_head_dims",
         lambda p, here: (
             max(p.head_dim_qk, p.head_dim_v) > 128

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from powertrain.ops.attention.backends.versions import Installed, installed
-from powertrain.ops.attention.problem import AttentionProblem, Layout, Reason
+from powertrain.ops.attention.problem import AttentionProblem, Layout, Reason, Use, use
 from powertrain.runtime import checks
 
 HALF = (torch.float16, torch.bfloat16)
@@ -56,52 +56,49 @@ class Limits:
         first, last = self.archs
         if not first <= p.arch <= last:
             if first == 0:
-                yield Reason(f"{self.name} runs on the CPU only, got {p.where}", f"use {ours(p)}")
+                yield Reason(f"{self.name} runs on the CPU only, got {p.where}", use(ours(p)))
             elif p.target is None:
-                yield Reason(f"{self.name} runs on a GPU only, got the CPU", "use cpu or chunked, or move to a GPU")
+                yield Reason(f"{self.name} runs on a GPU only, got the CPU", use("cpu", "chunked"), "move to a GPU")
             else:
                 span = f"sm_{first} to sm_{last}" if last > first else f"sm_{first}"
-                yield Reason(f"{self.name} runs on {span}, got {p.where}", f"use {ours(p)}")
+                yield Reason(f"{self.name} runs on {span}, got {p.where}", use(ours(p)))
         if p.dtype not in self.dtypes:
             takes = " or ".join(checks.name(dtype) for dtype in self.dtypes)
             other = "reference" if p.dtype is torch.float64 else "triton"
-            yield Reason(f"{self.name} takes {takes}, got {checks.name(p.dtype)}", f"use {other}, or convert to one")
+            yield Reason(f"{self.name} takes {takes}, got {checks.name(p.dtype)}", use(other), "convert to one")
         if p.layout not in self.layouts:
-            fix = f"use {ours(p)}"
-            if p.layout == "bmghk":
-                fix += ", or merge groups and heads where they are not expanded: x.flatten(2, 3)"
-            elif p.layout == "thd":
-                fix += ", or sequences of one length as a batch (bshd)"
-            yield Reason(f"{self.name} takes layouts {', '.join(self.layouts)}, got {p.layout}", fix)
+            others = {
+                "bmghk": ("merge groups and heads where they are not expanded: x.flatten(2, 3)",),
+                "thd": ("sequences of one length as a batch (bshd)",),
+            }.get(p.layout, ())
+            yield Reason(f"{self.name} takes layouts {', '.join(self.layouts)}, got {p.layout}", use(ours(p)), *others)
 
     def _shape(self, p: AttentionProblem) -> Iterator[Reason]:
         d, dv, multiple = p.head_dim_qk, p.head_dim_v, self.head_dim_multiple
         if max(d, dv) > self.head_dim:
             which, got = ("head_dim_qk", d) if d >= dv else ("head_dim_v", dv)
-            fix = f"use {ours(p)}, or a head dim of {self.head_dim}"
-            yield Reason(f"{self.name} takes {which} up to {self.head_dim}, got {got}", fix)
+            text = f"{self.name} takes {which} up to {self.head_dim}, got {got}"
+            yield Reason(text, use(ours(p)), f"a head dim of {self.head_dim}")
         if d % multiple or dv % multiple:
             text = f"{self.name} takes head dims that are multiples of {multiple}, got {d} and {dv}"
-            yield Reason(text, f"use {ours(p)}, or head dims of {-d % multiple + d} and {-dv % multiple + dv}")
+            yield Reason(text, use(ours(p)), f"head dims of {-d % multiple + d} and {-dv % multiple + dv}")
         if d != dv and not self.head_dims_differ:
-            yield Reason(
-                f"{self.name} takes equal head dims, got {d} for query and key, {dv} for value", f"use {ours(p)}"
-            )
+            yield Reason(f"{self.name} takes equal head dims, got {d} for query and key, {dv} for value", use(ours(p)))
         if p.is_grouped and not self.grouped:
             yield Reason(
                 f"{self.name} takes as many KV heads as query heads, got {p.num_kv_heads} and {p.num_heads}",
-                f"use {ours(p)}",
+                use(ours(p)),
             )
         if p.lengths.empty and not self.empty:
-            yield Reason(f"{self.name} takes no empty tensors", f"use {ours(p)}")
+            yield Reason(f"{self.name} takes no empty tensors", use(ours(p)))
         if p.lengths.large and not self.large:
             text = f"{self.name} is not used for more than 65535 sequences or tensors of 2^31 elements"
-            yield Reason(text, f"use {ours(p)}, or split the batch")
+            yield Reason(text, use(ours(p)), "split the batch")
         if not p.aligned and self.aligned:
             text = f"{self.name} takes addresses and strides that are multiples of 16 bytes"
-            yield Reason(text, f"use {ours(p)}, or .contiguous() tensors with head dims that are multiples of 8")
+            yield Reason(text, use(ours(p)), ".contiguous() tensors with head dims that are multiples of 8")
         if p.has_key_lengths:
-            yield Reason(f"{self.name} takes no padded sequences (a length per sequence)", f"use {ours(p)}")
+            yield Reason(f"{self.name} takes no padded sequences (a length per sequence)", use(ours(p)))
 
     def _mask(self, p: AttentionProblem) -> Iterator[Reason]:
         m = p.mask
@@ -109,7 +106,7 @@ class Limits:
         if m.is_positional and not p.lengths.equal and not (self.bottom_right if m.bottom_right else self.top_left):
             corner = "bottom right" if m.bottom_right else "top left"
             text = f"{self.name} does not align masks {corner} where the numbers of queries and keys may differ"
-            yield Reason(text, f"use {ours(p)}, as many queries as keys, or the other causal_align")
+            yield Reason(text, use(ours(p)), "as many queries as keys", "the other causal_align")
         given = {
             "sliding windows": m.has_window and not self.window,
             "chunks": m.chunk > 0,
@@ -123,25 +120,25 @@ class Limits:
         }
         for feature, unmet in given.items():
             if unmet:
-                yield Reason(f"{self.name} has no {feature}", f"use {ours(p)}")
+                yield Reason(f"{self.name} has no {feature}", use(ours(p)))
         if m.bias_grad:
-            yield Reason(f"{self.name} gives no gradient of a dense bias", f"use {ours(p)}, or a bias without gradient")
+            yield Reason(f"{self.name} gives no gradient of a dense bias", use(ours(p)), "a bias without gradient")
 
     def _run(self, p: AttentionProblem) -> Iterator[Reason]:
         if p.dropout and not self.dropout:
-            yield Reason(f"{self.name} has no dropout", f"use {ours(p)}, or dropout_p=0")
+            yield Reason(f"{self.name} has no dropout", use(ours(p)), "dropout_p=0")
         if p.dropout and p.dropout_seeded:
-            yield Reason(f"{self.name} draws dropout from a seed of its own", f"use {ours(p)}, or no dropout_seed")
+            yield Reason(f"{self.name} draws dropout from a seed of its own", use(ours(p)), "no dropout_seed")
         if p.needs_grad and not self.grad:
-            yield Reason(f"{self.name} has no backward on {p.where}", f"use {ours(p)}, or torch.no_grad()")
+            yield Reason(f"{self.name} has no backward on {p.where}", use(ours(p)), "torch.no_grad()")
         # other libraries return the LSE as a statistic, without gradient
         if p.needs_lse_grad:
             text = f"{self.name}'s LSE cannot be differentiated"
-            yield Reason(text, f"use {ours(p)}, or return_lse without gradients")
+            yield Reason(text, use(ours(p)), "return_lse without gradients")
         if p.deterministic and p.needs_grad and not self.deterministic:
-            yield Reason(f"{self.name}'s backward is not deterministic", f"use {ours(p)}, or deterministic=False")
+            yield Reason(f"{self.name}'s backward is not deterministic", use(ours(p)), "deterministic=False")
         if p.compiling and not self.compiles:
-            yield Reason(f"{self.name} cannot be traced by torch.compile", f"use {ours(p)}, or call it outside")
+            yield Reason(f"{self.name} cannot be traced by torch.compile", use(ours(p)), "call it outside")
 
 
 @dataclass(frozen=True)
@@ -149,13 +146,13 @@ class KnownBad:
     """A defect of a release of another library, avoided by not choosing it."""
 
     text: str
-    fix: str
+    changes: tuple[str | Use, ...]
     # a source is required, so that the entry can be removed when the defect is fixed
     source: str  # bug report, or the library's own check
     applies: Callable[[AttentionProblem, Installed], bool]
 
     def reason(self) -> Reason:
-        return Reason(f"{self.text} ({self.source})", self.fix)
+        return Reason(f"{self.text} ({self.source})", *self.changes)
 
 
 def known_bad(entries: tuple[KnownBad, ...], problem: AttentionProblem) -> Iterator[Reason]:

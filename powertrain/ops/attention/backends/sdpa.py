@@ -15,7 +15,7 @@ from torch import Tensor
 from powertrain.ops.attention.backends.requirements import KnownBad, Limits, known_bad
 from powertrain.ops.attention.backends.versions import Installed, cudnn_name, installed
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason, use
 from powertrain.runtime.dispatch import wants_grad
 
 
@@ -50,50 +50,50 @@ def _cudnn_heads_wide(p: AttentionProblem, here: Installed) -> bool:
 CUDNN_BAD = (
     KnownBad(
         "cuDNN gives NaN for the query's gradient where queries % 128 is 64 and there is a dense mask, on sm_90",
-        "use triton, or pad the queries to a multiple of 128",
+        (use("triton"), "pad the queries to a multiple of 128"),
         _PYTORCH + "196678",
         lambda p, here: p.lengths.queries_mod_128_is_64 and p.mask.bias != "none" and p.arch == 90,
     ),
     KnownBad(
         "cuDNN corrupts results with fewer than 8 key heads on sm_100",
-        "use triton or flash, or 8 key heads",
+        (use("triton", "flash"), "8 key heads"),
         _PYTORCH + "193893",
         lambda p, here: p.arch in (100, 103) and p.is_grouped and p.num_kv_heads < 8,
     ),
     KnownBad(
         "cuDNN gives NaN for the gradients of key and value with a single query",
-        "use triton or flash, or torch.no_grad()",
+        (use("triton", "flash"), "torch.no_grad()"),
         "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
         lambda p, here: p.needs_grad and p.lengths.size == "decode",
     ),
     KnownBad(
         "cuDNN before 9.15.1 reads beyond sequences whose length is no multiple of 128",
-        "use triton or flash, or a newer cuDNN",
+        (use("triton", "flash"), "a newer cuDNN"),
         _PYTORCH + "169849",
         lambda p, here: 0 < here.cudnn <= 91500,
     ),
     KnownBad(
         "cuDNN takes no single key",
-        "use triton or flash",
+        (use("triton", "flash"),),
         _SDP_UTILS,
         lambda p, here: p.lengths.single_key,
     ),
     # 9.19 dropped the shares asked for, of 1.7e7 weights, within 1.4e-4: 0.01, 0.05, 0.0625, 0.1, 0.125, 0.2, 0.3
     KnownBad(
         "cuDNN before 9.19 is said to have dropout_p in steps of 1/16",
-        "use triton or flash, or a newer cuDNN",
+        (use("triton", "flash"), "a newer cuDNN"),
         _SDP_UTILS,
         lambda p, here: p.dropout and 0 < here.cudnn < 91900,
     ),
     KnownBad(
         "cuDNN takes head dims above 128 on sm_90 and sm_10x only",
-        "use triton, head dims up to 128, or sm_90",
+        (use("triton"), "head dims up to 128", "sm_90"),
         _SDP_UTILS,
         lambda p, here: _cudnn_heads_wide(p, here) and p.arch not in (90, 100, 103),
     ),
     KnownBad(
         "cuDNN from 9.11 gives wrong gradients on sm_90 for unequal head dims from 128 on, but for 192/128",
-        "use triton, 192/128, or one head dim",
+        (use("triton"), "192/128", "one head dim"),
         _TE_RULES,
         lambda p, here: (
             p.needs_grad
@@ -107,7 +107,7 @@ CUDNN_BAD = (
     # up to 9.19 on sm_90, gradients for 160, 192, 224 and 256 were right (H200, torch 2.11)
     KnownBad(
         "cuDNN has a backward for head dims up to 128, 192/128 and 256/256 only, on sm_10x and from 9.22.1 on",
-        "use triton or flash, or one of those head dims",
+        (use("triton", "flash"), "one of those head dims"),
         _SDP_UTILS,
         lambda p, here: (
             p.needs_grad
@@ -118,7 +118,7 @@ CUDNN_BAD = (
     ),
     KnownBad(
         "cuDNN takes dense masks over a multiple of 8 keys",
-        "use triton, or pad keys and mask",
+        (use("triton"), "pad keys and mask"),
         "not tried",
         lambda p, here: p.mask.bias != "none" and not p.lengths.keys_multiple_of_8,
     ),
@@ -152,7 +152,7 @@ class Cudnn:
 FLASH_BAD = (
     KnownBad(
         "flash-2 has no backward for head dims 193 to 224, nor up to 256 with dropout, on sm_86, sm_89 and sm_12x",
-        "use triton, or a head dim up to 192",
+        (use("triton"), "a head dim up to 192"),
         _PYTORCH + "100326",
         lambda p, here: (
             p.needs_grad
@@ -163,7 +163,7 @@ FLASH_BAD = (
     KnownBad(
         "flash-2's backward leaves its memory where sequences padded to 128 queries, times heads times head dim, are "
         "2^31 elements",
-        "use triton or hopper, or fewer sequences at a time",
+        (use("triton", "hopper"), "fewer sequences at a time"),
         # 30300 x 1 queries, H12 D160; 2^31 by the int32 of its sums' addresses, 0.7 of it was right
         "benchmarks/results/2026-11-24_h200_attention_choice.md",
         lambda p, here: (
@@ -180,9 +180,9 @@ def packed_why_not(name: str, problem: AttentionProblem) -> Iterator[Reason]:
     if problem.layout == "thd":
         if not problem.lengths.equal:
             text = f"{name} takes packed sequences with as many queries as keys only"
-            yield Reason(text, "use triton, or one cu_seqlens for both")
+            yield Reason(text, use("triton"), "one cu_seqlens for both")
         if problem.compiling:
-            yield Reason(f"{name} is not traced by torch.compile for thd", "use triton, or call it outside")
+            yield Reason(f"{name} is not traced by torch.compile for thd", use("triton"), "call it outside")
 
 
 class Flash:
@@ -231,7 +231,7 @@ class Efficient:
         yield from self.limits.why_not(problem)
         if problem.dtype is torch.bfloat16 and 0 < problem.arch < 80:
             text = f"efficient attention takes bfloat16 from sm_80 on, got {problem.where}"
-            yield Reason(text, "use triton, or float16")
+            yield Reason(text, use("triton"), "float16")
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         q, k, v = (to_bhsd(x, call.layout).transpose(1, 2) for x in (call.query, call.key, call.value))
@@ -260,13 +260,13 @@ class Efficient:
 CPU_BAD = (
     KnownBad(
         "PyTorch's CPU flash attention gives an LSE of 0 for a row that sees nothing",
-        "use chunked, or no return_lse",
+        (use("chunked"), "no return_lse"),
         "seen with torch 2.13",
         lambda p, here: p.needs_lse and p.mask.bias != "none",
     ),
     KnownBad(
         "PyTorch's CPU flash attention gives a float64 LSE for float64 tensors and float32 for the others",
-        "use chunked, or no return_lse",
+        (use("chunked"), "no return_lse"),
         "seen with torch 2.13",
         lambda p, here: p.needs_lse and p.dtype is torch.float64,
     ),

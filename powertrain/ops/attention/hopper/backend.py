@@ -24,7 +24,7 @@ from powertrain.ops.attention.hopper.forward_d512 import launch_forward_d512
 from powertrain.ops.attention.hopper.plans import Plan, plan_of
 from powertrain.ops.attention.hopper.self_tests import backward_defect, forward_defect
 from powertrain.ops.attention.operands import BackwardCall, Operands, is_expanded, one_head
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason, use
 from powertrain.ops.attention.triton import backend as triton_backend
 from powertrain.ops.attention.triton.backward import attention_backward
 from powertrain.ops.attention.triton.forward import attention_forward
@@ -39,35 +39,36 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """Every unmet requirement of this kernel."""
     mask = problem.mask
     if problem.arch != 90:
-        yield Reason(f"hopper runs on sm_90 only, got {problem.where}", "use triton")
+        yield Reason(f"hopper runs on sm_90 only, got {problem.where}", use("triton"))
     # checked before the version of Gluon, which does not matter then
     if settings().interpret:
         yield Reason("Gluon has no interpreter", "unset POWERTRAIN_INTERPRET")
     elif missing := gluon_compat.trouble():
-        yield Reason(missing, "use Triton 3.6 or later, or triton")
+        yield Reason(missing, "use Triton 3.6 or later", use("triton", verb=""))
     if problem.dtype not in (torch.bfloat16, torch.float16):
-        yield Reason(f"hopper takes bfloat16 or float16, got {checks.name(problem.dtype)}", "use triton")
+        yield Reason(f"hopper takes bfloat16 or float16, got {checks.name(problem.dtype)}", use("triton"))
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_v", problem.head_dim_v)):
         if dim > _MAX_HEAD_DIM:
-            yield Reason(f"hopper takes {name} up to {_MAX_HEAD_DIM}, got {dim}", "use triton")
+            yield Reason(f"hopper takes {name} up to {_MAX_HEAD_DIM}, got {dim}", use("triton"))
     dims = problem.head_dim_qk, problem.head_dim_v
     if min(dims) <= _WIDE < max(dims) <= _MAX_HEAD_DIM:
         yield Reason(
-            f"hopper takes two head dims up to {_WIDE} or two above, got {dims[0]} and {dims[1]}", "use triton"
+            f"hopper takes two head dims up to {_WIDE} or two above, got {dims[0]} and {dims[1]}", use("triton")
         )
     if problem.head_dim_v % 8:
         yield Reason(
-            f"hopper takes a head_dim_v that is a multiple of 8, got {problem.head_dim_v}", "use triton, or pad value"
+            f"hopper takes a head_dim_v that is a multiple of 8, got {problem.head_dim_v}", use("triton"), "pad value"
         )
     if not problem.aligned:
         yield Reason(
             "hopper loads by TMA, which needs addresses and strides that are multiples of 16 bytes",
-            "use triton, or .contiguous()",
+            use("triton"),
+            ".contiguous()",
         )
     if problem.layout == "bmghk":
-        yield Reason("hopper does not take layout bmghk", "use triton, or bshd")
+        yield Reason("hopper does not take layout bmghk", use("triton"), "bshd")
     if problem.lengths.empty:
-        yield Reason("hopper takes no empty tensors", "use triton")
+        yield Reason("hopper takes no empty tensors", use("triton"))
     for name, wanted in (
         ("bias", mask.bias != "none"),
         ("documents", mask.documents),
@@ -76,8 +77,8 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
         ("dropout", problem.dropout),
     ):
         if wanted:
-            other = "use varlen_attention, or triton" if name == "documents" else "use triton"
-            yield Reason(f"hopper has no {name}", other)
+            changes = ("use varlen_attention", use("triton", verb="")) if name == "documents" else (use("triton"),)
+            yield Reason(f"hopper has no {name}", *changes)
 
 
 # results by device: of each forward plan, and of each backward (padded head dims, deterministic, plan, query heads of a
@@ -173,12 +174,12 @@ def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
     yield from why_not(problem)
     is_plain = not (problem.deterministic or problem.mask.softcap > 0 or problem.mask.alibi)
     if reason := why_not_of(problem.head_dim_qk, problem.head_dim_v, problem.has_unordered_keys, is_plain):
-        yield Reason(reason, "use triton")
+        yield Reason(reason, use("triton"))
     lengths, widest = problem.lengths, max(problem.head_dim_qk, problem.head_dim_v)
     if widest > _WIDE and problem.layout == "thd" and lengths.sequences > 32 and lengths.queries < 128:
         # D512, 117 sequences of 71 rows on average, 64/8 heads: 11.1 ms, the universal kernels 7.0
         yield Reason(
-            f"above head dim {_WIDE} it is slow for many packed sequences of fewer than 128 rows", "use triton"
+            f"above head dim {_WIDE} it is slow for many packed sequences of fewer than 128 rows", use("triton")
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import autograd
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason, use
 from powertrain.ops.attention.triton.backward import attention_backward
 from powertrain.ops.attention.triton.forward import attention_forward
 from powertrain.runtime.settings import settings
@@ -24,9 +24,9 @@ from powertrain.runtime.settings import settings
 def why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """Every unmet requirement of these kernels."""
     if problem.dtype is torch.float64:
-        yield Reason("triton takes no float64, it computes in float32", "use reference or chunked, or float32")
+        yield Reason("triton takes no float64, it computes in float32", use("reference", "chunked"), "float32")
     if problem.target is None and not settings().interpret:
-        yield Reason("it runs on a GPU only, got the CPU", "use cpu or chunked, or move the tensors to a GPU")
+        yield Reason("it runs on a GPU only, got the CPU", use("cpu", "chunked"), "move the tensors to a GPU")
 
 
 backward_why_not = why_not
