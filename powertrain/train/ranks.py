@@ -1,7 +1,8 @@
 """Rank of this process in a run, rendezvous, and process groups.
 
-Launchers set them in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MPICH and
-Intel MPI in PMI_* and MPI_LOCAL*, srun in SLURM_*. They are read in that order, so the innermost of several counts.
+Launchers set them in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MVAPICH2 in
+MV2_COMM_WORLD_*, MPICH and Intel MPI in PMI_* and MPI_LOCAL*, Flux in FLUX_*, jsrun in JSM_NAMESPACE_*, srun in
+SLURM_*, HPE Cray's PALS in PALS_* and PMI_*. They are read in that order, so the innermost of several counts.
 """
 
 import functools
@@ -135,7 +136,10 @@ class Ranks:
 
 
 class _Launcher(NamedTuple):
-    """A launcher's variables. Only rank and size are sure to be there; `hint` says how to hand it MASTER_ADDR."""
+    """A launcher's variables. Only rank and size are sure to be there; `hint` says how to hand it MASTER_ADDR.
+
+    local_size  "": there is none, or it is not a number; `_local_size` finds it otherwise
+    """
 
     name: str
     rank: str
@@ -150,11 +154,21 @@ _LAUNCHERS = (
               "torchrun sets both; started by hand, export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500"),
     _Launcher("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
               "OMPI_COMM_WORLD_LOCAL_SIZE", "mpiexec -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."),
+    _Launcher("mpirun_rsh", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+              "MV2_COMM_WORLD_LOCAL_SIZE",
+              "mpirun_rsh ... MASTER_ADDR=<host of rank 0> MASTER_PORT=29500 python ..."),
     _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
               "mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."),
+    _Launcher("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "",
+              "flux run --env=MASTER_ADDR=<host of rank 0> --env=MASTER_PORT=29500 ..."),
+    _Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+              "JSM_NAMESPACE_LOCAL_SIZE", "jsrun -E MASTER_ADDR=<host of rank 0> -E MASTER_PORT=29500 ..."),
     # of the step: in a batch script's own shell SLURM_PROCID and SLURM_NTASKS are there too, though it runs alone
     _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "",
               "export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500 before srun"),
+    # behind srun and Flux, which set these on a Cray too; the size has PMI's name alone
+    _Launcher("mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE",
+              "mpiexec --env MASTER_ADDR=<host of rank 0> --env MASTER_PORT=29500 ..."),
 )  # fmt: skip
 
 
@@ -179,7 +193,7 @@ def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
     if not 0 <= rank < size:
         raise ValueError(f"{first.rank} must be in [0, {first.size} = {size}), got {rank}")
     local_rank = _number(env, first.local_rank, 0)
-    local_size = _number(env, first.local_size, 1) if first.local_size else _slurm_local_size(env)
+    local_size = _local_size(first, env, size, local_rank)
     if first.local_size in env and not local_rank < local_size <= size:
         raise ValueError(
             f"{first.local_rank} must be below {first.local_size}, and that at most {first.size} ({size}), "
@@ -194,10 +208,31 @@ def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
 
 
 def _is_launched_by(launcher: _Launcher, env: Mapping[str, str]) -> bool:
-    """srun's rank stands in a batch script's environment too, its step's size does not; srun can speak PMI as well."""
+    """Whether a launcher whose rank is there started this process: several set the ranks of Open MPI or PMI as well."""
+    # in a batch script's environment too, which its step's size is not
     if launcher.name == "srun":
         return launcher.size in env
-    return launcher.rank != "PMI_RANK" or launcher.local_rank in env or "SLURM_STEP_NUM_TASKS" not in env
+    if launcher.rank == "OMPI_COMM_WORLD_RANK":
+        jsrun = env.get("JSM_NAMESPACE_RANK"), env.get("JSM_NAMESPACE_SIZE")
+        return jsrun != (env[launcher.rank], env.get(launcher.size))
+    # without the local rank of MPICH's own mpiexec
+    return launcher.rank != "PMI_RANK" or launcher.local_rank in env or not any(name in env for name in _ALSO_PMI)
+
+
+# of launchers that speak PMI too, for MPI
+_ALSO_PMI = ("FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_STEP_NUM_TASKS", "PALS_RANKID")
+
+
+def _local_size(launcher: _Launcher, env: Mapping[str, str], size: int, local_rank: int) -> int:
+    """Processes on this host; where the launcher does not say, as many as the local rank shows at least."""
+    if launcher.local_size in env:
+        return _number(env, launcher.local_size)
+    known = 1
+    if launcher.name == "srun":
+        known = _slurm_local_size(env)
+    elif launcher.name == "flux":
+        known = -(-size // max(1, _number(env, "FLUX_JOB_NNODES", size)))
+    return max(known, min(local_rank + 1, size))
 
 
 def _refuse_half(launcher: _Launcher, env: Mapping[str, str]) -> None:

@@ -22,7 +22,10 @@ from typing import Protocol
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "SLURM_", "TORCHELASTIC_")
+_OF_LAUNCHERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "MV2_", "PMI", "MPI_", "FLUX_", "JSM_", "SLURM_", "PALS_",
+    "TORCHELASTIC_",
+)  # fmt: skip
 _IMPORTED = [
     "tests.few_collections",
     "pytest",

@@ -39,6 +39,15 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", 
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
            "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+           "MV2_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "6"}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "6", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2", **PMI}
+JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_LOCAL_RANK": "1",
+         "JSM_NAMESPACE_LOCAL_SIZE": "2"}  # fmt: skip
+# jsrun sets those of Open MPI to the same values
+SPECTRUM = {name.replace("JSM_NAMESPACE", "OMPI_COMM_WORLD"): value for name, value in JSRUN.items()}
+PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", **PMI}
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +77,25 @@ CPU = torch.device("cpu")
         ({**OPENMPI, **SRUN, **MASTER}, LaunchEnv(CPU, 1, 2, 1, 2, "mpiexec", Rendezvous("a", 1))),
         # srun --mpi=pmi2 says its rank twice, the local one only in its own words
         ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4"}, LaunchEnv(CPU, 2, 4, 0, 1, "srun", Rendezvous("n08", 24567))),
+        ({**MVAPICH, **MASTER}, LaunchEnv(CPU, 3, 4, 1, 2, "mpirun_rsh", Rendezvous("a", 1))),
+        # these speak PMI, which has no local rank: all ranks of a host were on its first GPU
+        ({**FLUX, **MASTER}, LaunchEnv(CPU, 3, 6, 1, 3, "flux", Rendezvous("a", 1))),
+        ({**JSRUN, **SPECTRUM, **PMI, **MASTER}, LaunchEnv(CPU, 3, 6, 1, 2, "jsrun", Rendezvous("a", 1))),
+        ({**PALS, **MASTER}, LaunchEnv(CPU, 3, 6, 1, 2, "mpiexec", Rendezvous("a", 1))),
+        # without the number of hosts
+        ({"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "6", "FLUX_TASK_LOCAL_ID": "2", **MASTER},
+         LaunchEnv(CPU, 5, 6, 2, 3, "flux", Rendezvous("a", 1))),
+        # on a Cray srun and Flux set those of PALS
+        ({**SRUN, **PALS}, LaunchEnv(CPU, 2, 4, 0, 1, "srun", Rendezvous("n08", 24567))),
+        ({**FLUX, **PALS, **MASTER}, LaunchEnv(CPU, 3, 6, 1, 3, "flux", Rendezvous("a", 1))),
+        ({**TORCHRUN, **FLUX}, LaunchEnv(CPU, 3, 8, 1, 2, "torchrun", Rendezvous("a", 29500))),
+        # each of a host's mpiexecs
+        ({**FLUX, **HYDRA, **MASTER}, LaunchEnv(CPU, 1, 2, 0, 1, "mpiexec", Rendezvous("a", 1))),
+        ({**JSRUN, **OPENMPI, **MASTER}, LaunchEnv(CPU, 1, 2, 1, 2, "mpiexec", Rendezvous("a", 1))),
     ],
     ids=["none", "torchrun", "elastic", "pod", "srun", "sbatch", "openmpi", "hydra", "torchrun-srun", "openmpi-srun",
-         "pmi2"],
+         "pmi2", "mvapich", "flux", "jsrun", "pals", "flux-no-hosts", "srun-cray", "flux-cray", "torchrun-flux",
+         "hydra-flux", "openmpi-jsrun"],
 )  # fmt: skip
 def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
     assert read_launch_env(environment) == expected
@@ -96,6 +121,17 @@ def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
         ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "RANK must be set beside LOCAL_WORLD_SIZE, got"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK must be set beside OMPI_COMM_WORLD_SIZE, got"),
         ({"MPI_LOCALRANKID": "1"}, "PMI_RANK must be set beside MPI_LOCALRANKID, got"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_RANK must be set beside MV2_COMM_WORLD_SIZE, got"),
+        ({"FLUX_JOB_SIZE": "2"}, "FLUX_TASK_RANK must be set beside FLUX_JOB_SIZE, got"),
+        ({"FLUX_TASK_RANK": "0"}, "FLUX_JOB_SIZE must be a number, as the launcher sets it, got nothing"),
+        ({"JSM_NAMESPACE_LOCAL_RANK": "1"}, "JSM_NAMESPACE_RANK must be set beside JSM_NAMESPACE_LOCAL_RANK, got"),
+        ({"PALS_LOCAL_RANKID": "1"}, "PALS_RANKID must be set beside PALS_LOCAL_RANKID, got"),
+        ({"PALS_RANKID": "1"}, "PMI_SIZE must be a number, as the launcher sets it, got nothing"),
+        (MVAPICH, "4 processes of mpirun_rsh to meet, got nothing: mpirun_rsh ... MASTER_ADDR="),
+        (FLUX, "6 processes of flux to meet, got nothing: flux run --env=MASTER_ADDR="),
+        ({**JSRUN, **SPECTRUM}, "6 processes of jsrun to meet, got nothing: jsrun -E MASTER_ADDR="),
+        (PALS, "6 processes of mpiexec to meet, got nothing: mpiexec --env MASTER_ADDR="),
+        ({**JSRUN, "JSM_NAMESPACE_LOCAL_RANK": "2"}, "JSM_NAMESPACE_LOCAL_RANK must be below JSM_NAMESPACE_LOCAL_SIZE"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, r"LOCAL_RANK must be below LOCAL_WORLD_SIZE, .* got 2 and 2"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, r"and that at most WORLD_SIZE \(8\), got 1 and 9"),
     ],
@@ -116,9 +152,12 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_launch_env(TORCHRUN).device == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="local rank must be below the 2 GPUs that this process sees, got 2"):
         read_launch_env({**TORCHRUN, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"})
-    # one GPU shown to each process
+    # one GPU shown to each process, also by launchers that do not say how many they started on a host
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert read_launch_env(TORCHRUN).device == torch.device("cuda", 0)
+    for environment in (TORCHRUN, {**FLUX, "FLUX_JOB_NNODES": "6", **MASTER}, {**PALS, **MASTER}):
+        assert read_launch_env(environment).device == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="local rank must be below the 1 GPUs that this process sees, got 1"):
+        read_launch_env({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"})
 
 
 @pytest.mark.parametrize(
