@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from powertrain.cli import app, check, facts
 from powertrain.ops.cases import Case, cases
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.settings import VARIABLES
+from powertrain.train.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,7 +83,7 @@ def test_python_m_powertrain() -> None:
 def test_a_locale_without_utf_8(tmp_path: Path) -> None:
     """Names that stdout cannot encode are escaped in every command."""
     result = CliRunner(charset="ascii").invoke(app, ["verify", str(tmp_path / "文")], env={"COLUMNS": "200"})
-    assert result.exit_code == 1 and r"\u6587 must be a run" in result.stdout, result.exception
+    assert result.exit_code == 2 and r"\u6587 must be a run" in result.stderr, result.exception
 
 
 def test_target() -> None:
@@ -162,6 +164,48 @@ def test_a_bad_value_ends_any_command_with_one_line(
     assert (result.exit_code, result.stderr) == (2, expected)
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("preprocess none.jsonl --output o --tokenizer bytes", "none.jsonl: no such file or folder"),
+        ("preprocess junk --output o --tokenizer none.json", "tokenizer: no such file none.json"),
+        ("preprocess junk.jsonl --output o --tokenizer bytes", "junk.jsonl:1: must be a line of JSON"),
+        ("kernels --pack none.ptp", "none.ptp: no such file or folder"),
+        ("kernels verify --pack junk", "kernel pack junk: not a pack"),
+        ("verify none", "none must be a run of Powertrain"),
+        ("tune rms_norm", "tune needs a CUDA GPU"),
+        ("check rms_form --device cpu", "no op rms_form"),
+        ("train quickstart logging.folder=r checkpoint.load=none", "checkpoint.load must name a checkpoint"),
+    ],
+)
+def test_errors_of_the_input_are_on_stderr(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some were on stdout with exit code 1, which is a verdict's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("junk", "junk.jsonl"):
+        Path(name).write_text("junk\n")
+    result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and said in result.stderr and said not in result.stdout, result.output
+
+
+def test_a_damaged_checkpoint_counts_more_than_a_path_without_one(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "data", "uint16") as writer:
+        writer.add([1, 2, 3])
+    assert _run("verify", str(tmp_path / "data"), str(tmp_path / "none"))[0] == 2
+    (tmp_path / "data.bin").write_bytes(b"\0" * 6)
+    assert _run("verify", str(tmp_path / "data"), str(tmp_path / "none"))[0] == 1
+
+
+def test_no_folder_for_temporary_files_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks for one while it is imported."""
+    words = "No usable temporary directory found in ['/tmp']"
+    monkeypatch.setattr("powertrain.cli.facts.environment_page", Mock(side_effect=FileNotFoundError(2, words)))
+    result = CliRunner().invoke(app, ["env", "--markdown"])
+    assert (result.exit_code, result.stderr) == (2, f"{words}: one must have room; TMPDIR names another\n")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("words", [["--help"], ["env", "--markdown"], ["target"], ["env"]], ids=" ".join)
 def test_a_full_disk_below_stdout_is_one_line(words: list[str]) -> None:
@@ -174,9 +218,9 @@ def test_a_full_disk_below_stdout_is_one_line(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("words", [["verify", "nothing-here"], ["--help"], ["env", "--markdown"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["diagnose", "pyproject.toml"], ["--help"], ["env", "--markdown"]], ids=" ".join)
 def test_a_reader_that_went_away_is_no_verdict(words: list[str], flags: list[str]) -> None:
-    """1 would be verify's word for damage."""
+    """1 would be diagnose's word for a log without a known cause."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, *flags, "-m", "powertrain", *words]

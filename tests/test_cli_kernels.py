@@ -121,7 +121,7 @@ def test_a_full_disk_below_a_pack(own_store: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_pack_is_said(own_store: Path) -> None:
-    assert "no such file or folder" in _run("kernels", "--pack", str(own_store / "none.ptp"), code=1)
+    assert "no such file or folder" in _run("kernels", "--pack", str(own_store / "none.ptp"), code=2)
 
 
 @pytest.mark.slow  # `make demo` runs the tour

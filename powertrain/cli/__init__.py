@@ -86,6 +86,10 @@ class _Commands(TyperGroup):
                 name = error.filename if len(error.filename) <= 100 else f"{error.filename[:60]}..."
                 typer.echo(f"{name}: {error.strerror}", err=True)
                 raise SystemExit(2) from None
+            if str(error.strerror).startswith("No usable temporary directory"):
+                # of modules that look for one while they are imported: each folder is full or read-only
+                typer.echo(f"{error.strerror}: one must have room; TMPDIR names another", err=True)
+                raise SystemExit(2) from None
             raise
         except SystemExit as error:
             # typer's and rich's, both with 1

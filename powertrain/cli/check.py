@@ -56,14 +56,14 @@ def check(
         where = device_of(device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    console = Console()
-    console = console if console.is_terminal else Console(width=130)
-    console.print(machine())
     chosen = [case for case in cases() if not ops or case.op in ops]
     unknown = set(ops or ()) - {case.op for case in chosen}
     if unknown:
         known = ", ".join(dict.fromkeys(case.op for case in cases()))
         raise typer.BadParameter(f"no op {', '.join(sorted(unknown))}; there are {known}")
+    console = Console()
+    console = console if console.is_terminal else Console(width=130)
+    console.print(machine())
     console.print(_what_runs(where))
     table = Table("op", "shape", "worst", title=f"forward and backward, {dtype.value} on {where}", title_justify="left")
     for column in ("error", "PyTorch's", "allowed", "ms", "PyTorch's ms", "ratio"):

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from powertrain.cli.paths import must_exist
+from powertrain.cli.paths import must_exist, one_line
 from powertrain.runtime.console import Console
 
 if TYPE_CHECKING:
@@ -35,16 +35,13 @@ def kernels(
     """
     if pack is not None and action is Action.clear:
         raise typer.BadParameter("a pack is read-only; delete the file", param_hint="--pack")
-    must_exist([] if pack is None else [pack], code=1)
+    must_exist([] if pack is None else [pack])
     from powertrain.runtime.compile.kernel_store import REFUSED, Pack, user_store
     from powertrain.runtime.errors import StoreError
 
     console = Console()
-    try:
+    with one_line(StoreError):
         store = Pack(pack) if pack is not None else user_store()
-    except StoreError as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(1) from None
     # refused: said as a warning
     if pack is None and user_store().trouble == REFUSED:
         raise typer.Exit(1)

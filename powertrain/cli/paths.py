@@ -15,8 +15,8 @@ from powertrain.runtime.console import Console
 from powertrain.runtime.reading import named
 
 
-def must_exist(paths: Sequence[str | Path], code: int = 2, words: Sequence[str] = ()) -> None:
-    """End the command with `code` where a path is not there; one line a path, with the nearest name beside it, or the
+def must_exist(paths: Sequence[str | Path], words: Sequence[str] = ()) -> None:
+    """End the command with 2 where a path is not there; one line a path, with the nearest name beside it, or the
     nearest of `words` that the command takes in place of a path."""
     missing = [Path(path) for path in paths if not Path(path).exists()]
     for path in missing:
@@ -31,7 +31,7 @@ def must_exist(paths: Sequence[str | Path], code: int = 2, words: Sequence[str] 
             f"{path}: no such file or folder{hint}", markup=False, highlight=False
         )
     if missing:
-        raise typer.Exit(code)
+        raise typer.Exit(2)
 
 
 def _names_beside(path: Path) -> list[str]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powertrain.cli.paths import unwritten
+from powertrain.cli.paths import one_line, unwritten
 from powertrain.runtime.console import Console
-from powertrain.runtime.reading import named
 
 if TYPE_CHECKING:
     from powertrain.train.data.encode import Counts, Encoding
@@ -52,7 +51,8 @@ def preprocess(
     """Tokenize text into Megatron's and GPT-NeoX's .bin/.idx, byte for byte as GPT-NeoX's preprocess_data.py does.
 
     A text file is one document, a line of jsonl is one. The files appear when they are whole, so a run that is stopped
-    or killed leaves none. A damaged document stops it and is named by file and line.
+    or killed leaves none. A damaged document stops it and is named by file and line; the exit code is 2 then, and where
+    the input, the tokenizer or the output cannot be used.
 
     \b
     powertrain preprocess corpus.jsonl.zst --output data/corpus --tokenizer tokenizer.json --append-eod --workers 8
@@ -75,7 +75,7 @@ def preprocess(
     from powertrain.train.data.indexed import token_dtype
 
     console = Console()
-    try:
+    with one_line(OSError, ValueError, RuntimeError):
         files = find_files(inputs)
         chosen = _tokenizer(files, tokenizer, train_tokenizer, jsonl_key, skip_bad, overwrite, console)
         if completions is not None:
@@ -85,9 +85,6 @@ def preprocess(
         encoding = Encoding(chosen, token_dtype(chosen.vocab_size), jsonl_key, append_eod)
         with _naming(f"--output {output}", files):
             counts = _encoded(files, output, encoding, workers, skip_bad, overwrite, console)
-    except (OSError, ValueError, RuntimeError) as error:
-        console.print(f"[red]{_plain(named(error))}[/]", soft_wrap=True)
-        raise typer.Exit(1) from None
     # twenty are enough to find the cause; a damaged corpus may have millions
     for message in counts.bad[:20]:
         console.print(f"left out: {_plain(message)}", soft_wrap=True)

@@ -74,11 +74,13 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
     from powertrain.train.reporting.kernel_profile import LateCompile
     from powertrain.train.reporting.progress import closing, opening
     from powertrain.train.reporting.run_summary import About, about
+    from powertrain.train.reporting.screen import screen
     from powertrain.train.reporting.sinks import check, open_sinks
     from powertrain.train.run import start, stop_on_signals
     from powertrain.train.trainer import TrainingStopped
 
     known: list[About] = []
+    errors = screen(stderr=True)
 
     def sinks(trainer: "Trainer") -> Sequence["Sink"]:
         if quiet:
@@ -96,11 +98,11 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
             trainer = start(run, launch_env, sinks, fresh=fresh)
     except OutOfMemory as error:
         # of this rank alone, maybe
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except (RendezvousError, PeerTimeout, ValueError, OSError) as error:
         if launch_env.rank == 0 or not is_on_all(error):
-            console.print(named(error), markup=False, highlight=False, soft_wrap=True)
+            errors.print(named(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     stopped: Exception | None = None
     is_reporter = launch_env.rank == 0
@@ -118,7 +120,7 @@ def _fit(run: "Run", launch_env: Any, console: "Console", *, quiet: bool = False
     # of a bad loss the trainer's note is on the screen
     is_said = isinstance(stopped, TrainingStopped) and not quiet
     if stopped and is_reporter and not is_said:
-        console.print(named(stopped), markup=False, highlight=False, soft_wrap=True)
+        errors.print(named(stopped), markup=False, highlight=False, soft_wrap=True)
     for one in known:
         for line in closing(one, report=run.config.logging.report):
             console.print(line, highlight=False, soft_wrap=True)

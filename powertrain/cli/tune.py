@@ -58,8 +58,8 @@ def tune(
         if not chosen:
             raise typer.BadParameter(f"--shape must have {' or '.join(map(str, counts))} sizes for {op}, got {shape}")
     if not torch.cuda.is_available():
-        console.print("[red]tune needs a CUDA GPU; none is visible here[/]")
-        raise typer.Exit(1)
+        typer.echo("tune needs a CUDA GPU; none is visible here", err=True)
+        raise typer.Exit(2)
     device = torch.cuda.get_device_name()
     deadline = time.monotonic() + (seconds / 2 if op == "attention" and chosen else seconds)
     faster: dict[str, dict[str, tuning.Changes]] = {}

@@ -18,18 +18,21 @@ def _nothing(path: Path) -> str:
 def verify(
     paths: Annotated[list[Path], typer.Argument(help="runs, checkpoints, and prefixes of .bin/.idx data sets")],
 ) -> None:
-    """Read checkpoints and data sets completely and compare them with their checksums. Exits with 1 if one is damaged.
+    """Read checkpoints and data sets completely and compare them with their checksums.
+
+    The exit code is 1 if one is damaged, else 2 if a path has nothing to compare.
 
     A start of a run compares a checkpoint it resumes, and of a data set all but the .bin's contents.
 
     \b
     powertrain verify runs/quickstart data/corpus
     """
-    console, bad = Console(soft_wrap=True, highlight=False), 0
+    console, errors = (Console(soft_wrap=True, highlight=False, stderr=stderr) for stderr in (False, True))
+    damaged, unknown = 0, 0
     if not any(Path(f"{path}{ending}").exists() for path in paths for ending in ("", ".bin", ".idx")):
         for path in paths:
-            console.print(_nothing(path), markup=False)
-        raise typer.Exit(1)
+            errors.print(_nothing(path), markup=False)
+        raise typer.Exit(2)
     from powertrain.train.checkpoint import store as checkpoint_store
     from powertrain.train.data import indexed
 
@@ -42,8 +45,8 @@ def verify(
         ]
         is_data = indexed.index_path(prefix).exists() or indexed.values_path(prefix).exists()
         if not folders and not is_data:
-            console.print(_nothing(path), markup=False)
-            bad += 1
+            errors.print(_nothing(path), markup=False)
+            unknown += 1
         for one in [*folders, *([prefix] if is_data else [])]:
             try:
                 if one in folders:
@@ -53,8 +56,8 @@ def verify(
                     indexed.verify(one)
             except (ValueError, OSError) as error:
                 console.print(named(error), markup=False)
-                bad += 1
+                damaged += 1
             else:
                 console.print(f"{one}: whole", markup=False)
-    if bad:
-        raise typer.Exit(1)
+    if damaged or unknown:
+        raise typer.Exit(1 if damaged else 2)

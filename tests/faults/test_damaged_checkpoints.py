@@ -291,8 +291,8 @@ def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 1 and result.output.count(": whole") == 1 and f"{file}: must have" in result.output
         file.write_bytes(good)
-    assert CliRunner().invoke(app, ["verify", str(tmp_path / "none")]).exit_code == 1
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "none")]).exit_code == 2
     (tmp_path / "hugging-face").mkdir()
     (tmp_path / "hugging-face" / "config.json").write_text("{}")
     said = CliRunner().invoke(app, ["verify", str(tmp_path / "hugging-face")])
-    assert said.exit_code == 1 and "got nothing that has checksums" in said.output.replace("\n", " ")
+    assert said.exit_code == 2 and "got nothing that has checksums" in said.output.replace("\n", " ")

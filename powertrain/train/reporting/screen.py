@@ -10,15 +10,16 @@ from powertrain.runtime import tracing
 from powertrain.runtime.console import Console
 
 
-def screen(*, quiet: bool = False) -> Console:
-    """A console on stdout. A write error is reported once on stderr; later output may be lost. Characters
-    that stdout's encoding lacks are escaped.
+def screen(*, quiet: bool = False, stderr: bool = False) -> Console:
+    """A console on stdout or stderr. A write error is reported once on stderr; later output may be lost. Characters
+    that its encoding lacks are escaped.
 
     Without it Ctrl-C in `powertrain train run.yml | tee log` would lose the run's last checkpoint: tee ends first, and
     rich answers the closed pipe with SystemExit.
     """
+    file = sys.stderr if stderr else sys.stdout
     # None: a process whose stdout was closed when it started
-    return Console(file=None if sys.stdout is None else _Lasting(sys.stdout), quiet=quiet)
+    return Console(file=None if file is None else _Lasting(file), quiet=quiet, stderr=stderr)
 
 
 class _Lasting:

@@ -625,7 +625,7 @@ def test_preprocess_writes_the_files(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("\n".join(records))
     arguments = ["preprocess", f"{tmp_path}/x.jsonl", "--output", f"{tmp_path}/y", "--tokenizer", "bytes"]
     result = CliRunner().invoke(app, [*arguments, "--completions", "pairs"])
-    assert result.exit_code == 1 and "x.jsonl:8: rejected must be" in result.output
+    assert result.exit_code == 2 and "x.jsonl:8: rejected must be" in result.output
     assert not list(tmp_path.glob("y*.idx"))
     result = CliRunner().invoke(app, [*arguments, "--completions", "pairs", "--skip-bad"])
     assert result.exit_code == 0 and "7 examples; left out: 1 bad" in result.output.replace("\n", " ")

@@ -60,7 +60,7 @@ def test_trains_a_tokenizer_and_works_in_parallel(tmp_path: Path, jsonl: Path) -
     text = load_tokenizer(str(tokenizer)).decode(IndexedData(tmp_path / "one")[7].tolist())
     assert text == "line 7 of some text"
     code, output = run(jsonl, "--output", tmp_path / "x", "--tokenizer", tokenizer, "--train-tokenizer", 300)
-    assert code == 1 and "exists already; leave --train-tokenizer out to use it" in output
+    assert code == 2 and "exists already; leave --train-tokenizer out to use it" in output
 
 
 def test_damaged_lines(tmp_path: Path, jsonl: Path) -> None:
@@ -68,13 +68,13 @@ def test_damaged_lines(tmp_path: Path, jsonl: Path) -> None:
         file.write('{"text": ["[red]a", 3]}\n{broken\n')
     arguments = (jsonl, "--output", tmp_path / "o", "--tokenizer", "bytes")
     code, output = run(*arguments)
-    assert code == 1 and f"{jsonl}:201: must hold a string under 'text', got ['[red]a', 3]" in output
+    assert code == 2 and f"{jsonl}:201: must hold a string under 'text', got ['[red]a', 3]" in output
     assert not list(tmp_path.glob("o.*")) and not list(tmp_path.glob(".*"))
     code, output = run(*arguments, "--skip-bad")
     assert code == 0 and f"{jsonl}:202: must be a line of JSON" in output
     assert "200 documents" in output and "left out: 2 bad, 0 empty" in output
     code, output = run(*arguments)
-    assert code == 1 and "o.idx: exists already" in output
+    assert code == 2 and "o.idx: exists already" in output
 
 
 def test_wrong_arguments(tmp_path: Path, jsonl: Path) -> None:
@@ -86,7 +86,7 @@ def test_wrong_arguments(tmp_path: Path, jsonl: Path) -> None:
         ((jsonl, *output, "bytes", "--jsonl-key", "body"), "a.jsonl:1: must have a key 'body', got keys 'text'"),
     ):
         code, said = run(*arguments)
-        assert code == 1 and words in said, said
+        assert code == 2 and words in said, said
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_an_input_without_documents_replaces_nothing(text: str, words: str, tmp_
     before = (tmp_path / "o.bin").read_bytes()
     (tmp_path / "none.jsonl").write_text(text)
     code, said = run(tmp_path / "none.jsonl", *output)
-    assert code == 1 and "the input must have a document with tokens, got none in 1 files" in said and words in said
+    assert code == 2 and "the input must have a document with tokens, got none in 1 files" in said and words in said
     code, records = run(tmp_path / "none.jsonl", *output, "--completions", "pairs")
-    assert code == 1 and "the input must have at least 1 records that can be used, got 0" in records
+    assert code == 2 and "the input must have at least 1 records that can be used, got 0" in records
     assert (tmp_path / "o.bin").read_bytes() == before and not list(tmp_path.glob("o_*"))
 
 
@@ -118,7 +118,7 @@ def test_an_earlier_output_in_the_input_s_folder_is_no_text(tmp_path: Path) -> N
     words = "books: the .bin, .idx and .sum of sets/v1.0, sets/v1.1 are left out: they hold tokens"
     assert words in said
     code, said = run(folder / "sets", "--output", tmp_path / "o", "--tokenizer", "bytes")
-    assert code == 1 and "must hold a file that is not hidden, got data sets alone" in said
+    assert code == 2 and "must hold a file that is not hidden, got data sets alone" in said
 
 
 def test_pipes_that_would_be_read_twice(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_pipes_that_would_be_read_twice(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     words = (tmp_path / "pipe", "--output", tmp_path / "o", "--tokenizer", tmp_path / "t.json")
     code, said = run(*words, "--train-tokenizer", 300)
-    assert code == 1 and f"{tmp_path / 'pipe'}: must be a file or a folder, got a pipe, which cannot be read tw" in said
+    assert code == 2 and f"{tmp_path / 'pipe'}: must be a file or a folder, got a pipe, which cannot be read tw" in said
     writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("some text",))
     writer.start()
     code, said = run(*words[:-1], "bytes")
@@ -138,7 +138,7 @@ def test_output_that_cannot_be_written_is_named(tmp_path: Path, jsonl: Path) -> 
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", Path("/proc")):
         code, said = run(jsonl, "--output", folder / "o", "--tokenizer", "bytes")
-        assert code == 1 and f"--output {folder / 'o'} cannot be written: " in said, said
+        assert code == 2 and f"--output {folder / 'o'} cannot be written: " in said, said
     files = sorted(tmp_path.iterdir())
     words = ("--output", tmp_path / "o", "--tokenizer", "bytes")
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -148,7 +148,7 @@ def test_output_that_cannot_be_written_is_named(tmp_path: Path, jsonl: Path) -> 
                                         "--train-tokenizer", 300)]  # fmt: skip
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert [code for code, _ in ends] == [1, 1] and sorted(tmp_path.iterdir()) == files
+    assert [code for code, _ in ends] == [2, 2] and sorted(tmp_path.iterdir()) == files
     assert f"--output {tmp_path / 'o'} cannot be written: File too large" in ends[0][1]
     assert f"--tokenizer {tmp_path / 't.json'} cannot be written: File too large" in ends[1][1]
 
