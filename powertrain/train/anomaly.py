@@ -10,13 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _WINDOW, _FEWEST = 100, 20
+# their losses are means over many tokens; those of pairs and completions come near 0 or below, where some are several
+# times the median by chance
+_WATCHED = ("pretrain", "sft", "distill")
 
 
 class SpikeWatch:
-    """Detects a loss of more than `factor` times the median of the last 100; factor 0: none."""
+    """Detects a loss of more than `factor` times the median of the last 100; none with factor 0, or an objective whose
+    losses vary more."""
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    def __init__(self, factor: float, objective: str = "pretrain") -> None:
+        self.factor = factor if objective in _WATCHED else 0.0
         self._losses: deque[float] = deque(maxlen=_WINDOW)
 
     def median_if_spike(self, loss: float) -> float | None:

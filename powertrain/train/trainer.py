@@ -100,7 +100,7 @@ class Trainer:
         self._stopping, self._started_at = False, 0
         self._skipped = 0  # steps in a row
         self._failed_sinks: set[Sink] = set()
-        self._spikes = SpikeWatch(config.train.spike_factor)
+        self._spikes = SpikeWatch(config.train.spike_factor, config.train.objective)
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._emit, profiles=ranks.is_first)
         self._trace = StepTrace(config.train.profile, config.profile_folder(), ranks.device, ranks.rank, self._note)
         self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)

@@ -16,6 +16,7 @@ from powertrain.nn.lora import lora_layers
 from powertrain.runtime import tracing
 from powertrain.runtime.target import Target
 from powertrain.train import mesh_shape, ranks
+from powertrain.train.anomaly import SpikeWatch
 from powertrain.train.checkpoint.convert import convert
 from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.config.reader import Run, read_config
@@ -88,6 +89,16 @@ def _make_teacher(folder: Path) -> None:
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in trainer.optimizer.tensors().items()}
+
+
+def test_losses_around_0_are_no_spikes(tmp_path: Path) -> None:
+    """A policy's loss is minus the advantage at first; by chance one is above three times the median."""
+    trainer, recorder = _open(tmp_path, "policy", "train.steps=24", "train.spike_factor=3", "evaluation.every=0")
+    trainer.fit()
+    trainer.close()
+    losses = [record.loss for record in recorder.steps]
+    watch = SpikeWatch(3.0)
+    assert len(losses) == 24 and any(watch.median_if_spike(loss) is not None for loss in losses)
 
 
 def test_a_section_with_an_error_is_named_before_the_files(tmp_path: Path) -> None:

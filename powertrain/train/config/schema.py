@@ -184,7 +184,8 @@ class TrainConfig(Section):
                          losses of evaluations are without it
     deterministic        the same bits every run, on a GPU too
     batch_invariant      forward passes whose bits do not depend on the batch (powertrain.batch_invariant); slower
-    spike_factor         a loss so many times the median of the last 100 steps stops the run; 0: never
+    spike_factor         a loss so many times the median of the last 100 steps stops the run, from the 21st step on; 0:
+                         never. For pretrain, sft and distill: the other objectives' losses are near 0 or below
     profile              steps to trace, and the folder of the traces
     recompiles           on a kernel's compile after the first step: a warning, or an error
     """
