@@ -1,6 +1,8 @@
 """GPT-NeoX's order of samples, against a slow telling of the published algorithm."""
 
+import errno
 import multiprocessing
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +157,19 @@ def test_ranks_may_ask_at_once(tmp_path: Path) -> None:
         rank.join()
     assert all(each == got[0] for each in got)
     assert len([p for p in (tmp_path / "order").iterdir() if p.suffix != ".lock"]) == 1
+
+
+def test_an_order_without_room_is_an_error_with_its_number(tmp_path: Path) -> None:
+    """numpy's had none, so that open_run_data did not name the folder."""
+    sizes, options = np.full(900, 100, np.int32), dict(seq_length=7, num_samples=9000, seed=1, order="neox")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, unlimited[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            cached_order(tmp_path, sizes, range(900), **options)  # type: ignore[arg-type]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert caught.value.errno == errno.EFBIG and not list(tmp_path.rglob("*.npy"))
+    made = cached_order(tmp_path, sizes, range(900), **options)  # type: ignore[arg-type]
+    built = build_order(sizes, np.arange(900, dtype=np.int32), **options)  # type: ignore[arg-type]
+    assert all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(made, built, strict=True))
