@@ -161,6 +161,13 @@ def test_a_full_disk_is_said_with_its_file(tmp_path: Path) -> None:
     assert len(metrics.read_text().splitlines()) == 1000
 
 
+def test_a_skipped_loss_is_not_in_the_mean() -> None:
+    pace = Pace(steps=10)
+    for step, loss in enumerate((4.0, float("inf"), float("nan"), 2.0), 1):
+        pace.see(_step(step, loss=loss))
+    assert pace.loss == pytest.approx((0.95 * 4 + 2) / 1.95)
+
+
 def test_pace() -> None:
     pace = Pace(steps=10)
     pace.see(_step(1, loss=4.0, seconds=99.0))  # the first step compiles

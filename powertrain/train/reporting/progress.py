@@ -1,5 +1,6 @@
 """Terminal output of a run: a summary before its first step, then a progress bar or plain lines."""
 
+import math
 import shlex
 import statistics
 from collections import deque
@@ -26,7 +27,7 @@ _WINDOW = 50
 class Pace:
     """The smoothed loss, and how long the rest will take.
 
-    loss      a bias-corrected running mean, each step weighs 0.95 of the one after it
+    loss      a bias-corrected running mean of finite losses, each step weighs 0.95 of the one after it
     seconds   left at the median of the last 50 steps; the first step of a process, which compiles, is left out
     """
 
@@ -39,10 +40,12 @@ class Pace:
 
     def see(self, record: StepRecord) -> None:
         self._count += 1
-        self._sum = _SMOOTHING * self._sum + record.loss
-        # the sum of the weights so far: without dividing by it the first steps would lean towards 0
-        self._weight = _SMOOTHING * self._weight + 1
-        self.loss = self._sum / self._weight
+        # of a step that fp16 skipped the loss may be inf, which would stay in the mean to the end
+        if math.isfinite(record.loss):
+            self._sum = _SMOOTHING * self._sum + record.loss
+            # the sum of the weights so far: without dividing by it the first steps would lean towards 0
+            self._weight = _SMOOTHING * self._weight + 1
+            self.loss = self._sum / self._weight
         if self._count > 1:
             # the first step of a process is not in it: it compiles or loads kernels
             self._times.append(record.seconds)
