@@ -431,11 +431,11 @@ def all_gather_gemm(
     weights, many = _as_list(weight)
     biases, _ = _as_list(bias) if bias is not None else ([None] * len(weights), False)
     x, operands = checked_operands("all_gather_gemm", x, weights, biases)
+    counts = overlap.rows(x.shape[0], rows).counts
     if overlap.size == 1:
         # no op and no key: a single process never opens an overlap's transport
         ys = _alone(x, *(operands[i : i + len(weights)] for i in (0, MAX_WEIGHTS)))  # type: ignore[arg-type]
     else:
-        counts = overlap.rows(x.shape[0], rows).counts
         # in debug mode only: the comparison is a collective of its own
         overlap.transport.compare("all_gather_gemm", counts, [x[:0], *operands])
         ys = list(_all_gather_op(x, *operands, list(counts), overlap.key_for(layer)))[: len(weights)]
@@ -465,9 +465,9 @@ def gemm_reduce_scatter(
     """
     op = "gemm_reduce_scatter"
     x, (weight, _, _, bias, *_) = checked_operands(op, x, [weight], [bias])  # type: ignore[assignment]
+    rows = checked_shares(op, x, rows, overlap)
     if overlap.size == 1:
         return _alone(x, [weight], [bias])[0]
-    rows = checked_shares(op, x, rows, overlap)
     overlap.transport.compare(op, tuple(rows), [x[:0], weight, bias])
     y: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key_for(layer))
     return y

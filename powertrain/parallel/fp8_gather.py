@@ -310,10 +310,10 @@ def fp8_all_gather_gemm(
     op, scaling = "fp8_all_gather_gemm", scaling_of("fp8_all_gather_gemm", recipe)
     weights, biases = list(weights), list(biases) if biases is not None else [None] * len(weights)
     x, operands = checked_operands(op, x, weights, biases)
+    counts = overlap.rows(x.shape[0], rows).counts
     if overlap.size == 1:
         pairs = zip(present(*operands[:MAX_WEIGHTS]), operands[MAX_WEIGHTS:], strict=False)
         return [product_alone(x, w, bias, scaling) for w, bias in pairs]
-    counts = overlap.rows(x.shape[0], rows).counts
     overlap.transport.compare(f"{op} by {recipe}", counts, [x[:0], *operands])
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *operands[:MAX_WEIGHTS]))
     ys = _gather_op(x, *operands, list(counts), overlap.key_for(layer), *scaling, keep)

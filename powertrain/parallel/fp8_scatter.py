@@ -246,9 +246,9 @@ def fp8_gemm_reduce_scatter(
     """
     op, scaling = "fp8_gemm_reduce_scatter", scaling_of("fp8_gemm_reduce_scatter", recipe)
     x, (weight, _, _, bias, *_) = checked_operands(op, x, [weight], [bias])  # type: ignore[assignment]
+    rows = checked_shares(op, x, rows, overlap)
     if overlap.size == 1:
         return product_alone(x, weight, bias, scaling)
-    rows = checked_shares(op, x, rows, overlap)
     overlap.transport.compare(f"{op} by {recipe}", tuple(rows), [x[:0], weight, bias])
     keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     y = _scatter_op(x, weight, bias, list(rows), overlap.key_for(layer), *scaling, keep)

@@ -7,9 +7,12 @@ import torch
 
 from powertrain.nn.tensor_parallel.vocab import vocab_parallel_linear_cross_entropy
 from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_reduce_scatter
+from powertrain.parallel.fp8_gather import fp8_all_gather_gemm
+from powertrain.parallel.fp8_scatter import fp8_gemm_reduce_scatter
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.heartbeat import PeerTimeout
 from powertrain.parallel.transport.simulated import World, _SimulatedAllGather
+from powertrain.quant import Row
 from tests.distributed.overlap_worker import simulated
 
 
@@ -17,6 +20,25 @@ from tests.distributed.overlap_worker import simulated
 def test_functions_and_gradients_are_one_ranks(size: int) -> None:
     for seed in range(2):
         simulated(size, seed)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_numbers_of_rows_are_checked_on_any_number_of_ranks(size: int) -> None:
+    """One rank took any, and the program failed on two."""
+    x, w = torch.randn(4, 16), torch.randn(16, 16)
+
+    def refused(overlap: Overlap) -> None:
+        for rows in ([3] * size, [4] * (size + 1)):
+            with pytest.raises(ValueError, match="rows must"):
+                all_gather_gemm(x, w, overlap, rows=rows)
+            with pytest.raises(ValueError, match="rows must"):
+                gemm_reduce_scatter(x, w, overlap, rows=rows)
+            with pytest.raises(ValueError, match="rows must"):
+                fp8_all_gather_gemm(x, [w], overlap, recipe=Row(), rows=rows)
+            with pytest.raises(ValueError, match="rows must"):
+                fp8_gemm_reduce_scatter(x, w, overlap, recipe=Row(), rows=rows)
+
+    World(size).run(refused)
 
 
 def test_results_have_the_same_bits_whoever_is_late() -> None:

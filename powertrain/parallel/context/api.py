@@ -78,10 +78,11 @@ def choose_mode(
 ) -> Choice:
     """The mode for a sequence of `num_tokens` over `world_size` ranks.
 
-    With W ranks, S tokens, H heads, K key heads, D and E channels of a key and a value, e bytes an element, a rank
-    receives, forward and backward,
+    With W ranks, S tokens of all sequences, H heads, K key heads, D and E channels of a key and a value, e bytes an
+    element, a rank receives, forward and backward,
 
         ring, all_gather    (W - 1) (S / W) K (D + E) (2 e + 4)         keys and values twice, dk and dv in float32
+                                                                        (float64's in float64: 8 for 4)
         all_to_all          2 (W - 1) / W (S / W) (H + K') (D + E) e    K' = lcm(K, W): key heads that are repeated
 
     The first are hidden behind attention if a rank's tokens S / W are at least 2 (K / H) `FLOPS_PER_BYTE`, so there
