@@ -234,6 +234,8 @@ def test_refusals_of_shapes(cp: ContextParallel) -> None:
         cp.sharding()
     with pytest.raises(ValueError, match=r"seq_length must be an integer of at least 0, got 2\.5"):
         cp.sharding(2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"seq_length must be an integer of at least 0, got True"):
+        cp.sharding(True)
 
 
 def test_refuses_what_is_no_group(cp: ContextParallel) -> None:

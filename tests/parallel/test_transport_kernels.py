@@ -64,3 +64,5 @@ def test_poison_names_what_is_wrong() -> None:
         poison(torch.ones(3, 4).T, torch.zeros(1, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"poison: error must have shape \[1\]"):
         poison(torch.ones(3), torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="poison: error must be int32, got int64"):
+        poison(torch.ones(3), torch.zeros(1, dtype=torch.int64))

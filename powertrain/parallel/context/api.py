@@ -150,7 +150,7 @@ class ContextParallel:
         if (seq_length is None) == (cu_seqlens is None):
             checks.fail(op, "seq_length", "be given, or else cu_seqlens", "both" if seq_length is not None else "none")
         if seq_length is not None:
-            if not (isinstance(seq_length, int) and seq_length >= 0):
+            if isinstance(seq_length, bool) or not (isinstance(seq_length, int) and seq_length >= 0):
                 checks.fail(op, "seq_length", "be an integer of at least 0", repr(seq_length))
             # cut on the host from lengths alone: every rank computes the same
             return Sharding([seq_length], self.world_size, self.rank, is_packed=False)

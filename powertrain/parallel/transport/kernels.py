@@ -115,6 +115,7 @@ def poison(x: Tensor, error: Tensor) -> None:
     checks.floating("poison", x=x)
     checks.require(x.is_contiguous(), "poison", "x", "be contiguous", x.stride())
     checks.shape("poison", "error", error, (1,), "one word")
+    checks.require(error.dtype is torch.int32, "poison", "error", "be int32", checks.name(error.dtype))
     checks.same_device("poison", "x", x, error=error)
     if use_kernel("poison", x):
         poison_kernel(x, error)
