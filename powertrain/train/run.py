@@ -309,25 +309,29 @@ def stop_on_signals(trainer: Trainer, *, is_last: bool = False, quiet: bool = Fa
     Only a second Ctrl-C, two seconds after the first, ends it at once. A signal that the program handles, or that is
     ignored (nohup), is left alone; SIGTERM and SIGINT are not.
     is_last   the process ends after it: a signal that comes once more while it does must not make a failure of it
-    quiet     the first signal is not acknowledged on stderr
+    quiet     the first signal, and a first Ctrl-C behind it, are not acknowledged on stderr
     """
     # where Python takes no handlers
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = 0.0
+    asked, interrupted = 0.0, 0.0  # times of the first signal, and of the first Ctrl-C
 
     def stop(number: int, _frame: Any) -> None:
-        nonlocal asked
-        # within that time it is the same Ctrl-C, sent by terminal and launcher
-        if number == signal.SIGINT and asked and time.monotonic() - asked > _SAME:
-            raise KeyboardInterrupt
+        nonlocal asked, interrupted
+        now, is_news = time.monotonic(), not asked
+        if number == signal.SIGINT:
+            # within that time it is the same Ctrl-C, sent by terminal and launcher
+            if interrupted and now - interrupted > _SAME:
+                raise KeyboardInterrupt
+            is_news = is_news or (not interrupted and now - asked > _SAME)
+            interrupted = interrupted or now
         # None: the descriptor was closed when the process started, and may be another file's now
-        if not asked and trainer.ranks.is_first and not quiet and sys.stderr is not None:
+        if is_news and trainer.ranks.is_first and not quiet and sys.stderr is not None:
             # a step may take minutes. Not by print: the signal may have come in the middle of one
             with suppress(OSError):  # a terminal that hung up, a `tee` that Ctrl-C ended first
                 os.write(2, _acknowledged(signal.Signals(number)).encode())
-        asked = asked or time.monotonic()
+        asked = asked or now
         # the first signal is the reason; later ones follow from it
         trainer.stop_reason = trainer.stop_reason or signal.Signals(number).name
         trainer.should_stop = True

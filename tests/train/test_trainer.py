@@ -7,6 +7,7 @@ import signal
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,28 @@ def test_sigterm_ends_with_a_checkpoint(tmp_path: Path, capfd: pytest.CaptureFix
     again = open_trainer(tmp_path, sinks=lambda t: [])
     assert again.progress.step == trainer.progress.step
     again.close()
+
+
+def test_a_first_ctrl_c_behind_another_signal_ends_nothing_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's SIGUSR1 and, later, Ctrl-C: the run ended without a checkpoint."""
+    now = 100.0
+    monkeypatch.setattr("powertrain.train.run.time", SimpleNamespace(monotonic=lambda: now))
+    trainer = open_trainer(tmp_path, sinks=lambda t: [])
+    with stop_on_signals(trainer):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        now += 5
+        os.kill(os.getpid(), signal.SIGINT)
+        now += 1
+        os.kill(os.getpid(), signal.SIGINT)  # the same, from the launcher
+        now += 5
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    trainer.close()
+    said = capfd.readouterr().err
+    assert trainer.should_stop and trainer.stop_reason == "SIGUSR1"
+    assert said.count("SIGUSR1: the run ends") == said.count("SIGINT: the run ends after the current step; Ctrl-C") == 1
 
 
 # the trainer's steps are the same; GPT-NeoX's gradients beside plain PyTorch's are in tests/models/test_gpt_neox.py
