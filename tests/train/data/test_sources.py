@@ -225,7 +225,7 @@ def test_the_first_documents_of_text(tmp_path: Path) -> None:
 def test_a_full_disk_below_the_cache_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a write names no file."""
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("powertrain.train.data.samples.np.save", Mock(side_effect=full))
+    monkeypatch.setattr("powertrain.train.data.samples._save", Mock(side_effect=full))
     run = read(tmp_path).config
     with pytest.raises(ValueError, match=r"data\.cache_folder must .*, got .*/cache \(No space left on device\)$"):
         open_run_data(run, open_tokenizer(run.data), 1)
