@@ -402,7 +402,7 @@ def launch_divergence(
     """One shard's parts of divergence and center [T], from the totals of the whole vocabulary."""
     T, V = logits.shape
     device = Target.of(logits.device)
-    # us, one H200, Jensen-Shannon, by one program of 2 warps a row, and by 2, 4, 8, 16, 32: 1 x 32000 68 12 8 6.2 6 5.9;
+    # us, one H200, Jensen-Shannon, by one program of 2 warps a row and by 2, 4, 8, 16, 32: 1 x 32000 68 12 8 6.2 6 5.9;
     # 64 x 128256 268 35 37 36 36 36; 200 x 128256 338 129 113 105 100 99; 264 x 256000 664 260 264 248 244 246
     parts = row_parts(T, V, device, batch_invariant, per_sm=16, pays=16384)
     is_part = parts.programs > 1
