@@ -91,7 +91,7 @@ def test_few_long_rows_are_shared_by_programs_unless_bits_must_not_depend_on_the
 def _share(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Long rows are shared by programs with `columns` of a row each."""
 
-    def row_parts(T: int, V: int, *_: Any) -> cross_entropy_kernels.Parts:
+    def row_parts(T: int, V: int, *_: Any, **__: Any) -> cross_entropy_kernels.Parts:
         return cross_entropy_kernels.Parts(-(-V // columns), columns)
 
     monkeypatch.setattr(cross_entropy_kernels, "row_parts", row_parts)

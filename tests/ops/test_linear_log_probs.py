@@ -271,7 +271,7 @@ def test_kernels_of_a_shard(beta: float, device: torch.device) -> None:
 def _share(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Rows are shared by programs with `columns` of a row each."""
 
-    def row_parts(T: int, V: int, *_: Any) -> Parts:
+    def row_parts(T: int, V: int, *_: Any, **__: Any) -> Parts:
         return Parts(-(-V // columns), columns)
 
     monkeypatch.setattr(log_prob_kernels, "row_parts", row_parts)
