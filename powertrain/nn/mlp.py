@@ -45,7 +45,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         if _is_plain(self.up):
-            if has_odd_width(x, self.up.weight) and _is_plain(self.down):
+            if has_odd_width(x, self.up.weight, self.down.weight) and _is_plain(self.down):
                 return padded_mlp(
                     x, self.up.weight, self.kind, self.down.weight, bias=self.up.bias, down_bias=self.down.bias
                 )
@@ -73,7 +73,7 @@ class GatedMLP(KeepsGates):
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         if not self.keeps_fp8 and _is_plain(self.gate, self.up):
             gate, up, down = self.gate, self.up, self.down
-            if has_odd_width(x, gate.weight) and _is_plain(down):
+            if has_odd_width(x, gate.weight, up.weight, down.weight) and _is_plain(down):
                 return padded_mlp(
                     x, gate.weight, self.kind, down.weight, bias=gate.bias, up_weight=up.weight, up_bias=up.bias,
                     down_bias=down.bias,

@@ -148,10 +148,13 @@ def whole_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., D] times weight [V, D] transposed, plus bias: F.linear's result [..., V]. Where that is slow for its V,
     as with 50257 words, it is the first V columns of a wider tensor."""
     V, lead = weight.shape[0], x.shape[:-1]
+    if x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != (V,)):
+        # says what is wrong, which padding and cutting off would make fit
+        return F.linear(x, weight, bias)
     if is_slow(x, weight) and not wants_grad(x, weight, bias):
         x, weight, bias = cast_by_autocast(x, weight, bias)
         rows = as_rows(x)
-        return logits_into(rows, weight, bias, new_scratch(x, rows.shape[0], V)).unflatten(0, lead)
+        return logits_into(rows, weight, bias, new_scratch(x, rows.shape[0], V)).view(*lead, V)
     if (width := padded_width(x, weight)) == V:
         return F.linear(x, weight, bias)
     x, weight, bias = cast_by_autocast(x, weight, bias)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powertrain.compat.xformers.ops.swiglu_op import swiglu
 from powertrain.models.causal_lm import Head
 from powertrain.nn.mlp import MLP, GatedMLP
 from powertrain.ops import linear_cross_entropy as losses
@@ -105,6 +106,46 @@ def test_logits_of_an_odd_vocabulary(tokens: int, has_bias: bool, slow_here: Non
     assert with_gradient.stride(0) == 208 * tokens
     expected = torch.autograd.grad(exact, parameters, dy)
     torch.testing.assert_close(torch.autograd.grad(with_gradient, parameters, dy), expected)
+
+
+def test_states_of_one_token(slow_here: None) -> None:
+    head, states = Head(16, 203, bias=False).double(), torch.randn(16, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(head(states), F.linear(states, head.weight))
+
+
+@pytest.mark.parametrize("wrong", ["x", "w1", "w2", "w3", "b1", "b2", "b3"])
+def test_sizes_that_do_not_fit(wrong: str, slow_here: None) -> None:
+    """They are errors, where padding and cutting off would make them fit."""
+    shapes = {"x": (4, 16), "w1": (13, 16), "w2": (13, 16), "w3": (6, 13), "b1": (13,), "b2": (13,), "b3": (6,)}
+    shapes[wrong] = (*shapes[wrong][:-1], shapes[wrong][-1] - 1)
+    x, w1, w2, w3, b1, b2, b3 = (torch.randn(shape) for shape in shapes.values())
+    assert has_odd_width(x, w1, w2, w3)
+    with pytest.raises(ValueError, match="must"):
+        swiglu(x, w1, b1, w2, b2, w3, b3)
+    if wrong in ("x", "w1", "b1"):
+        for wants_gradients in (False, True):
+            with pytest.raises(RuntimeError):
+                losses.whole_logits(x, w1.requires_grad_(wants_gradients), b1)
+
+
+def test_weights_of_other_kinds_are_left_to_their_own_code(slow_here: None) -> None:
+    """A quantized weight of another library, say, in a plain nn.Linear."""
+    layer, x = GatedMLP(24, 37), torch.randn(5, 24)
+    expected = layer(x)
+    for part in (layer.up, layer.down):
+        weight, found = part.weight, []
+
+        class Other(Tensor):
+            @classmethod
+            def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                found.append(func)  # noqa: B023 - called in this turn
+                return super().__torch_function__(func, types, args, kwargs)
+
+        part.weight = torch.nn.Parameter(weight.detach().as_subclass(Other))
+        torch.testing.assert_close(torch.Tensor(layer(x)), expected)
+        assert F.linear in found
+        part.weight = weight
 
 
 def test_which_products_are_padded() -> None:

@@ -239,7 +239,7 @@ def linear_activation(
     `choose` says which way is taken, and why. Modes that see operators (selective checkpointing, counting FLOPs) and
     torch.compile get the product and the activation apart.
     """
-    _check(x, weight, kind, bias, up_weight, up_bias, residual, amax)
+    check_layer(x, weight, kind, bias, up_weight, up_bias, residual, amax)
     check_clamp("linear_activation", kind, limit, alpha)
     if amax is None and _is_plain(x):
         layer = _linear_activation_torch(x, kind, up_weight is not None, limit, alpha)
@@ -313,10 +313,11 @@ def _apart(
     return y
 
 
-def _check(
+def check_layer(
     x: Tensor, weight: Tensor, kind: str | None, bias: Tensor | None, up_weight: Tensor | None,
-    up_bias: Tensor | None, residual: Tensor | None, amax: Tensor | None,
+    up_bias: Tensor | None, residual: Tensor | None = None, amax: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """Raise ValueError unless these are arguments of `linear_activation`."""
     op = "linear_activation"
     if up_weight is not None:
         checks.one_of(op, "kind", kind, tuple(GATED))

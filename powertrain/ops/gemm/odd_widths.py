@@ -20,7 +20,9 @@ from torch.nn import Parameter
 from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.column_sums import column_sums
+from powertrain.ops.gemm.linear_activation import check_layer
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
+from powertrain.runtime import checks
 from powertrain.runtime.dispatch import (
     Op,
     autocast_dtype,
@@ -54,7 +56,11 @@ def is_slow(x: Tensor, weight: Tensor) -> bool:
         or is_batch_invariant()
     ):
         return False
-    return all(type(t) in (Tensor, Parameter) for t in (x, weight))
+    return _are_plain(x, weight)
+
+
+def _are_plain(*tensors: Tensor | None) -> bool:
+    return all(t is None or type(t) in (Tensor, Parameter) for t in tensors)
 
 
 def padded_width(x: Tensor, weight: Tensor) -> int:
@@ -65,9 +71,9 @@ def padded_width(x: Tensor, weight: Tensor) -> int:
     return -(-N // _WHOLE) * _WHOLE
 
 
-def has_odd_width(x: Tensor, weight: Tensor) -> bool:
-    """Whether `padded_mlp` is the faster way."""
-    return padded_width(x, weight) != weight.shape[0]
+def has_odd_width(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """Whether `padded_mlp` is the faster way for an MLP of this first weight and `others`."""
+    return _are_plain(*others) and padded_width(x, weight) != weight.shape[0]
 
 
 @kernel(unaligned=("source_ptr", "target_ptr"), down_to=2)
@@ -170,8 +176,12 @@ def padded_mlp(
     """`linear_activation` and the linear layer behind it, with inner features of `padded_width`.
 
     Columns behind the last feature are act(0), times zeros of the padded down_weight.
+    Raises ValueError as `linear_activation` does: what is padded or cut off would fit.
     """
-    width = padded_width(x, weight)
+    check_layer(x, weight, kind, bias, up_weight, up_bias)
+    N, width = weight.shape[0], padded_width(x, weight)
+    checks.last_dim("padded_mlp", "down_weight", down_weight, N)
+    checks.shape("padded_mlp", "down_bias", down_bias, down_weight.shape[:1], "rows of down_weight")
     x, weight, bias, up_weight, up_bias, down_weight, down_bias = cast_by_autocast(
         x, weight, bias, up_weight, up_bias, down_weight, down_bias
     )

@@ -36,7 +36,7 @@ def fused_mlp_func(
     _alone("fused_mlp_func", process_group)
     checks.one_of("fused_mlp_func", "activation", activation, tuple(_KINDS))
     kind = _KINDS[activation]
-    if has_odd_width(x, weight1):
+    if has_odd_width(x, weight1, weight2, bias1, bias2):
         y = padded_mlp(x, weight1, kind, weight2, bias=bias1, down_bias=bias2)
     else:
         # the activation is fused into the first product where a kernel for it is chosen

@@ -32,7 +32,7 @@ def swiglu(
     """
     # op chooses an implementation there
     checks.require(op is None, "swiglu", "op", "be None: there is one implementation", op)
-    if has_odd_width(x, w1):
+    if has_odd_width(x, w1, w2, w3, b1, b2, b3):
         return padded_mlp(x, w1, "swiglu", w3, bias=b1, up_weight=w2, up_bias=b2, down_bias=b3)
     hidden = linear_activation(x, w1, "swiglu", bias=b1, up_weight=w2, up_bias=b2)
     return F.linear(hidden, w3, b3)
