@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powertrain.models.causal_lm import CausalLM
-from powertrain.models.step_graph import capture
+from powertrain.models.step_graph import StepGraph, capture
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
 
@@ -97,6 +97,9 @@ def stream(
 
     prompts   token ids, at least one each; their lengths may differ: none sees another's padding
     Memory: a KV cache of the longest prompt and `max_new_tokens`.
+    On a GPU, of 16 tokens or more, the Python code of the model's modules runs up to the third; from there on a step is
+    a CUDA graph, which sees new values of the weights, but no module that is exchanged or changed meanwhile. Hooks,
+    modes and settings (`disable`) that come meanwhile end it, and steps are computed as before.
     Raises ValueError naming the argument, the expected value and the given one; and where the logits behind a prompt
     are nan or infinite, as those of a damaged model are. On a CPU, where nothing waits, each step's are looked at.
     """
@@ -125,9 +128,7 @@ def _steps(
     # the head computes one position a row, each prompt's last token
     logits = model(padded, cache=cache, lengths=lengths, logits_at=lengths.long() - 1)
 
-    def step(tokens: Tensor) -> Tensor:
-        return model(tokens[:, None], cache=cache)[:, -1]
-
+    graph: StepGraph | None = None
     for number in range(max_new_tokens):
         # of a GPU's only the first: the wait for a prompt is long anyway, and a damaged model shows there
         if number == 0 or not logits.is_cuda:
@@ -139,8 +140,10 @@ def _steps(
             return
         # the first step has compiled the kernels, and allocated what stays
         if number == 1 and max_new_tokens >= _CAPTURED_FROM:
-            step = capture(model, cache, tokens) or step
-        logits = step(tokens)
+            graph = capture(model, cache, tokens)
+        if graph is not None and not graph.is_valid():
+            graph = None
+        logits = model(tokens[:, None], cache=cache)[:, -1] if graph is None else graph(tokens)
 
 
 def _check_model(op: str, model: CausalLM, *ends: int) -> None:

@@ -64,19 +64,22 @@ def test_code_that_waits_for_the_gpu_is_not_captured() -> None:
     model = _model("gpt3")
     sampler = Sampler(temperature=0)
     expected = _rows(model, sampler)
-    norm, forward = model.norm, model.norm.forward
+    norm = model.norm
 
-    def waits(x: torch.Tensor, *rest: Any) -> Any:
-        assert x.sum().item() == x.sum().item()
-        return forward(x, *rest)
+    class Waits(torch.nn.Module):
+        def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+            assert x.sum().item() == x.sum().item()
+            return norm(x, *rest)
 
-    norm.forward = waits
+    model.norm = Waits()
+    before = torch.cuda.current_stream()
     tracing.clear()
     # the steps go on without a graph, from where the capture failed
     assert _rows(model, sampler) == expected
     warnings = [event.text for event in tracing.trace() if event.kind == "warning"]
     assert len(warnings) == 1 and "not captured in a CUDA graph" in warnings[0]
-    del norm.forward
+    assert torch.cuda.current_stream() == before
+    model.norm = norm
     assert _rows(model, sampler) == expected
 
 

@@ -301,7 +301,7 @@ def test_more_tokens_than_learned_positions() -> None:
 def test_what_a_graph_of_steps_cannot_serve() -> None:
     """`why_not` says it beforehand; on a CPU there are no graphs."""
     model = _model(**MODELS["gpt3"])
-    assert why_not(model) == "not all parameters are on a GPU"
+    assert why_not(model) == "not all parameters are on one GPU"
     handle = model.layers[1].mlp.register_forward_pre_hook(lambda *_: None)
     assert why_not(model) == "layers.1.mlp has forward hooks, which a graph does not call"
     handle.remove()
