@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
@@ -151,7 +152,8 @@ def _first(name: str, kind: Any) -> Callable[..., Any]:
 
 
 def _serves(x: Tensor, *linears: Any) -> bool:
-    """Plain layers of x's dtype, outside torch.compile, where Inductor fuses the activation by itself."""
-    return not torch.compiler.is_compiling() and all(
-        is_plain_linear(linear) and linear.weight.dtype is x.dtype for linear in linears
-    )
+    """Plain layers of x's dtype, which no global hook waits for, outside torch.compile, where Inductor fuses the
+    activation by itself."""
+    if torch.compiler.is_compiling() or _has_any_global_hook():
+        return False
+    return all(is_plain_linear(linear) and linear.weight.dtype is x.dtype for linear in linears)

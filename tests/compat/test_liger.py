@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 from powertrain.compat.liger_kernel import transformers as liger
 from powertrain.compat.liger_kernel.transformers import functional as lf
@@ -165,6 +166,15 @@ def test_mlps() -> None:
     torch.testing.assert_close(phi(x), F.linear(F.silu(x @ gate.T) * (x @ up.T), phi.down_proj.weight))
     with pytest.raises(ValueError, match="hidden_act"):
         liger.LigerSwiGLUMLP(types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu"))
+
+
+def test_global_hooks_see_the_layers_of_an_mlp() -> None:
+    config = types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
+    mlp, seen = liger.LigerSwiGLUMLP(config), []
+    handle = register_module_forward_hook(lambda part, *_: seen.append(part))
+    mlp(torch.randn(2, 8))
+    handle.remove()
+    assert set(seen) == {mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj}
 
 
 def test_mlps_whose_layers_were_exchanged() -> None:

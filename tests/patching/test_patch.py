@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.modules.module import register_module_forward_hook
 
 import powertrain as pt
 from powertrain.patching import replace
@@ -406,6 +407,18 @@ def test_hooks_that_were_taken_off() -> None:
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     (left,) = pt.patch(model, kinds="mlp").left
     assert (left.name, left.why[:22]) == ("model.layers.0.mlp", "up_proj has hooks, a f")  # it was "a torch Linear"
+
+
+def test_global_hooks_see_the_layers_of_an_mlp() -> None:
+    models = causal("Llama").eval(), nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    for model, x, layers in zip(models, (batch("none")["input_ids"], torch.randn(2, 64)), (3, 2), strict=True):
+        assert any(part.kind == "mlp" for part in pt.patch(model).replaced)
+        seen: list[str] = []
+        names = {part: name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        handle = register_module_forward_hook(lambda part, *_, of=seen, names=names: of.append(names.get(part, "")))
+        model(x)
+        handle.remove()
+        assert len([name for name in seen if "0.mlp." in name or name in ("0", "2")]) == layers
 
 
 def test_a_layer_exchanged_before_is_left() -> None:

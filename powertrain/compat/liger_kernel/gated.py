@@ -1,6 +1,7 @@
 """A gated MLP: gate and up in one GEMM if both are plain nn.Linear, else each layer by its own forward."""
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from powertrain.ops.activations import Gated, gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
@@ -10,7 +11,7 @@ from powertrain.patching.replace import is_plain_linear
 
 def gated_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, kind: Gated) -> Tensor:
     """down(act(gate(x)) * up(x)); layers that PEFT or a quantizer has put in their places, and hooks, are called."""
-    if not (is_plain_linear(gate) and is_plain_linear(up)):
+    if _has_any_global_hook() or not (is_plain_linear(gate) and is_plain_linear(up)):
         result: Tensor = down(gated_activation(gate(x), kind, up=up(x)))
         return result
     assert isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)
