@@ -89,6 +89,17 @@ def test_an_mlp_of_odd_width(width: int, kind: type, slow_here: None) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(plain, inputs, dy))
 
 
+def test_nothing_is_saved_for_a_gradient_that_nobody_wants() -> None:
+    """Of a frozen weight x, the inner features of a whole MLP."""
+    x, weight = torch.randn(5, 24, dtype=torch.float64), torch.randn(37, 24, dtype=torch.float64)
+    for wanted, saved in ((x, weight), (weight, x)):
+        wanted.requires_grad_()
+        assert _saved(lambda: padded_linear(x, weight, None, 40)) == [tuple(saved.shape)]
+        (found,) = torch.autograd.grad(padded_linear(x, weight, None, 40).square().sum(), wanted)
+        torch.testing.assert_close(found, *torch.autograd.grad(F.linear(x, weight).square().sum(), wanted))
+        wanted.requires_grad_(False)
+
+
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_logits_of_an_odd_vocabulary(tokens: int, has_bias: bool, slow_here: None) -> None:

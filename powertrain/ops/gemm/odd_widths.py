@@ -114,16 +114,18 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    # the weight itself: padded again in backward, it is not in memory twice until then
     x, weight, _, _ = inputs
-    ctx.save_for_backward(x, weight)
+    need_dx, need_dw = ctx.needs_input_grad[:2]
+    # the weight itself: padded again in backward, it is not in memory twice until then; x not behind a frozen weight
+    ctx.save_for_backward(x if need_dw else None, weight if need_dx else None)
+    ctx.shapes = x.shape, weight.shape
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    (N, K), rows = weight.shape, as_rows(dy).contiguous()
+    (shape, (N, K)), rows = ctx.shapes, as_rows(dy).contiguous()
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    dx = (rows @ _resized(weight, rows.shape[1], x.shape[-1])).view(x.shape) if need_dx else None
+    dx = (rows @ _resized(weight, rows.shape[1], shape[-1])).view(shape) if need_dx else None
     dw = _resized(rows.T @ as_rows(x), N, K) if need_dw else None
     return dx, dw, _sums(rows)[:N] if need_db else None, None
 
