@@ -28,7 +28,7 @@ class CausalLM(nn.Module):
     """A causal language model: tokens to logits, or to the loss; in training the logits are never stored.
 
     Shapes: B batch, S sequence, V vocabulary.
-        forward(tokens [B, S] int64) -> logits [B, S, V]; of an odd V on a GPU the first columns of a wider tensor
+        forward(tokens [B, S] int64) -> logits [B, S, V]; on a GPU their rows may be wider in memory
         forward(tokens, labels [B, S] int64) -> mean loss over labels that are not -100, in nats, float32 []
         position_ids [B, S], document_ids [B, S], document_starts [n + 1]: packed documents; see Context
         cache: keys and values of earlier tokens; tokens are the new ones. `lengths` [B] int32 says how many of S count
