@@ -280,7 +280,8 @@ def _grouped(source: random.Random) -> Draw:
 
 
 def _linear_activation(source: random.Random) -> Draw:
-    rows, n, k = _log(source, 64, 32768), _log(source, 512, 28672, 64), _log(source, 512, 8192, 64)
+    rows, k = _log(source, 64, 32768), _log(source, 512, 8192, 64)
+    n = _log(source, 512, 28672, source.choice((1, 8, 64)))
     kind = source.choice(("swiglu", "geglu", "gelu", "silu"))
     gated = kind in ("swiglu", "geglu")
 
@@ -289,7 +290,8 @@ def _linear_activation(source: random.Random) -> Draw:
         up = _randn(n, k, device=device) if gated else None
         return lambda: linear_activation(x, w, kind, up_weight=up), [t for t in (x, w, up) if t is not None]
 
-    wide = n * (1 + gated)
+    # padded to whole vectors, as torch.compile does
+    wide = -(-n // 8) * 8 * (1 + gated)
     both = _products((rows, wide, k), (rows, k, wide), (wide, k, rows))
     return Draw("linear_activation", f"{kind} {rows}x{n}x{k}", build, _products((rows, wide, k)), both)
 

@@ -11,7 +11,7 @@ from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
 from powertrain.ops.fp8.gated import fp8_gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
-from powertrain.ops.gemm.odd_widths import has_odd_width, padded_mlp
+from powertrain.ops.gemm.padded_mlp import has_odd_width, padded_mlp
 from powertrain.quant.kept import KeepsGates
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted

@@ -44,7 +44,7 @@ from powertrain.ops.cross_entropy_kernels import (
     launch_mean_scale,
     launch_row_stats,
 )
-from powertrain.ops.gemm.odd_widths import is_slow, padded_linear, padded_width
+from powertrain.ops.gemm.odd_widths import is_slow, wide_linear
 from powertrain.ops.shapes import acc_dtype, as_flat, as_rows, cdiv, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, apart_from_autocast, cast_by_autocast, falls_back, use_kernel, wants_grad
@@ -155,10 +155,7 @@ def whole_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, weight, bias = cast_by_autocast(x, weight, bias)
         rows = as_rows(x)
         return logits_into(rows, weight, bias, new_scratch(x, rows.shape[0], V)).view(*lead, V)
-    if (width := padded_width(x, weight)) == V:
-        return F.linear(x, weight, bias)
-    x, weight, bias = cast_by_autocast(x, weight, bias)
-    return padded_linear(x, weight, bias, width)[..., :V]
+    return wide_linear(x, weight, bias)
 
 
 def _linear_cross_entropy_fwd_outputs(

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
-from powertrain.ops.gemm.odd_widths import has_odd_width, padded_mlp
+from powertrain.ops.gemm.padded_mlp import has_odd_width, padded_mlp
 from powertrain.patching.replace import is_plain_linear
 
 KIND = "mlp"

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from powertrain.models.causal_lm import Head
 from powertrain.nn.mlp import MLP, GatedMLP
-from powertrain.ops.gemm.odd_widths import has_odd_width
+from powertrain.ops.gemm.padded_mlp import has_odd_width
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,7 @@
 """Products padded to whole vectors: values and gradients, what they save, which calls take them."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from powertrain.models.causal_lm import Head
 from powertrain.nn.mlp import MLP, GatedMLP
 from powertrain.ops import linear_cross_entropy as losses
 from powertrain.ops.batch_invariance import batch_invariant
+from powertrain.ops.gemm import linear_activation as linear_activations
 from powertrain.ops.gemm import odd_widths
-from powertrain.ops.gemm.odd_widths import has_odd_width, is_slow, padded_linear, padded_width
+from powertrain.ops.gemm.linear_activation import linear_activation, linear_activation_ref
+from powertrain.ops.gemm.odd_widths import is_slow, padded_linear, padded_width
+from powertrain.ops.gemm.padded_mlp import has_odd_width
 from tests.torch_setup import INTERPRET
 
 
@@ -81,10 +85,11 @@ def test_an_mlp_of_odd_width(width: int, kind: type, slow_here: None) -> None:
     saved = _saved(lambda: layer(x))
     assert tuple(layer.down.weight.shape) in saved and (40 if width < 40 else 48, 24) not in saved
     found = torch.autograd.grad(y, inputs, dy)
-    # a hook sees its module called, so nothing is padded
-    layer.down.register_forward_hook(lambda *_: None)
+    # a hook sees its module called, so that layer is not padded
+    seen: list[torch.Size] = []
+    layer.down.register_forward_hook(lambda module, given, result: seen.append(given[0].shape))
     plain = layer(x)
-    assert tuple(layer.down.weight.shape) in _saved(lambda: layer(x))
+    assert seen == [(2, 5, width)]
     torch.testing.assert_close(y, plain)
     torch.testing.assert_close(found, torch.autograd.grad(plain, inputs, dy))
 
@@ -98,6 +103,29 @@ def test_nothing_is_saved_for_a_gradient_that_nobody_wants() -> None:
         (found,) = torch.autograd.grad(padded_linear(x, weight, None, 40).square().sum(), wanted)
         torch.testing.assert_close(found, *torch.autograd.grad(F.linear(x, weight).square().sum(), wanted))
         wanted.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind, gated", [("gelu", False), ("swiglu", True), (None, False)])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_linear_activation(
+    kind: str | None, gated: bool, has_residual: bool, slow_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apart, as on a GPU: the product is padded, the result is contiguous and as wide as without."""
+    monkeypatch.setattr(linear_activations, "_is_plain", lambda x: False)
+    dtype = torch.float32 if INTERPRET else torch.float64
+    shapes = {"x": (2, 3, 16), "weight": (13, 16), "bias": (13,)}
+    shapes |= {"up_weight": (13, 16), "up_bias": (13,)} if gated else {}
+    shapes |= {"residual": (2, 3, 13)} if has_residual else {}
+    given = {name: torch.randn(shape, dtype=dtype).requires_grad_() for name, shape in shapes.items()}
+    with mock.patch.object(odd_widths, "_padded_linear_op", wraps=odd_widths._padded_linear_op) as padded:
+        y = linear_activation(**given, kind=kind)
+    assert padded.call_count == 1 + gated
+    assert y.is_contiguous() and y.shape == (2, 3, 13)
+    exact = linear_activation_ref(**given, kind=kind)
+    torch.testing.assert_close(y, exact)
+    dy = torch.randn_like(exact)
+    found, expected = (torch.autograd.grad(out, list(given.values()), dy) for out in (y, exact))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

@@ -37,6 +37,7 @@ from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.gemm import gemm as gemms
 from powertrain.ops.gemm.gemm import Choice, gemm
 from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue, why_not_epilogue
+from powertrain.ops.gemm.odd_widths import wide_linear
 from powertrain.ops.shapes import acc_dtype, as_rows, empty
 from powertrain.runtime import checks, recording, self_test
 from powertrain.runtime.dispatch import Op, falls_back, has_kernels, repeats, use_kernel
@@ -302,12 +303,13 @@ def _apart(
     x: Tensor, weight: Tensor, kind: Any, bias: Tensor | None, up_weight: Tensor | None, up_bias: Tensor | None,
     residual: Tensor | None, amax: Tensor | None, limit: float, alpha: float,
 ) -> Tensor:  # fmt: skip
-    y = F.linear(x, weight, bias)
+    # columns of a wider tensor where N is no multiple of 8; what follows reads any strides
+    y = wide_linear(x, weight, bias)
     if up_weight is not None:
-        y = gated_activation(y, kind, up=F.linear(x, up_weight, up_bias), limit=limit, alpha=alpha)
+        y = gated_activation(y, kind, up=wide_linear(x, up_weight, up_bias), limit=limit, alpha=alpha)
     elif kind is not None:
         y = activation(y, kind)
-    y = y if residual is None else y + residual
+    y = y.contiguous() if residual is None else y + residual
     if amax is not None and y.numel():
         torch.maximum(amax, y.detach().abs().amax().float(), out=amax)
     return y

@@ -17,12 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
-from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.column_sums import column_sums
-from powertrain.ops.gemm.linear_activation import check_layer
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
-from powertrain.runtime import checks
 from powertrain.runtime.dispatch import (
     Op,
     autocast_dtype,
@@ -56,10 +53,10 @@ def is_slow(x: Tensor, weight: Tensor) -> bool:
         or is_batch_invariant()
     ):
         return False
-    return _are_plain(x, weight)
+    return are_plain(x, weight)
 
 
-def _are_plain(*tensors: Tensor | None) -> bool:
+def are_plain(*tensors: Tensor | None) -> bool:
     return all(t is None or type(t) in (Tensor, Parameter) for t in tensors)
 
 
@@ -69,11 +66,6 @@ def padded_width(x: Tensor, weight: Tensor) -> int:
     if not is_slow(x, weight) or prod(x.shape[:-1]) < (_FEWEST_ROWS_OF_ODD if N % 2 else _FEWEST_ROWS_OF_EVEN):
         return N
     return -(-N // _WHOLE) * _WHOLE
-
-
-def has_odd_width(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
-    """Whether `padded_mlp` is the faster way for an MLP of this first weight and `others`."""
-    return _are_plain(*others) and padded_width(x, weight) != weight.shape[0]
 
 
 @kernel(unaligned=("source_ptr", "target_ptr"), down_to=2)
@@ -164,32 +156,10 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) 
     return _padded_linear(x, weight, bias, columns)
 
 
-def padded_mlp(
-    x: Tensor,
-    weight: Tensor,
-    kind: Any,
-    down_weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    up_weight: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Tensor:
-    """`linear_activation` and the linear layer behind it, with inner features of `padded_width`.
-
-    Columns behind the last feature are act(0), times zeros of the padded down_weight.
-    Raises ValueError as `linear_activation` does: what is padded or cut off would fit.
-    """
-    check_layer(x, weight, kind, bias, up_weight, up_bias)
-    N, width = weight.shape[0], padded_width(x, weight)
-    checks.last_dim("padded_mlp", "down_weight", down_weight, N)
-    checks.shape("padded_mlp", "down_bias", down_bias, down_weight.shape[:1], "rows of down_weight")
-    x, weight, bias, up_weight, up_bias, down_weight, down_bias = cast_by_autocast(
-        x, weight, bias, up_weight, up_bias, down_weight, down_bias
-    )
-    inner = padded_linear(x, weight, bias, width)
-    if up_weight is None:
-        inner = activation(inner, kind)
-    else:
-        inner = gated_activation(inner, kind, up=padded_linear(x, up_weight, up_bias, width))
-    return padded_linear(inner, down_weight, down_bias, down_weight.shape[0])
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of tensors that fit. Where that is slow for its N, the result [..., N] is columns of a wider tensor."""
+    N = weight.shape[0]
+    if (width := padded_width(x, weight)) == N:
+        return F.linear(x, weight, bias)
+    x, weight, bias = cast_by_autocast(x, weight, bias)
+    return padded_linear(x, weight, bias, width)[..., :N]

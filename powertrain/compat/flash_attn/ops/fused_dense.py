@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from powertrain.compat.missing import unknown
 from powertrain.ops.conversion import unsupported
 from powertrain.ops.gemm.linear_activation import linear_activation
-from powertrain.ops.gemm.odd_widths import has_odd_width, padded_mlp
+from powertrain.ops.gemm.padded_mlp import has_odd_width, padded_mlp
 from powertrain.runtime import checks
 
 __all__ = ["FusedDense", "FusedMLP", "fused_dense_func", "fused_mlp_func"]

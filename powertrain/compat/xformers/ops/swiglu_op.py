@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from powertrain.compat.missing import unknown
 from powertrain.ops.gemm.linear_activation import linear_activation
-from powertrain.ops.gemm.odd_widths import has_odd_width, padded_mlp
+from powertrain.ops.gemm.padded_mlp import has_odd_width, padded_mlp
 from powertrain.runtime import checks
 
 __all__ = ["SwiGLU", "SwiGLUOp", "swiglu", "swiglu_packed"]
