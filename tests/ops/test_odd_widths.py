@@ -203,6 +203,8 @@ def test_which_products_are_padded() -> None:
     # its bits do not depend on the number of rows
     with batch_invariant():
         assert not is_slow(_bf16(128, 64), odd)
+    with torch.autograd.forward_ad.dual_level():
+        assert not is_slow(_bf16(128, 64), odd)
     # what looks at products sees them
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert not is_slow(_bf16(128, 64), odd)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from powertrain.ops.batch_invariance import is_batch_invariant
@@ -50,6 +51,8 @@ def is_slow(x: Tensor, weight: Tensor) -> bool:
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or in_functorch()
+        # forward-mode differentiation, which the padded op has none of
+        or forward_ad._current_level >= 0
         or is_batch_invariant()
     ):
         return False
