@@ -67,7 +67,7 @@ def _hooks(part: torch.nn.Module) -> tuple[object, object]:
 
 
 def _why_not_now() -> str | None:
-    """Why a graph would not do what the Python code of a step does in the contexts of this call."""
+    """Why a graph must not replace the Python code of a step under the modes that are active now, or None."""
     if torch.is_autocast_enabled("cuda"):
         return "autocast's copies of parameters end with its context"
     # a default device is a mode, too

@@ -234,7 +234,7 @@ class SelfAttention(nn.Module):
     def _rotated(
         self, qkv: Tensor, position_ids: Tensor | None = None, offset: int | Tensor = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v; q and k turned by position_ids [B, S], or by positions that count from `offset`, one or [B]."""
+        """q, k and v; q and k rotated by position_ids [B, S], or by positions that begin at `offset`, an int or [B]."""
         if self.rotary is None:
             return self._split(qkv)
         table = self.rotary.table(qkv.device)

@@ -16,9 +16,8 @@ from powertrain.runtime.target import Target
 # an H200 with statistics and gradient in one kernel, 1.49 in two; 8192 x 50257 0.55 in one and 0.62 in two
 FUSED_ROW_BYTES = 128 << 10
 
-# parts of rows (`row_parts`): the most of a row, and of what a part is a multiple: whole vectors, and whole blocks of
-# few parts
-MOST_PARTS, _PART = 64, 4096
+MOST_PARTS = 64  # of a row
+_PART = 4096  # a part has a multiple of so many words: whole vectors, and whole blocks where parts are few
 
 
 @triton.jit

@@ -149,7 +149,7 @@ def whole_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     as with 50257 words, it is the first V columns of a wider tensor."""
     V, lead = weight.shape[0], x.shape[:-1]
     if x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != (V,)):
-        # says what is wrong, which padding and cutting off would make fit
+        # PyTorch raises the error: padding would make the wrong size fit
         return F.linear(x, weight, bias)
     if is_slow(x, weight) and not wants_grad(x, weight, bias):
         x, weight, bias = cast_by_autocast(x, weight, bias)

@@ -72,7 +72,7 @@ def _part(row, V, padded, columns, IS_PART: tl.constexpr):
 
 @triton.jit
 def _hit(z, target, peak, total, ignore_index, IS_WHOLE: tl.constexpr):
-    """What is stored of the target: its z, or its log p, 0 if it is ignored."""
+    """The value to store for the target: its z; with IS_WHOLE its log p, or 0 if the target is ignored."""
     if IS_WHOLE:
         # maximum first: their sum would be rounded at the size of the larger one
         z = tl.where(target == ignore_index, 0.0, (z - peak) - tl.log(total))

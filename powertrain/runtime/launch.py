@@ -17,7 +17,8 @@ The syntax is Triton's; the specialization key is ours, so that nothing recompil
 - every other integer (sizes, lengths, token counts): nothing, not even that it is 1; all of them are int32 unless one
   needs int64;
 - floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants. A kernel
-  with STARTS_EARLY is launched before the one before it has ended (ops/early_start.py), but not into a graph.
+  with STARTS_EARLY is launched before the one before it has ended (ops/early_start.py); in a graph with a driver of
+  CUDA 12.3 or later only.
 
 The device is the tensors' (mixed devices are an error), and so is the stream: that device's current one. A device
 guard is taken only when the current device is another one. A grid with a zero in it launches nothing.

@@ -1,4 +1,4 @@
-"""Wrong arguments of the models' functions are named, with what they must be."""
+"""The models' functions raise errors that name a wrong argument and what it must be."""
 
 from collections.abc import Callable
 from typing import Any

@@ -30,7 +30,8 @@ def no_kernel_table() -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """(folder, what it said, what it said when resumed) of a run of 12 steps that was then given 4 more."""
     folder = tmp_path_factory.mktemp("whole")
-    # what a failed background compile leaves, and a backward that was not compiled ahead: runs stopped at their table
+    # events without a compile's facts, of a kernel and of a backward that were not compiled ahead: the report's table
+    # of kernels raised an error at them, and the run stopped
     tracing.event("kernel", "_a_kernel for sm_90: not compiled ahead: no", key="test_seen")
     tracing.event("kernel", "an op: its backward is not compiled ahead: no", op="test_seen")
     words = ["train", str(write_config(folder)), "logging.tensorboard=true", f"logging.peak_tflops={PEAK}"]

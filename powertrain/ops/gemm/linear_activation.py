@@ -234,7 +234,8 @@ def linear_activation(
     Numerics: products accumulate in float32 and are rounded to x's dtype, the activation is computed in float32 from
         that: the bits of both apart. A residual is added before the last rounding in one kernel, after it elsewhere.
         Deterministic.
-    Memory: saves x, the weights, x Wᵀ + b and its up half; nothing of them when no gradient is wanted.
+    Memory: saves x, the weights, x Wᵀ + b and its up half; nothing of them when no gradient is wanted. On a GPU, where
+        N is no multiple of 8 in 16 bits, also a padded copy of each weight while it is multiplied.
     Raises ValueError with the argument's name, requirement and value. Double backward is not implemented in one
         kernel and says so.
     `choose` says which way is taken, and why. Modes that see operators (selective checkpointing, counting FLOPs) and

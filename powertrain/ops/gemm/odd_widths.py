@@ -51,7 +51,7 @@ def is_slow(x: Tensor, weight: Tensor) -> bool:
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or in_functorch()
-        # forward-mode differentiation, which the padded op has none of
+        # the padded op has no forward-mode derivative
         or forward_ad._current_level >= 0
         or is_batch_invariant()
     ):
@@ -149,18 +149,15 @@ _padded_linear_op = Op(
 
 
 @falls_back(_OP)
-def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    """x Wᵀ + b with zeros where W [N, K] and b [N] have no columns: x [..., at least K], result [..., columns >= N]."""
     result: Tensor = _padded_linear_op(x, weight, bias, columns)
     return result
 
 
-def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """x Wᵀ + b with zeros where W [N, K] and b [N] have no columns: x [..., at least K], result [..., columns >= N]."""
-    return _padded_linear(x, weight, bias, columns)
-
-
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of tensors that fit. Where that is slow for its N, the result [..., N] is columns of a wider tensor."""
+    """F.linear of tensors whose sizes match. Where it would be slow for this N the product is padded, and the result is
+    the first N columns of a wider tensor."""
     N = weight.shape[0]
     if (width := padded_width(x, weight)) == N:
         return F.linear(x, weight, bias)
