@@ -25,6 +25,7 @@ _PUBLIC = {
     "attention_backward": "powertrain.ops.attention.partial_backward",
     "explain_attention": "powertrain.ops.attention.explain",
     "decode_attention": "powertrain.ops.attention.decode",
+    "DecodeSchedule": "powertrain.ops.attention.step_schedule",
     "explain_decode_attention": "powertrain.ops.attention.explain_decode",
     "merge_attentions": "powertrain.ops.attention.merge",
     "bias_dropout_add": "powertrain.ops.bias_dropout_add",

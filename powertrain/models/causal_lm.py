@@ -13,10 +13,11 @@ from powertrain.models.init import init_weights
 from powertrain.nn.attention import Context, check_cached
 from powertrain.nn.block import Layer
 from powertrain.nn.cache import KVCache
+from powertrain.ops.attention.step_schedule import DecodeSchedule
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy, whole_logits
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import autocast_dtype
+from powertrain.runtime.dispatch import autocast_dtype, is_traced
 from powertrain.runtime.positional import hinted
 
 # FSDP gathers the head's weight only inside its module's forward, so code that needs it is passed in
@@ -90,6 +91,7 @@ class CausalLM(nn.Module):
         packed = Context(position_ids, document_ids, cache, document_starts=document_starts)
         if cache is not None:
             _check_cached(tokens, packed, lengths, self.layers)
+            packed = packed._replace(schedule=_schedule_of(cache))
         elif lengths is not None:
             checks.fail("CausalLM", "lengths", "come with a cache", checks.described(lengths))
         context = self.sharding.context(tokens, packed)
@@ -244,6 +246,14 @@ def _check_cached(tokens: Tensor, context: Context, lengths: Tensor | None, laye
     checks.shape("CausalLM", "lengths", lengths, tokens.shape[:1], "one of each sequence")
     # rows that no token has filled would be read as keys
     checks.indices("CausalLM", "lengths", lengths, tokens.shape[1] + 1)
+
+
+def _schedule_of(cache: KVCache) -> DecodeSchedule | None:
+    """That of the layers of one forward, within which the lengths do not change."""
+    # prompts attend to themselves; the last, of a cache whose lengths the user has replaced
+    if cache.is_empty or is_traced(cache.lengths) or cache.lengths.is_inference():
+        return None
+    return DecodeSchedule(cache.lengths)
 
 
 def _positions(tokens: Tensor, context: Context) -> Tensor:

@@ -16,6 +16,7 @@ from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.attention.step_schedule import DecodeSchedule
 from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
 from powertrain.runtime import checks
@@ -34,6 +35,7 @@ class Context(NamedTuple):
     cache          keys and values of earlier tokens, while generating
     shape          (B, S) where x is this rank's share of the tokens, [t, hidden_size]; None: x is [B, S, hidden_size]
     across         attention of these tokens to those of other ranks too (query, key, value and options); None: to these
+    schedule       lists of work that the layers share where they attend to the cache; None: each makes its own
     routed         a list to which a mixture of experts appends its balance loss and assignments; None: it stores them
     """
 
@@ -44,6 +46,7 @@ class Context(NamedTuple):
     across: Callable[..., Tensor] | None = None
     document_starts: Tensor | None = None
     routed: list[Tensor] | None = None
+    schedule: DecodeSchedule | None = None
 
 
 def check_states(op: str, x: Tensor, hidden_size: int, context: Context) -> None:
@@ -217,7 +220,7 @@ class SelfAttention(nn.Module):
             cache.fill(self.layer, k, v)
             attended = self._attend(q, k, v, Context())
         elif self.sparsity is None:
-            attended = self._decode(qkv, cache)
+            attended = self._decode(qkv, cache, context.schedule)
         else:
             attended = self._decode_blocks(qkv, cache, self.sparsity)
         return self.out(attended.flatten(-2))
@@ -268,12 +271,12 @@ class SelfAttention(nn.Module):
         out: Tensor = attention(q, k, v, document_ids=_ids(context, q), **options)
         return F.dropout(out, self.dropout, self.training)
 
-    def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:
+    def _decode(self, qkv: Tensor, cache: KVCache, schedule: DecodeSchedule | None) -> Tensor:
         # one launch, which reads q where the packed projection has it: decode_attention's own rotation needs a copy
         q, k, v = self._rotated(qkv, offset=cache.lengths)
         out = decode_attention(
             q, cache.keys[self.layer], cache.values[self.layer], cache.lengths, key_new=k, value_new=v,
-            window_size=self.window, alibi_slopes=self._slopes(q),
+            window_size=self.window, alibi_slopes=self._slopes(q), schedule=schedule,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out

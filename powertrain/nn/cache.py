@@ -47,10 +47,15 @@ class KVCache:
         def made(*shape: int) -> Tensor:
             return torch.zeros(batch, max_length, *shape, device=device, dtype=dtype)
 
-        self.keys = [made(row.num_kv_heads, row.head_dim) for row in self.rows]
-        self.values = [None if row.head_dim_v is None else made(row.num_kv_heads, row.head_dim_v) for row in self.rows]
-        self.gates = [made(row.gate) for row in self.rows]
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        # in inference mode too of tensors that count writes: others could not be written to outside of it, and lengths
+        # are looked at by a DecodeSchedule
+        with torch.inference_mode(False):
+            self.keys = [made(row.num_kv_heads, row.head_dim) for row in self.rows]
+            self.values = [
+                None if row.head_dim_v is None else made(row.num_kv_heads, row.head_dim_v) for row in self.rows
+            ]
+            self.gates = [made(row.gate) for row in self.rows]
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.max_length = max_length
         # before the first forward there is nothing to attend to, and the new tokens attend to each other alone
         self.is_empty = True

@@ -73,7 +73,8 @@ class TinyAttention(nn.Module):
         """Channels of a query and key, and of a value."""
         return self.out.in_features, self.out.in_features
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        cache = context.cache
         q, k, v = (t.unsqueeze(2) for t in self.qkv(x).chunk(3, -1))
         attended: Any
         if cache is None or cache.is_empty:
@@ -82,7 +83,9 @@ class TinyAttention(nn.Module):
                 cache.fill(self.layer, k, v)
         else:
             keys, values = cache.keys[self.layer], cache.values[self.layer]
-            attended = decode_attention(q, keys, values, cache.lengths, key_new=k, value_new=v)
+            attended = decode_attention(
+                q, keys, values, cache.lengths, key_new=k, value_new=v, schedule=context.schedule
+            )  # fmt: skip
         return self.out(attended.squeeze(2))
 
 
@@ -139,7 +142,7 @@ class GMLP(Layer):
         value, gate = u.chunk(2, -1)
         gate = self._mixed(self.gate_norm(gate.contiguous()), context.cache)
         if self.tiny_attention is not None:
-            gate = gate + self.tiny_attention(u, context.cache)
+            gate = gate + self.tiny_attention(u, context)
         return self.down(gate * value), None
 
     def _mixed(self, gate: Tensor, cache: KVCache | None) -> Tensor:

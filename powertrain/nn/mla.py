@@ -11,6 +11,7 @@ from powertrain.nn.lora import LoRALinear
 from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns, of_all_tokens
 from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.attention.step_schedule import DecodeSchedule
 from powertrain.ops.rope import rope
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
@@ -109,7 +110,7 @@ class LatentAttention(nn.Module):
             cache.fill(self.layer, torch.cat((latent.unsqueeze(-2), r), -1), None)
             attended = self._attend(q, latent, r, Context())
         else:
-            attended = self._decode(q, latent, r, cache)
+            attended = self._decode(q, latent, r, cache, context.schedule)
         return self.out(attended.flatten(-2))
 
     def _rotated(self, x: Tensor, context: Context) -> Tensor:
@@ -139,7 +140,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((r.expand(*k.shape[:-1], -1), k), -1)
         return attend_documents(q, k, v, context, is_causal=True, scale=self.scale)
 
-    def _decode(self, q: Tensor, latent: Tensor, r: Tensor, cache: KVCache) -> Tensor:
+    def _decode(self, q: Tensor, latent: Tensor, r: Tensor, cache: KVCache, schedule: DecodeSchedule | None) -> Tensor:
         # kv_up is applied to queries and results, not to the cache: rows stay latents, one for all heads
         up = self._up_weight(latent).unflatten(0, (-1, self.nope + self.v_head_dim))  # [H, nope + v, latent]
         k_up, v_up = up.split((self.nope, self.v_head_dim), 1)
@@ -148,6 +149,7 @@ class LatentAttention(nn.Module):
             torch.cat((torch.einsum("bshn,hnl->bshl", q, k_up), q_rotated), -1),
             cache.keys[self.layer], None, cache.lengths,
             key_new=torch.cat((latent.unsqueeze(-2), r), -1), scale=self.scale, head_dim_v=self.kv_lora_rank,
+            schedule=schedule,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return torch.einsum("bshl,hvl->bshv", out, v_up)

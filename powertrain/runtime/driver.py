@@ -46,6 +46,7 @@ def _cuda() -> Any:
     library.cuStreamBatchMemOp_v2.argtypes = [pointer, uint, pointer, uint]
     library.cuStreamWriteValue32_v2.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint32, uint]
     library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    library.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6
     library.cuTensorMapEncodeTiled.argtypes = [pointer, uint, uint, pointer, *[pointer] * 4, uint, uint, uint, uint]
     return library
 
@@ -191,6 +192,16 @@ def graphs_hold_early_starts() -> bool:
     """Whether a captured launch may be one that starts early: an edge of the graph says so, from CUDA 12.3 on."""
     version = ctypes.c_int()
     return bool(_cuda().cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value >= 12030)
+
+
+def capture_id(stream: int) -> int:
+    """The number, in this process, of the capture into a CUDA graph that the stream takes part in; 0: in none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    code = _cuda().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if code:
+        raise LaunchError(f"cannot tell which CUDA graph stream {stream:#x} is captured into: {describe(code)}")
+    # 1: active; the number of another state is not written
+    return number.value if status.value == 1 else 0
 
 
 def launch_early(

@@ -11,12 +11,14 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import powertrain
-from powertrain.models import generate, step_graph
+from powertrain.models import build, configure, generate, step_graph
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.generate import Sampler, complete, stream
 from powertrain.models.step_graph import why_not
+from powertrain.ops.attention import decode_op, step_schedule
 from powertrain.runtime import tracing
-from tests.models.test_generate import MODELS, PROMPTS, _model
+from powertrain.runtime.recording import record
+from tests.models.test_generate import MODELS, PROMPTS, SIZES, _model
 
 
 class Graph:
@@ -189,3 +191,33 @@ def test_a_reason_is_noted_once() -> None:
     for _ in range(3):
         _tokens(model)
     assert len([event for event in tracing.trace() if event.kind == "generate"]) == 1
+
+
+@pytest.mark.parametrize("name, count", [("pythia", 1), ("mistral", 1), ("deepseek", 1), ("amlp", 2)])
+def test_layers_of_a_step_share_one_list(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they need of the lengths is made once in each captured step, of each kind of attention."""
+    shared: list[Any] = []
+    monkeypatch.setattr(step_schedule, "_capture", lambda x: (0, 1))
+    monkeypatch.setattr(
+        step_schedule, "share", lambda *arguments: shared.append(decode_op.share(*arguments)) or shared[-1]
+    )
+    fields = {"amlp": {"layer_types": ["amlp", "attention", "amlp"], "gmlp_attention_dim": 16}, **MODELS}[name]
+    model = build(configure(**{**SIZES, "num_layers": 3, **fields}), device="meta").to(torch.bfloat16).eval()
+    cache = model.new_cache(3, 32)
+    cache.is_empty = False
+    with torch.no_grad(), record("H200"):
+        for step in (1, 2):
+            model(torch.empty(3, 1, dtype=torch.int64, device="meta"), cache=cache)
+            assert len(shared) == step * count and shared[-1].entries is not None
+
+
+def test_a_cache_of_inference_mode_goes_on_outside_of_it() -> None:
+    """Its lengths count writes, as a DecodeSchedule needs them; they could not be written to outside."""
+    model, tokens = _model(), torch.tensor([[1, 2], [3, 4]])
+    with torch.inference_mode():
+        cache = model.new_cache(2, 8)
+        model(tokens, cache=cache)
+    with torch.no_grad():
+        found = model(tokens, cache=cache)
+        assert cache.lengths.tolist() == [4, 4]
+        torch.testing.assert_close(found, model(tokens.repeat(1, 2))[:, 2:])

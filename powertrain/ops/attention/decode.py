@@ -24,6 +24,8 @@ Sources: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); page
 arXiv:2309.06180; semantics of appending, rotary positions and leftpad: flash_attn_with_kvcache of flash-attn 2.8.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -34,9 +36,10 @@ from powertrain.ops.attention.arguments import as_int32, window_bounds
 from powertrain.ops.attention.backend_preferences import preference_or_none
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.cache_append import append_op
-from powertrain.ops.attention.decode_op import decode_op, why_not_many
+from powertrain.ops.attention.decode_op import Shared, decode_op, why_not_many
 from powertrain.ops.attention.hopper.forward_pages import PagedCall
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
+from powertrain.ops.attention.step_schedule import DecodeSchedule, shared, shares_lists
 from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
@@ -177,6 +180,7 @@ def _append_ref(
         value_cache[entry, position] = value_new[fits]
 
 
+@shares_lists
 @falls_back(_OP, preference_or_none)
 def decode_attention(
     query: Tensor,
@@ -204,6 +208,7 @@ def decode_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     backend: Literal["triton", "reference"] | None = None,
+    schedule: DecodeSchedule | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new queries over a KV cache, after new keys and values were appended to it in place.
 
@@ -232,6 +237,8 @@ def decode_attention(
                        distributed by the lengths
         backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: reference on a
                        CPU, else triton
+        schedule       of these cache_seqlens: calls in one CUDA graph, such as those of a model's layers, share the
+                       list of splits that each would make of the lengths. The same bits
     Integer tensors are int32 or int64. All strides are allowed, except that the last dim of queries, keys and values
         has stride 1.
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 (float64 for float64)
@@ -263,6 +270,7 @@ def decode_attention(
     cache = _Cache(keys, values, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
     _check_vectors(query, cache_seqlens.numel() if is_packed else query.shape[0], cache, alibi_slopes, sinks)
     cache = cache.as_kernels_read_it()
+    listed_by = {"cache_leftpad": cache_leftpad, "cu_seqlens_q": cu_seqlens_q}
     cu_seqlens_q = as_int32(_OP, "cu_seqlens_q", cu_seqlens_q)
     softcap = 0.0 if softcap is None else float(softcap)
     checks.require(softcap >= 0, _OP, "softcap", "be at least 0, or None", softcap)
@@ -292,7 +300,8 @@ def decode_attention(
         append = append_op if runs_kernel else _append_ref
         append(key_new, value_new, keys, values, cache.seqlens, cache.page_table, cache.batch_idx)
     if runs_kernel:
-        out, lse = _by_kernel(query, cache, scores, head_dim_v, num_new, num_splits, cu_seqlens_q, max_seqlen_q)
+        share = None if schedule is None else partial(shared, schedule, listed_by)
+        out, lse = _by_kernel(query, cache, scores, head_dim_v, num_new, num_splits, cu_seqlens_q, max_seqlen_q, share)
     else:
         out, lse = _by_reference(query, cache, scores, head_dim_v, num_new, cu_seqlens_q)
     out = out.transpose(1, 2) if layout == "bhsd" else out
@@ -345,7 +354,9 @@ def _by_kernel(
     num_splits: int | None,
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
+    share: Callable[[tuple[Any, ...]], Shared] | None,
 ) -> tuple[Tensor, Tensor]:
+    """`share`: of the arguments of `decode_op`; None: the call shares nothing with others."""
     slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.float().contiguous()
     if slopes is not None and not slopes.numel():
         # of no sequences: rows that belong to none read the first one's
@@ -353,11 +364,12 @@ def _by_kernel(
     sinks = None if scores.sinks is None else scores.sinks.contiguous()
     # of no sequences: the kernel reads an entry ahead of the keys, whether there are any or not
     batch_idx = None if cache.batch_idx is None or not cache.batch_idx.numel() else cache.batch_idx
-    out, lse = decode_op(
+    arguments = (
         query, cache.keys, cache.values, head_dim_v, cache.seqlens, cache.page_table, batch_idx, cache.leftpad,
         slopes, sinks, num_new, scores.left, scores.right, scores.softcap, scores.scale, num_splits or 0,
         allows_tf32(), cu_seqlens_q, query.shape[1] if max_seqlen_q is None else max_seqlen_q,
     )  # fmt: skip
+    out, lse = decode_op(*arguments, *(() if share is None else share(arguments)))
     return (out, lse) if cu_seqlens_q is None else (out[0], lse[0])
 
 

@@ -12,8 +12,8 @@ from powertrain.ops.attention.decode_kernels import _decode_kernel
 from powertrain.ops.attention.decode_plans import Plan, choose_splits, plan_for
 from powertrain.ops.attention.decode_schedule import LEAST_KEYS, KeysSeen, schedule
 from powertrain.ops.attention.decode_tiles import TileList
-from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, why_not_mla
-from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, why_not_cache
+from powertrain.ops.attention.hopper.decode_mla import MlaCall, launch_mla, list_mla, why_not_mla
+from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages, list_pages, why_not_cache
 from powertrain.ops.attention.triton.tiles import pieces
 from powertrain.ops.early_start import starts_early
 from powertrain.ops.shapes import cdiv
@@ -80,6 +80,10 @@ class _Call(NamedTuple):
     allow_tf32: bool
     query_starts: Tensor | None
     max_queries: int
+    # `Shared` of an earlier call with these sizes, options and lengths
+    entries: Tensor | None = None
+    parts_of: Tensor | None = None
+    counter: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -125,7 +129,7 @@ class _Call(NamedTuple):
         return MlaCall(
             self.query, self.key_cache, self.value_cache, self.head_dim_v, self.query_starts, self.queries, self.keys(),
             self.seen, self.page_table, self.cache_batch_idx, self.alibi_slopes, self.sinks, self.softcap, self.scale,
-            self.num_splits,
+            self.num_splits, self.entries, self.counter,
         )  # fmt: skip
 
     def of_pages(self) -> PagedCall:
@@ -133,7 +137,7 @@ class _Call(NamedTuple):
         return PagedCall(
             query, self.key_cache, self.value_cache, self.query_starts, self.cache_seqlens, self.page_table,
             self.cache_leftpad, self.alibi_slopes, self.sinks, self.left, self.right, self.softcap, self.scale,
-            self.num_new,
+            self.num_new, self.entries, self.counter,
         )  # fmt: skip
 
 
@@ -180,24 +184,41 @@ class _Work(NamedTuple):
     partial_lse: Tensor | None = None
 
 
-def _work_of(call: _Call, out: Tensor, lse: Tensor, tile: tuple[int, int, int], target: Target) -> _Work:
-    """`tile`: rows, keys of a block, programs on an SM."""
-    query, kv_heads, ratio, keys, seen = call.query, call.kv_heads, call.ratio, call.keys(), call.seen
+def _tiles_of(call: _Call, plan: Plan, target: Target) -> TileList:
+    return TileList.of(
+        call.query_starts, call.keys(), call.query.shape[1], call.ratio, call.kv_heads, call.seen, plan.tile, target,
+        entries=call.entries,
+    )  # fmt: skip
+
+
+def _has_schedule(call: _Call) -> bool:
+    # splits are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
+    return call.num_splits == 0 and 1 < call.query.shape[0] <= 1 << 15
+
+
+def _schedule_of(call: _Call, plan: Plan, target: Target) -> tuple[Tensor, PartTable]:
+    b, sq = call.query.shape[:2]
+    programs = call.kv_heads * cdiv(sq * call.ratio, plan.block_m)
+    made = None if call.entries is None or call.parts_of is None else (call.entries, call.parts_of)
+    return schedule(call.keys(), b, sq, call.ratio, programs, call.seen, plan.tile, target, made)
+
+
+def _work_of(call: _Call, out: Tensor, lse: Tensor, plan: Plan, target: Target) -> _Work:
+    query, kv_heads = call.query, call.kv_heads
     b, sq = query.shape[:2]
-    programs = kv_heads * cdiv(sq * ratio, tile[0])
+    programs = kv_heads * cdiv(sq * call.ratio, plan.block_m)
     if call.query_starts is not None:
-        listed = TileList.of(call.query_starts, keys, sq, ratio, kv_heads, seen, tile, target)
-        partial = query.new_empty((listed.slots, kv_heads, tile[0], out.shape[-1]), dtype=torch.float32)
+        listed = _tiles_of(call, plan, target)
+        partial = query.new_empty((listed.slots, kv_heads, plan.block_m, out.shape[-1]), dtype=torch.float32)
         partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
         return _Work((kv_heads * listed.most, 1), b, listed.most, None, None, listed, partial, partial_lse)
     parts = table = None
-    # splits are the grid's second dim, of 65535 at most; so many sequences fill a GPU whole
-    if call.num_splits == 0 and 1 < b <= 1 << 15:
-        parts, table = schedule(keys, b, sq, ratio, programs, seen, tile, target)
+    if _has_schedule(call):
+        parts, table = _schedule_of(call, plan, target)
         shape: tuple[int, ...] = (parts.shape[1],)
         grid = programs, parts.shape[1]
     else:
-        num_splits = call.num_splits or choose_splits(b * programs, seen, tile[2], target)
+        num_splits = call.num_splits or choose_splits(b * programs, call.seen, plan.per_sm, target)
         grid, shape = (b * programs, num_splits), (num_splits, b)
         if num_splits == 1:
             return _Work(grid, b, 1)
@@ -259,7 +280,7 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
         return out, lse
     operands = _Operands.of(call, target)
     plan = _plan_of(call, operands, target)
-    work = _work_of(call, out, lse, (plan.block_m, plan.block_n, plan.per_sm), target)
+    work = _work_of(call, out, lse, plan, target)
     _launch_universal(call, operands, plan, work, out, lse, target)
     if work.partial is not None and work.partial_lse is not None:
         if work.listed is not None:
@@ -269,11 +290,36 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+class Shared(NamedTuple):
+    """What calls of the same sizes and options over the same lengths need not each make for themselves."""
+
+    entries: Tensor | None = None  # of a `TileList`, or the first table of `schedule`; None: the keys are not listed
+    parts_of: Tensor | None = None  # the second table of `schedule`
+    counter: Tensor | None = None  # an int32 that is 0, from which the programs of one launch after another count
+
+
+def share(*arguments: Any) -> Shared:
+    """`Shared` of a `_Call`, made on the current stream, whose launches follow one another."""
+    call = _Call(*arguments)
+    target = Target.of(call.query.device)
+    is_of_pages, mla = _why_not_pages(call, target) is None, call.of_mla()
+    if is_of_pages or _why_not_mla(mla, target) is None:
+        entries = list_pages(call.of_pages(), call.queries, target) if is_of_pages else list_mla(mla, target)
+        return Shared(entries, None, torch.zeros(1, dtype=torch.int32, device=call.query.device))
+    plan = _plan_of(call, _Operands.of(call, target), target)
+    if call.query_starts is not None:
+        return Shared(_tiles_of(call, plan, target).entries)
+    if not _has_schedule(call):
+        return Shared()
+    parts, table = _schedule_of(call, plan, target)
+    return Shared(parts, table.parts)
+
+
 decode_op = Op(
     "decode_attention(Tensor query, Tensor key_cache, Tensor? value_cache, int head_dim_v, Tensor cache_seqlens, "
     "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, Tensor? sinks, "
     "SymInt num_new, SymInt left, SymInt right, float softcap, float scale, int num_splits, bool allow_tf32, "
-    "Tensor? query_starts, SymInt max_queries) "
+    "Tensor? query_starts, SymInt max_queries, Tensor? entries=None, Tensor? parts_of=None, Tensor? counter=None) "
     "-> (Tensor, Tensor)",
     _decode,
     _decode_outputs,

@@ -16,6 +16,11 @@ class Plan(NamedTuple):
     per_sm: int  # programs that run on one SM at a time
     registers: int = 0  # of a thread at most, for 4 warps, where ptxas would take more than let `per_sm` programs run
 
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        """Rows, keys of a block, programs on an SM: what lists of tiles and splits depend on."""
+        return self.block_m, self.block_n, self.per_sm
+
 
 @tunable("NVIDIA H200, 2026-11-24")
 def plan_for(

@@ -314,6 +314,7 @@ def schedule(
     seen: int,
     plan: tuple[int, int, int],
     target: Target,
+    made: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, PartTable]:
     """(parts [tiles, number of splits, 3] as `_schedule_kernel` writes them, the table for `combine`).
 
@@ -321,11 +322,14 @@ def schedule(
     programs  programs per split: KV heads times tiles of queries
     seen      the most keys that the queries of a sequence see
     plan      rows of a tile of queries, keys of a block, programs that run on one SM at a time
+    made      parts and the table's tensor, of an earlier call with these arguments; None: they are made
     """
     block_m, block_n, per_sm = plan
     tiles = cdiv(queries * ratio, block_m)
     extra, at_once, fills_once = choose_parts(batch, programs, seen, per_sm, target)
     device = keys.seqlens.device
+    if made is not None:
+        return made[0], PartTable(made[1], ratio, block_m, extra)
     parts = torch.empty((tiles, extra + batch, 3), dtype=torch.int32, device=device)
     table = PartTable(torch.empty((batch, tiles, 2), dtype=torch.int32, device=device), ratio, block_m, extra)
     block_b = min(MOST_AT_ONCE, next_power_of_2(batch))

@@ -519,7 +519,7 @@ class TileList(NamedTuple):
     def of(
         starts: Tensor | None, keys: KeysSeen, queries: int, ratio: int, groups: int, seen: int,
         plan: tuple[int, int, int], target: Target, rounds: int = 0, least_keys: int | None = None,
-        result_keys: int = 0, by_waves: bool = False,
+        result_keys: int = 0, by_waves: bool = False, entries: Tensor | None = None,
     ) -> "TileList":  # fmt: skip
         """The list for packed queries (`starts` given, `queries` in all), or for `queries` of each sequence.
 
@@ -530,6 +530,7 @@ class TileList(NamedTuple):
         least_keys  keys of the smallest split
         result_keys with rounds: keys that take as long as storing and combining the results of a split
         by_waves    with rounds: the tensor cores are the limit, not memory (decode_waves.py)
+        entries     of an earlier call with these arguments; None: they are made
         """
         batch, (block_m, block_n, per_sm), device = keys.seqlens.shape[0], plan, keys.seqlens.device
         count = cdiv(queries * ratio, block_m)
@@ -542,6 +543,11 @@ class TileList(NamedTuple):
             extra = max(1, min(count * cdiv(seen, least * block_n), (rounds + 1) * at_once))
         else:
             extra, at_once, fills_once = choose_parts(count, groups, seen, per_sm, target)
+        # each split tile has at least one split beyond its first
+        cut = min(extra, count)
+        slots = extra + count if fills_once else extra + cut
+        if entries is not None:
+            return TileList(entries, slots, cut, batch)
         of_tiles = batch, queries, ratio, keys.num_new, keys.capacity, keys.left, keys.right
         of_parts = extra, at_once, least, result_keys / block_n
         masks = {
@@ -566,9 +572,7 @@ class TileList(NamedTuple):
                 tiles, entries, count, *of_parts, ROUNDS=rounds, BLOCK_T=min(_MOST_LISTED, next_power_of_2(count)),
                 STARTS_EARLY=starts_early(target), num_warps=32,
             )  # fmt: skip
-        # each split tile has at least one split beyond its first
-        cut = min(extra, count)
-        return TileList(entries, extra + count if fills_once else extra + cut, cut, batch)
+        return TileList(entries, slots, cut, batch)
 
     def combine(
         self, partial: Tensor, partial_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, kv_heads: int,

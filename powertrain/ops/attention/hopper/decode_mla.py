@@ -144,10 +144,17 @@ class MlaCall(NamedTuple):
     softcap: float
     scale: float
     num_splits: int  # 0: of each sequence by the lengths
+    entries: Tensor | None = None  # of `list_mla`, from a call with these arguments; None: the call makes its own
+    counter: Tensor | None = None  # an int32 that is 0, and is left so; None: that of the stream
 
     @property
     def batch(self) -> int:
         return self.keys.seqlens.shape[0]
+
+    @property
+    def has_list(self) -> bool:
+        """Tiles of one sequence are nearly equal, and need none."""
+        return self.num_splits == 0 and (self.query.shape[0] > 1 or self.query_starts is not None)
 
 
 def why_not_mla(call: MlaCall, target: Target) -> str | None:
@@ -199,8 +206,7 @@ def launch_mla(call: MlaCall, out: Tensor, lse: Tensor, target: Target) -> None:
     query = call.query
     b, sq, h, _ = query.shape
     tiles, num_splits = b * cdiv(sq * h, ROWS.value), call.num_splits
-    if num_splits == 0 and b == 1 and call.query_starts is None:
-        # tiles of one sequence are nearly equal
+    if num_splits == 0 and not call.has_list:
         num_splits = choose_splits(tiles, call.seen, 1, target)
     if num_splits == 1:
         _launch(call, None, 1, tiles, out, lse, None, None, target)
@@ -210,14 +216,24 @@ def launch_mla(call: MlaCall, out: Tensor, lse: Tensor, target: Target) -> None:
         _launch(call, None, num_splits, tiles * num_splits, out, lse, partial, partial_lse, target)
         combine(partial, partial_lse, call.sinks, out, lse, out.stride()[:3], None)
     else:
-        listed = TileList.of(
-            call.query_starts, call.keys, sq, h, 1, call.seen, (ROWS.value, BLOCK_N.value, 1), target, _ROUNDS,
-            _LEAST_KEYS, _result_keys(b * sq * h // call.batch), by_waves=True,
-        )  # fmt: skip
+        listed = _tiles_of(call, target)
         partial = query.new_empty((listed.slots, 1, ROWS.value, HEAD_DIM_V), dtype=torch.float32)
         partial_lse = query.new_empty(partial.shape[:-1], dtype=torch.float32)
         _launch(call, listed, 0, listed.most, out, lse, partial, partial_lse, target)
         listed.combine(partial, partial_lse, call.sinks, out, lse, 1, call.max_queries)
+
+
+def list_mla(call: MlaCall, target: Target) -> Tensor | None:
+    """The entries of the list that `launch_mla` makes of such a call; None: it makes none."""
+    return _tiles_of(call, target).entries if call.has_list else None
+
+
+def _tiles_of(call: MlaCall, target: Target) -> TileList:
+    b, sq, h, _ = call.query.shape
+    return TileList.of(
+        call.query_starts, call.keys, sq, h, 1, call.seen, (ROWS.value, BLOCK_N.value, 1), target, _ROUNDS,
+        _LEAST_KEYS, _result_keys(b * sq * h // call.batch), by_waves=True, entries=call.entries,
+    )  # fmt: skip
 
 
 def _launch(
@@ -243,8 +259,9 @@ def _launch(
             Source(cache, (entries, 1, rows, HEAD_DIM_QK), cache.stride(0), HEAD_DIM_QK, cache.stride(1)), box, (64,)
         )
     _hopper_decode_mla_kernel[(min(tiles, target.num_sms),)](
-        q_map, k_map, k_rows, keys.seqlens, table, listed and listed.entries, counter_of(query), call.sinks, out, lse,
-        partial, partial_lse, call.batch, sq, h, keys.num_new, keys.capacity, num_splits, keys.right,
+        q_map, k_map, k_rows, keys.seqlens, table, listed and listed.entries,
+        counter_of(query) if call.counter is None else call.counter, call.sinks, out, lse, partial, partial_lse,
+        call.batch, sq, h, keys.num_new, keys.capacity, num_splits, keys.right,
         0 if table is None else table.stride(0), *strides, call.scale,
         RIGHT=keys.right >= 0, PAGE_SIZE=0 if table is None else cache.shape[1], PACKED=call.query_starts is not None,
         STARTS_EARLY=starts_early(target), num_warps=4,

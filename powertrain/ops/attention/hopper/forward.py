@@ -220,6 +220,7 @@ def launch_forward(
     together: int = 1,
     most: int = 1,
     new_keys: int = 0,
+    counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). With a page table keys and values are [pages, rows of a page, KV heads, head dim]; with a list of
     splits and none, [entries >= batch, rows, KV heads, head dim].
@@ -227,6 +228,7 @@ def launch_forward(
     together  number of groups of heads, a divisor of all, for which a CTA computes a list entry one after another
     most      most queries of a sequence in a list: the combination's grid depends on it, results do not
     new_keys  keys of a sequence beyond `key_used`, for equal numbers of queries without a list
+    counter   an int32 that is 0 and is left so, of launches that follow one another; None: that of the stream
     """
     args, heads = operands.args, operands.heads
     q, k = operands.q, operands.k
@@ -255,7 +257,7 @@ def launch_forward(
     _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
         *q_maps, *k_maps, *v_maps, *into.maps, *rows.tensors, into.o, into.lse, args.slopes, args.sinks, into.partial,
         args.query_starts, args.key_starts, args.query_used, args.key_used, page_table,
-        listed and listed.entries, counter_of(q.tensor),
+        listed and listed.entries, counter_of(q.tensor) if counter is None else counter,
         0 if page_table is None else page_table.stride(0),
         operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, together, tiles, new_keys,
         *rows.strides, *into.strides, args.slopes_stride,

@@ -71,6 +71,8 @@ class PagedCall(NamedTuple):
     softcap: float
     scale: float
     num_new: int = 0  # keys of each sequence beyond `seqlens`
+    entries: Tensor | None = None  # of `list_pages`, from a call with these arguments; None: the call makes its own
+    counter: Tensor | None = None  # an int32 that is 0, and is left so; None: that of the stream
 
 
 def why_not_cache(call: PagedCall, cache_batch_idx: Tensor | None, target: Target) -> str | None:
@@ -116,18 +118,33 @@ def launch_pages(call: PagedCall, max_queries: int, target: Target) -> tuple[Ten
     if operands.batch == 1:
         # tiles of one sequence are nearly equal: 1024 queries beside 32768 keys take 781 us, with a list 813 (one H100)
         plan = _in_equal_parts(operands, plan)
-        return launch_forward(operands, plan, call.page_table, new_keys=call.num_new)
-    cut = cut_for(operands.queries * operands.storage * operands.heads.q_per_kv // operands.batch)
+        return launch_forward(operands, plan, call.page_table, new_keys=call.num_new, counter=call.counter)
+    listed = _tiles_of(call, operands, plan, max_queries)
+    together = math.gcd(plan.groups_of(operands.heads), _cut_of(operands).together)
+    return launch_forward(operands, plan, call.page_table, listed, together, max_queries, counter=call.counter)
+
+
+def list_pages(call: PagedCall, max_queries: int, target: Target) -> Tensor | None:
+    """The entries of the list that `launch_pages` makes of such a call; None: it makes none."""
+    operands = _operands_of(call, target)
+    if operands.batch == 1:
+        return None
+    return _tiles_of(call, operands, plan_of_pages(operands, max_queries), max_queries).entries
+
+
+def _cut_of(operands: Operands) -> Cut:
+    return cut_for(operands.queries * operands.storage * operands.heads.q_per_kv // operands.batch)
+
+
+def _tiles_of(call: PagedCall, operands: Operands, plan: Plan, max_queries: int) -> TileList:
+    cut = _cut_of(operands)
     keys = KeysSeen(call.seqlens, None, call.num_new, operands.keys, call.left, call.right)
     seen = _most_seen(operands, max_queries)
-    listed = TileList.of(
+    return TileList.of(
         call.query_starts, keys, operands.queries, plan.heads_per_tile, plan.groups_of(operands.heads), seen,
-        (plan.queries * plan.heads_per_tile, plan.block_n, 1), target, cut.rounds, cut.least_keys,
-        cut.result_keys,
+        (plan.queries * plan.heads_per_tile, plan.block_n, 1), operands.target, cut.rounds, cut.least_keys,
+        cut.result_keys, entries=call.entries,
     )  # fmt: skip
-    return launch_forward(
-        operands, plan, call.page_table, listed, math.gcd(plan.groups_of(operands.heads), cut.together), max_queries
-    )
 
 
 def _operands_of(call: PagedCall, target: Target) -> Operands:
