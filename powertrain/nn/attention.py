@@ -15,7 +15,7 @@ from powertrain.nn.cache import KVCache, write_behind
 from powertrain.nn.norm import RMSNorm
 from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.attention.decode import decode_attention, decode_projected
 from powertrain.ops.attention.step_schedule import DecodeSchedule
 from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
@@ -272,12 +272,18 @@ class SelfAttention(nn.Module):
         return F.dropout(out, self.dropout, self.training)
 
     def _decode(self, qkv: Tensor, cache: KVCache, schedule: DecodeSchedule | None) -> Tensor:
-        # one launch, which reads q where the packed projection has it: decode_attention's own rotation needs a copy
+        keys, values = cache.keys[self.layer], cache.values[self.layer]
+        assert values is not None
+        options: dict[str, Any] = {"window_size": self.window, "schedule": schedule}
+        if self.rotary is not None and self.q_norm is None and not self.alibi:
+            # reads q where the packed projection has it: decode_attention's own rotation needs a copy
+            table = self.rotary.table(qkv.device)
+            kv_heads = qkv.shape[-2] // (self.group_size + 2)
+            return decode_projected(qkv, keys, values, cache.lengths, table=table, num_kv_heads=kv_heads, **options)
         q, k, v = self._rotated(qkv, offset=cache.lengths)
         out = decode_attention(
-            q, cache.keys[self.layer], cache.values[self.layer], cache.lengths, key_new=k, value_new=v,
-            window_size=self.window, alibi_slopes=self._slopes(q), schedule=schedule,
-        )  # fmt: skip
+            q, keys, values, cache.lengths, key_new=k, value_new=v, alibi_slopes=self._slopes(q), **options
+        )
         assert isinstance(out, Tensor)
         return out
 

@@ -146,7 +146,7 @@ class _RopeInPlace(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-def _unpack(qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+def unpack(qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Views of packed qkv [..., H + 2 * K, D]: q [..., groups, heads of a group, D], k and v [..., K, D]."""
     if grouped:
         q, k, v = qkv.unflatten(-2, (num_kv_heads, -1)).split((num_heads // num_kv_heads, 1, 1), -2)
@@ -168,7 +168,7 @@ def _rope_qkv_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     outputs = _rope_qkv_outputs(qkv, num_heads, num_kv_heads, grouped)
     at = Positions(*positions)
-    q, k, v = _unpack(as_4d(unit_of(qkv), at.layout), num_heads, num_kv_heads, grouped)
+    q, k, v = unpack(as_4d(unit_of(qkv), at.layout), num_heads, num_kv_heads, grouped)
     q_out, k_out, v_out = (as_4d(t, at.layout) for t in outputs)
     launch_rope((q, k, v), (q_out.unflatten(2, q.shape[2:4]), k_out, v_out), at, False)
     return outputs
@@ -181,7 +181,7 @@ def _rope_qkv_bwd_outputs(dq: Tensor, dk: Tensor, dv: Tensor, grouped: bool, *_:
 def _rope_qkv_bwd(dq: Tensor, dk: Tensor, dv: Tensor, grouped: bool, *positions: Any) -> Tensor:
     dqkv = _rope_qkv_bwd_outputs(dq, dk, dv, grouped)
     at = Positions(*positions)
-    q_out, k_out, v_out = _unpack(as_4d(dqkv, at.layout), dq.shape[-2], dk.shape[-2], grouped)
+    q_out, k_out, v_out = unpack(as_4d(dqkv, at.layout), dq.shape[-2], dk.shape[-2], grouped)
     dq, dk, dv = (as_4d(unit_of(t), at.layout) for t in (dq, dk, dv))
     # the kernel has one set of strides for both
     if dk.stride() != dv.stride():
@@ -419,7 +419,7 @@ def rope_qkv(
     ) -> Any:  # fmt: skip
         qkv = qkv if qkv.dim() == dims else qkv.unflatten(-1, (all_heads, -1))
         ids = None if ids is None else _per_token("rope_qkv", ids, qkv, layout, axes)
-        q, k, v = _unpack(qkv, num_heads, num_kv_heads, grouped)
+        q, k, v = unpack(qkv, num_heads, num_kv_heads, grouped)
         q, k = _rope_torch((q.flatten(-3, -2), k), Positions(cos, sin, axes, ids, offsets, starts, *options))
         return q, k, v.clone(memory_format=torch.contiguous_format)
 

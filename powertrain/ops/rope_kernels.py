@@ -21,10 +21,11 @@ def _rope_kernel(
     stride_qo, stride_qi, stride_qg, stride_qh, stride_ko, stride_ki, stride_kh,
     stride_q_out_o, stride_q_out_i, stride_q_out_g, stride_q_out_h, stride_k_out_o, stride_k_out_i, stride_k_out_h,
     # of position ids, often 1; as strides they would be among those that must all be multiples of 16
-    step_pa, step_po, step_pi, num_axes,
+    step_pa, step_po, step_pi, num_axes, capacity,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPED: tl.constexpr,
-    SEQ_INNER: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    SEQ_INNER: tl.constexpr, IN_PLACE: tl.constexpr, APPENDS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_then_let_next_start(STARTS_EARLY)
     # a program takes BLOCK_T tokens and BLOCK_H heads of q, of k or of v; head blocks vary fastest, as in memory
@@ -77,7 +78,12 @@ def _rope_kernel(
         mask = live[:, None] & (heads < num_kv_heads)
         heads = heads.to(tl.int64)
         source = outer[:, None] * stride_ko + inner[:, None] * stride_ki + heads * stride_kh
-        target = outer[:, None] * stride_k_out_o + inner[:, None] * stride_k_out_i + heads * stride_k_out_h
+        row = inner[:, None]
+        if APPENDS:
+            # k_out and v_out are a KV cache, whose row is the position; what is beyond its capacity is dropped
+            row = position.to(tl.int64)
+            mask = mask & (row >= 0) & (row < capacity)
+        target = outer[:, None] * stride_k_out_o + row * stride_k_out_i + heads * stride_k_out_h
         if block < q_blocks + kv_blocks:
             _rotate(
                 k_ptr, k_out_ptr, source, target, mask, cos, sin,
@@ -222,10 +228,12 @@ def launch_rope(
     at: Positions,
     inverse: bool,
     in_place: bool = False,
+    appends: bool = False,
 ) -> None:
     """Rotate q [outer, inner, groups, group_size, D] and k [outer, inner, H, D], copy v [outer, inner, H, D].
 
     in_place   the targets are the sources
+    appends    k and v go to a cache [outer, capacity, H, D] of equal strides, to the rows of the tokens' positions
     """
     (q, k, v), (q_out, k_out, v_out) = sources, targets
     num_outer, num_inner, groups, group_size, head_dim = q.shape
@@ -249,8 +257,9 @@ def launch_rope(
         num_outer, num_inner, groups * group_size, num_kv_heads, group_size, at.cos.shape[0], at.offset, num_seqs,
         num_seqs.bit_length(), -1.0 if inverse else 1.0,
         *q_strides, *k_strides, *q_out_strides, *k_out_strides, *position_strides, num_axes,
+        k_out.shape[1] if appends and k_out is not None else 0,
         HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=at.interleaved, GROUPED=groups > 1,
-        SEQ_INNER=at.layout != "sbhd", IN_PLACE=in_place,
+        SEQ_INNER=at.layout != "sbhd", IN_PLACE=in_place, APPENDS=appends,
         BLOCK_T=plan.block_t, BLOCK_H=plan.block_h, BLOCK_C=next_power_of_2(pairs),
         BLOCK_D=next_power_of_2(head_dim), BLOCK_REST=next_power_of_2(head_dim - 2 * pairs),
         STARTS_EARLY=starts_early_if_small(target, programs, q.numel()), num_warps=plan.num_warps,

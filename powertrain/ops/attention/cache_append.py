@@ -1,10 +1,13 @@
-"""The append of new keys and values to a KV cache, dense or paged; decode.py has the algorithm."""
+"""The append of new keys and values to a KV cache, dense or paged, by a kernel of its own or, for a dense cache, by the
+one that rotates them; decode.py has the algorithm."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.triton.sequences import SMALL
+from powertrain.ops.rope import unpack
+from powertrain.ops.rope_kernels import Positions, launch_rope, unit_of
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.launch import kernel
@@ -116,6 +119,35 @@ def _append(
         BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
 
+
+def _rotate_append_outputs(qkv: Tensor, num_heads: int, *_: object) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:2], num_heads, qkv.shape[-1]))
+
+
+def _rotate_append(
+    qkv: Tensor,
+    num_heads: int,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    out = _rotate_append_outputs(qkv, num_heads)
+    q, k, v = unpack(unit_of(qkv), num_heads, key_cache.shape[2], True)
+    at = Positions(cos, sin, None, None, cache_seqlens, None, 0, "bshd", False)
+    launch_rope((q, k, v), (out.unflatten(2, q.shape[2:4]), key_cache, value_cache), at, False, appends=True)
+    return out
+
+
+# queries [B, S, H, D] of a packed projection [B, S, H + 2 * K, D], grouped as `rope_qkv` says, with keys and values
+# written to a dense cache instead of to tensors that `append_op` would copy. Both caches have the same strides
+rotate_append_op = Op(
+    "rope_qkv_cache_append(Tensor qkv, SymInt num_heads, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor cache_seqlens, Tensor cos, Tensor sin) -> Tensor",
+    _rotate_append,
+    _rotate_append_outputs,
+)
 
 append_op = Op(
     # (a!) and (b!) declare the writes: torch.compile keeps the order of appends and reads by them

@@ -35,19 +35,20 @@ from torch import Tensor
 from powertrain.ops.attention.arguments import as_int32, window_bounds
 from powertrain.ops.attention.backend_preferences import preference_or_none
 from powertrain.ops.attention.backends.reference import attention_ref
-from powertrain.ops.attention.cache_append import append_op
+from powertrain.ops.attention.cache_append import append_op, rotate_append_op
 from powertrain.ops.attention.decode_op import Shared, decode_op, why_not_many
 from powertrain.ops.attention.hopper.forward_pages import PagedCall
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.step_schedule import DecodeSchedule, shared, shares_lists
 from powertrain.ops.batch_invariance import refuse_invariant
-from powertrain.ops.rope import rope
+from powertrain.ops.rope import rope, rope_qkv
 from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import (
     Op,
     falls_back,
+    has_kernels,
     in_functorch,
     is_traced,
     refuse_vmap,
@@ -65,6 +66,7 @@ Layout = Literal["bshd", "bhsd"]
 
 
 _OP = "decode_attention"
+_NO_INVARIANT = "compute whole sequences, without a KV cache"
 
 
 def decode_attention_ref(
@@ -282,7 +284,7 @@ def decode_attention(
         # ahead of the append
         given = (query, keys, values, cache_seqlens, key_new, value_new, page_table, cache_batch_idx, cache_leftpad)
         refuse_vmap(_OP, *(x for x in given if x is not None), instead="plain PyTorch reads lengths here too")
-    refuse_invariant("decode_attention", "compute whole sequences, without a KV cache")
+    refuse_invariant("decode_attention", _NO_INVARIANT)
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
     left, right = window_bounds(_OP, window_size)
@@ -306,6 +308,109 @@ def decode_attention(
         out, lse = _by_reference(query, cache, scores, head_dim_v, num_new, cu_seqlens_q)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
+
+
+def decode_projected(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    table: RopeTable,
+    num_kv_heads: int,
+    window_size: tuple[int, int] = (-1, -1),
+    schedule: DecodeSchedule | None = None,
+) -> Tensor:
+    """`rope_qkv` of a packed projection [B, S, H + 2 * K, D], "grouped", by positions from the lengths on, and
+    `decode_attention` of its queries to a dense cache and its keys: the same bits in one launch less.
+
+    The kernel that rotates writes keys and values where the cache has them. Calls that it does not take, wrong ones
+    too, go to the two functions."""
+    # repeated calls of those are replayed one by one
+    function = _decode_projected if has_kernels(qkv) else _decode_rotated
+    return function(
+        qkv, key_cache, value_cache, cache_seqlens, table=table, num_kv_heads=num_kv_heads, window_size=window_size,
+        schedule=schedule,
+    )  # fmt: skip
+
+
+def _decode_rotated(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    table: RopeTable,
+    num_kv_heads: int,
+    window_size: tuple[int, int],
+    schedule: DecodeSchedule | None,
+) -> Tensor:
+    q, k, v = rope_qkv(
+        qkv, table=table, num_heads=qkv.shape[-2] - 2 * num_kv_heads, num_kv_heads=num_kv_heads, packing="grouped",
+        offset=cache_seqlens,
+    )  # fmt: skip
+    out = decode_attention(
+        q, key_cache, value_cache, cache_seqlens, key_new=k, value_new=v, window_size=window_size, schedule=schedule
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+@shares_lists
+@falls_back(_OP, preference_or_none)
+def _decode_projected(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    table: RopeTable,
+    num_kv_heads: int,
+    window_size: tuple[int, int],
+    schedule: DecodeSchedule | None = None,
+) -> Tensor:
+    if key_cache.shape[2] != num_kv_heads or not _appends_directly(qkv, key_cache, value_cache, cache_seqlens, table):
+        return _decode_rotated(
+            qkv, key_cache, value_cache, cache_seqlens, table=table, num_kv_heads=num_kv_heads,
+            window_size=window_size, schedule=schedule,
+        )  # fmt: skip
+    refuse_invariant("decode_attention", _NO_INVARIANT)
+    left, _ = window_bounds(_OP, window_size)
+    cache = _Cache(key_cache, value_cache, cache_seqlens, None, None, None)
+    _check_values(qkv, cache, None, qkv.shape[1], left)
+    num_heads = qkv.shape[2] - 2 * num_kv_heads
+    query = rotate_append_op(qkv, num_heads, key_cache, value_cache, cache_seqlens, table.cos, table.sin)
+    scores = _Scores(left, 0, 0.0, float(qkv.shape[-1] ** -0.5), None, None)
+    share = None if schedule is None else partial(shared, schedule, {})
+    out, _ = _by_kernel(query, cache, scores, value_cache.shape[-1], qkv.shape[1], None, None, None, share)
+    return out
+
+
+def _appends_directly(
+    qkv: Tensor, key_cache: Tensor, value_cache: Tensor, cache_seqlens: Tensor, table: RopeTable
+) -> bool:
+    """Whether the kernel that rotates takes the call of `decode_projected`, and it is right."""
+    if not (use_kernel("rope_qkv", qkv) and use_kernel(_OP, qkv)) or is_traced(qkv) or table.axes is not None:
+        return False
+    tensors = qkv, key_cache, value_cache
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    # of one kind, or the two functions say what is wrong
+    if any(x.dtype is not qkv.dtype or x.device != qkv.device or x.dim() != 4 for x in tensors):
+        return False
+    batch, head_dim = qkv.shape[0], qkv.shape[-1]
+    fits = key_cache.shape[0] >= batch and key_cache.shape[3] == head_dim <= MAX_HEAD_DIM_V
+    fits = fits and 2 * table.cos.shape[-1] <= head_dim and table.cos.device == qkv.device
+    fits = fits and cache_seqlens.shape == (batch,) and cache_seqlens.device == qkv.device
+    # the kernel has one set of strides for both caches
+    return (
+        fits
+        and cache_seqlens.dtype is torch.int32
+        and cache_seqlens.stride(0) == 1
+        and key_cache.shape == value_cache.shape
+        and key_cache.stride() == value_cache.stride()
+        and key_cache.stride(3) == 1
+    )
 
 
 class _Cache(NamedTuple):

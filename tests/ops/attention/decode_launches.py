@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.attention.decode import decode_attention, decode_projected
 from powertrain.ops.attention.hopper.forward_pages import PagedCall, launch_pages
 from powertrain.ops.attention.merge import merge_attentions
+from powertrain.ops.rope_table import rope_table
 from powertrain.runtime.target import Target
 
 META = torch.device("meta")
@@ -44,6 +45,7 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
     _decode(dtype, 64, 32, 8, 128, 128, page_size=16)
     _decode(dtype, 64, 32, 8, 128, 128, page_size=64)
     _decode(dtype, 64, 16, 1, 576, 512)
+    _project(dtype)
     cache = torch.empty(8192, 64, 8, 128, dtype=dtype, device=META)
     lengths, starts, pages = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((32,), (33,), (32, 512)))
     # a chunk of a prompt beside 31 new tokens; tokens alone; more tiles than one program lists
@@ -62,6 +64,16 @@ def launch_decode_kernels(dtype: torch.dtype) -> None:
         _decode(dtype, 64, 128, 1, 576, 512, page_size=64)
         _decode(dtype, 1, 128, 1, 576, 512, page_size=64)
         _launch_over_latent_caches(dtype)
+
+
+def _project(dtype: torch.dtype) -> None:
+    """As the first call of `_decode`, with a kernel of rotary positions that writes to the cache."""
+    cache, table = torch.empty(64, 8192, 8, 128, dtype=dtype, device=META), rope_table(128, 8192, device=META)
+    qkv, lengths = (
+        torch.empty(64, 1, 48, 128, dtype=dtype, device=META),
+        torch.empty(64, dtype=torch.int32, device=META),
+    )
+    decode_projected(qkv, cache, cache, lengths, table=table, num_kv_heads=8)
 
 
 def _launch_over_latent_caches(dtype: torch.dtype) -> None:
