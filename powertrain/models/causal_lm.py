@@ -13,7 +13,7 @@ from powertrain.models.init import init_weights
 from powertrain.nn.attention import Context, check_cached
 from powertrain.nn.block import Layer
 from powertrain.nn.cache import KVCache
-from powertrain.ops.attention.step_schedule import DecodeSchedule
+from powertrain.ops.attention.step_schedule import DecodeSchedule, is_captured
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy, whole_logits
 from powertrain.runtime import checks
@@ -250,8 +250,9 @@ def _check_cached(tokens: Tensor, context: Context, lengths: Tensor | None, laye
 
 def _schedule_of(cache: KVCache) -> DecodeSchedule | None:
     """That of the layers of one forward, within which the lengths do not change."""
-    # prompts attend to themselves; the last, of a cache whose lengths the user has replaced
-    if cache.is_empty or is_traced(cache.lengths) or cache.lengths.is_inference():
+    # prompts attend to themselves; without a capture layers would look at it for nothing; the last, of a cache whose
+    # lengths the user has replaced
+    if cache.is_empty or is_traced(cache.lengths) or not is_captured(cache.lengths) or cache.lengths.is_inference():
         return None
     return DecodeSchedule(cache.lengths)
 

@@ -79,6 +79,11 @@ def _capture(x: Tensor) -> tuple[int, int] | None:
     return stream, driver.capture_id(stream)
 
 
+def is_captured(x: Tensor) -> bool:
+    """Whether calls are captured in a CUDA graph, where they share lists."""
+    return _capture(x) is not None
+
+
 def shares_lists(function: F) -> F:
     """`decode_attention`, which gets the schedule in a capture alone: elsewhere repeated calls are replayed
     (runtime/replay.py), which takes arguments of tensors and plain values."""
@@ -95,7 +100,7 @@ def shares_lists(function: F) -> F:
         if not isinstance(seqlens, Tensor) or is_traced(seqlens):
             return function(*args, **kwargs)
         _check(schedule, seqlens)
-        if _capture(seqlens) is None:
+        if not is_captured(seqlens):
             return function(*args, **kwargs)
         return function(*args, **kwargs, schedule=schedule)
 
