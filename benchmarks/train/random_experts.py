@@ -229,7 +229,11 @@ def _check(calls: dict[str, Step]) -> None:
 def _timed(draw: Draw) -> Iterator[tuple[str, dict[str, float]]]:
     """Way, and ms of each variant. AssertionError where values differ."""
     layer, x = _ours(draw, "cuda").eval(), _input(draw, "cuda")
-    calls = {"powertrain": partial(layer, x), "torch": partial(plain, layer, x), **_others(draw, layer, x)}
+    calls: dict[str, Step] = {
+        "powertrain": partial(layer, x),
+        "torch": partial(plain, layer, x),
+        **_others(draw, layer, x),
+    }
     with torch.no_grad():
         _check(calls)
         yield "forward", _ms(calls, 0.06)
