@@ -180,6 +180,11 @@ def _both(call: Step, layer: MoE, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(call(), [x, *layer.parameters()], dy, allow_unused=True)
 
 
+def _first(step: Step) -> Any:
+    """The gradient of x."""
+    return step()[0]
+
+
 def launch(draw: Draw) -> None:
     """Ours on meta tensors: for `ahead.build`."""
     layer, x = _ours(draw, "meta"), _input(draw, "meta")
@@ -242,8 +247,11 @@ def _timed(draw: Draw) -> Iterator[tuple[str, dict[str, float]]]:
     if draw.tokens >= FEW:
         layer.train()
         dy = torch.randn_like(x)
-        yield "both", _ms({name: partial(_both, call, layer, x, dy) for name, call in calls.items()
-            if not name.startswith("gathered")}, 0.12)  # fmt: skip
+        steps = {
+            name: partial(_both, call, layer, x, dy) for name, call in calls.items() if not name.startswith("gathered")
+        }
+        _check({name: partial(_first, step) for name, step in steps.items()})
+        yield "both", _ms(steps, 0.12)
 
 
 def _ms(calls: dict[str, Step], seconds: float) -> dict[str, float]:
