@@ -3,6 +3,8 @@
 In turns, in one process, the same batches; MFU counts model FLOPs (powertrain/models/flops.py) against the card's dense
 bfloat16 rate. The twin is the strongest that we can write:
 - bfloat16 weights; model and loss compiled by torch.compile(dynamic=False);
+- where a step has less than 16k tokens also by mode="reduce-overhead", which replays forward and backward from CUDA
+  graphs as the trainer does there;
 - attention by FlashAttention-3 where FLASH_3_LIBRARY names its library, as an op that does not break the graph, else by
   PyTorch's scaled_dot_product_attention;
 - clipping to a global norm of 1 and AdamW over float32 masters, in one function compiled in the same way: it reads the
@@ -30,6 +32,9 @@ from powertrain.train.ranks import Ranks
 from powertrain.train.reporting.peak_flops import peak_tflops
 from powertrain.train.trainer import Trainer
 
+_WARM = 8  # steps of the trainer
+_FEW_TOKENS = 1 << 14
+
 
 @dataclass(frozen=True)
 class Case:
@@ -45,6 +50,10 @@ CASES = {
     "gpt-neox-125m": Case({"preset": "gpt-neox-125m", **_NEOX}, 2048, 16),
     "gpt-neox-1.3b": Case({"preset": "gpt-neox-1.3b", **_NEOX}, 2048, 8),
     "pythia-1.4b": Case({"preset": "pythia-1.4b", **_NEOX}, 2048, 8),
+    # little work for each launch: the GPU waits for Python without CUDA graphs
+    "pythia-70m": Case({"preset": "pythia-70m", **_NEOX}, 2048, 4),
+    "pythia-160m": Case({"preset": "pythia-160m", **_NEOX}, 2048, 2),
+    "pythia-410m": Case({"preset": "pythia-410m", **_NEOX}, 1024, 1),
     # no twin: the experts' layer has one of its own (benchmarks/ops/moe.py)
     "deepseek-1b": Case({"preset": "deepseek-1b", "max_position_embeddings": 4096}, 4096, 4, twin=False),
 }
@@ -91,8 +100,12 @@ def ours(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], 
     def step() -> torch.Tensor:
         loss = trainer._forward_backward([batch])
         trainer.optimizer.step(1e-4)
+        trainer._graphs.end_step()
         return loss[0]
 
+    # the trainer has seen by then whether the GPU waits for Python
+    for _ in range(_WARM):
+        step()
     return step, trainer.model
 
 
@@ -141,19 +154,22 @@ class MasterAdamW:
             p.grad = None
 
 
-def twin(case: Case, device: torch.device, state: dict[str, Tensor]) -> tuple[Callable[[], Tensor], MasterAdamW]:
-    """One step of the twin, whose weights begin as `state`."""
+def twin(
+    case: Case, device: torch.device, state: dict[str, Tensor], mode: str | None = None
+) -> tuple[Callable[[], Tensor], MasterAdamW]:
+    """One step of the twin, whose weights begin as `state`; mode: torch.compile's."""
     config = run_config(case)
     with device:
         model = Twin(config.model, flash_3_op())
     model.load_state_dict(state)
     optimizer = MasterAdamW(list(model.parameters()))
-    compiled = torch.compile(model, dynamic=False)
+    compiled = torch.compile(model, dynamic=False, mode=mode)
     data = RandomTokens(config.model.vocab_size, case.seq_length)
     samples = [data.sample(i) for i in range(case.batch)]
     tokens, labels = (torch.from_numpy(np.stack([s[i] for s in samples])).to(device) for i in (0, 1))
 
     def step() -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
         loss = compiled(tokens, labels)
         loss.backward()
         optimizer.step()
@@ -192,10 +208,11 @@ def measure(name: str, rounds: int = 5, steps: int = 4) -> list[str]:
     state = {key: value.cpu() for key, value in model.state_dict().items()}
     losses["powertrain"] = [float(step()) for _ in range(3)]
     memory["powertrain"] = _peak_gib(step, 0)
-    if case.twin:
+    few = case.batch * case.seq_length < _FEW_TOKENS
+    for mode in ((None, "reduce-overhead") if few else (None,)) if case.twin else ():
         held = torch.cuda.memory_allocated()
-        label = "twin, torch.compile" + (", FA3" if flash_3_op() else "")
-        variants[label], _ = twin(case, device, state)
+        label = "twin, torch.compile" + (", FA3" if flash_3_op() else "") + (", CUDA graphs" if mode else "")
+        variants[label], _ = twin(case, device, state, mode)
         losses[label] = [float(variants[label]()) for _ in range(3)]
         memory[label] = _peak_gib(variants[label], held)
     times: dict[str, list[float]] = {variant: [] for variant in variants}

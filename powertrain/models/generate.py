@@ -141,7 +141,7 @@ def _steps(
         # the first step has compiled the kernels, and allocated what stays
         if number == 1 and max_new_tokens >= _CAPTURED_FROM:
             graph = capture(model, cache, tokens)
-        if graph is not None and not graph.is_valid():
+        if graph is not None and not graph.conditions.hold():
             graph = None
         logits = model(tokens[:, None], cache=cache)[:, -1] if graph is None else graph(tokens)
 

@@ -26,6 +26,7 @@ from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, UnreadableSample, batches
 from powertrain.train.evaluation import Scorer, ScoringStopped
 from powertrain.train.fp8_watch import FP8Watch
+from powertrain.train.micro_batch_graph import MicroBatchGraphs
 from powertrain.train.model_setup import (
     balance_experts,
     build_model,
@@ -77,6 +78,7 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks: Ranks, data: "Data", sinks: Sequence[Sink] = ()) -> None:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress(data=data.identity)
+        self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
         self.model, self.overlap, self.pipeline = build_model(config, ranks)
         self.fp8 = fp8.quantize_run(self.model, config, staged=self.pipeline is not None)
         self.fp8_wires = fp8.wires(self.model, config.fp8, self.fp8)
@@ -85,6 +87,9 @@ class Trainer:
         to_low_precision(self.model, self.optimizer, config, ranks)
         reset_magnitudes(self.model, self.optimizer)
         self.objective = make_objective(self.model, config, ranks.device)
+        self._graphs = MicroBatchGraphs(
+            self.model, self.optimizer.parameters, self._compute, self._note, self._why_no_graphs()
+        )
         self.reference_cache: ReferenceCache | None = None  # made by `fit`
         self._saver = Saver(config, ranks, data.tokenizer, self._note)
         self.checkpoints = self._saver.checkpoints
@@ -103,7 +108,6 @@ class Trainer:
         self._spikes = SpikeWatch(config.train.spike_factor, config.train.objective)
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._emit, profiles=ranks.is_first)
         self._trace = StepTrace(config.train.profile, config.profile_folder(), ranks.device, ranks.rank, self._note)
-        self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
         self._pending: PendingStep | None = None
         self._overlap_is_logged = False
         self._clock = Moment(self.ranks.device)
@@ -152,6 +156,7 @@ class Trainer:
                 lr = self._learning_rate(step)
                 with self._timed("optimizer"):
                     stepped = self.optimizer.step(lr)
+                self._graphs.end_step()
                 balance_experts(self.model, self.ranks)
                 if self.config.fp8.recipe == "tensor-delayed":
                     update_scales(self.model, self.ranks.world_group)
@@ -228,14 +233,36 @@ class Trainer:
             for index, batch in enumerate(micro_batches):
                 # earlier micro-batches accumulate locally: one reduction per step
                 set_gradient_sync(self.model, index == len(micro_batches) - 1)
-                with self._timed("forward"):
-                    share, seen = self.objective(batch, counted)
-                    loss = share * ranks.dp_size
-                with self._timed("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total += loss.detach()
-                metrics += seen * ranks.dp_size
+                replayed = self._graphs(batch, counted, is_first=index == 0)
+                loss, seen = self._compute(batch, counted) if replayed is None else replayed
+                total += loss
+                metrics += seen
+        self._graphs.mark_computed()
         return self._means(total, metrics)
+
+    def _compute(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a micro-batch: its share of the loss and of the metrics."""
+        with self._timed("forward"):
+            share, seen = self.objective(batch, counted)
+            loss = share * self.ranks.dp_size
+        with self._timed("backward"):
+            self.optimizer.scaled(loss).backward()
+        return loss.detach(), seen * self.ranks.dp_size
+
+    def _why_no_graphs(self) -> str | None:
+        """Why micro-batches of this run are not captured in CUDA graphs, or None."""
+        train = self.config.train
+        if not train.cuda_graphs:
+            return "train.cuda_graphs is false"
+        if self.ranks.device.type != "cuda":
+            return "there is no GPU"
+        if self.ranks.world_size > 1:
+            return "ranks exchange gradients in backward"
+        if self.fp8 is not None:
+            return "FP8 layers keep weights and statistics from step to step"
+        if train.activation_checkpointing != "none":
+            return "recomputing activations reads the random numbers' state on the host"
+        return "logging.phase_timers times forward and backward apart" if self._timed.wanted else None
 
     def _means(self, total: Tensor, metrics: Tensor) -> Tensor:
         """Over all ranks: of the loss, of whether one wants to stop, of the metrics."""

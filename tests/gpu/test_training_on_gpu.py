@@ -63,6 +63,35 @@ def test_a_resumed_run_has_the_same_bits(model: str, precision: str, tmp_path: P
         assert torch.equal(t, resumed.optimizer.tensors()[name]), name
 
 
+_CAPTURED = {
+    **_MODELS,
+    "mixture": (
+        "model.architecture=deepseek", "model.moe_intermediate_size=64", "model.num_experts=8",
+        "model.experts_per_token=2", "model.balance_loss=0.01",
+    ),
+    "accumulation": (*_MODELS["gpt_neox"], "train.gradient_accumulation_steps=3"),
+    "documents": (*_MODELS["llama"], "data.document_mask=true", "train.gradient_accumulation_steps=2"),
+    "lora": (*_MODELS["llama"], "train.lora.rank=4"),
+    "tied, fp16": (*_MODELS["llama"], "model.tie_embeddings=true", "train.precision=fp16"),
+    "odd width": (*_MODELS["llama"], "model.intermediate_size=181"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _CAPTURED)
+def test_graphs_of_micro_batches_have_the_bits_of_the_python_code(name: str, tmp_path: Path) -> None:
+    """Losses, norms and all that a checkpoint holds, of steps that are replayed."""
+    options = ("train.precision=bf16", *_CAPTURED[name], "train.steps=20", "train.spike_factor=0")
+    runs = {}
+    for wanted in ("true", "false"):
+        (tmp_path / wanted).mkdir()
+        runs[wanted] = _run(tmp_path / wanted, *options, f"train.cuda_graphs={wanted}")
+    (trainer, losses), (plain, expected) = runs["true"], runs["false"]
+    assert trainer._graphs.is_wanted and trainer._graphs.why_not is None
+    assert losses == expected
+    for key, x in plain.optimizer.tensors().items():
+        assert torch.equal(x, trainer.optimizer.tensors()[key]), key
+
+
 def test_half_precision_follows_float32(tmp_path: Path) -> None:
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):

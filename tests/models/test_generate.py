@@ -303,10 +303,10 @@ def test_what_a_graph_of_steps_cannot_serve() -> None:
     model = _model(**MODELS["gpt3"])
     assert why_not(model) == "not all parameters are on one GPU"
     handle = model.layers[1].mlp.register_forward_pre_hook(lambda *_: None)
-    assert why_not(model) == "layers.1.mlp has forward hooks, which a graph does not call"
+    assert why_not(model) == "layers.1.mlp has hooks, which a graph does not call"
     handle.remove()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert why_not(model) == "modules have global forward hooks, which a graph does not call"
+    assert why_not(model) == "modules have global hooks, which a graph does not call"
     handle.remove()
     with torch.autocast("cuda", torch.bfloat16):
         # without a GPU PyTorch leaves it disabled

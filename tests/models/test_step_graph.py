@@ -16,7 +16,7 @@ from powertrain.models.causal_lm import CausalLM
 from powertrain.models.generate import Sampler, complete, stream
 from powertrain.models.step_graph import why_not
 from powertrain.ops.attention import decode_op, step_schedule
-from powertrain.runtime import tracing
+from powertrain.runtime import cuda_graphs, tracing
 from powertrain.runtime.recording import record
 from tests.models.test_generate import MODELS, PROMPTS, SIZES, _model
 
@@ -67,7 +67,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(step_graph, "_stream", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "_stream", lambda device: None)
     monkeypatch.setattr(step_graph, "_is_on_one_gpu", lambda model: True)
     return made
 

@@ -183,6 +183,9 @@ class TrainConfig(Section):
     z_loss               so many times the square of the logits' log-sum-exp is added to each token's loss, in training;
                          losses of evaluations are without it
     deterministic        the same bits every run, on a GPU too
+    cuda_graphs          replay micro-batches from CUDA graphs where the GPU waits for Python; the same bits. On one
+                         GPU, without FP8, activation checkpointing and logging.phase_timers. Takes the memory of a
+                         micro-batch's forward and backward a second time; left out where that is not free
     batch_invariant      forward passes whose bits do not depend on the batch (powertrain.batch_invariant); slower
     spike_factor         a loss so many times the median of the last 100 steps stops the run, from the 21st step on; 0:
                          never. For pretrain, sft and distill: the other objectives' losses are near 0 or below
@@ -211,6 +214,7 @@ class TrainConfig(Section):
     # NumPy's seeds have 32 bits
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     deterministic: bool = False
+    cuda_graphs: bool = True
     batch_invariant: bool = False
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     z_loss: NonNegative = 0.0

@@ -59,13 +59,20 @@ class Batch(NamedTuple):
 
     def pin_memory(self) -> "Batch":
         # from pageable memory a copy to the GPU waits, whatever non_blocking says
-        return self._each(lambda x: x.pin_memory())
+        return self.each(lambda x: x.pin_memory())
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on a device; the copy does not wait when the batch is pinned."""
-        return self._each(lambda x: x.to(device, non_blocking=True))
+        return self.each(lambda x: x.to(device, non_blocking=True))
 
-    def _each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it has, in one order."""
+        return [x for x in (*self, *(self.completions or ())) if isinstance(x, Tensor)]
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """The batch with `function` of each tensor in its place."""
+
         def applied(values: Any) -> list[Any]:
             return [function(x) if isinstance(x, Tensor) else x for x in values]
 

@@ -25,6 +25,10 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
+    def is_over(self) -> bool:
+        """Whether it has come, without waiting."""
+        return self._event is None or bool(self._event.query())
+
     def since(self, earlier: "Moment") -> float:
         """Seconds from an earlier moment of the same device to this one, which was waited for."""
         if self._event is None:

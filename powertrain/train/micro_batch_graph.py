@@ -1,0 +1,177 @@
+"""Forward and backward of a micro-batch as CUDA graphs, in runs whose GPU waits for the Python code of the layers.
+
+Python takes about 1 ms a layer, forward and backward, however little work a layer has; a graph is launched at once.
+Two graphs are captured: of a step's first micro-batch, whose gradients are the step's, and of the others, which add to
+them. Kernels, their order and dropout's random numbers are those of the Python code, and so are all bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from powertrain.runtime import cuda_graphs
+from powertrain.runtime.errors import PowertrainError
+from powertrain.train.data.loader import Batch
+from powertrain.train.reporting.timers import Moment
+
+# forward and backward of a micro-batch: (batch, units that count in the global batch) -> (loss, metrics), detached
+Compute = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]
+_FIRST_WATCHED = 4  # step of the process: the first ones compile, and the third is profiled (kernel_profile.py)
+_STEPS_THAT_WAIT = 3  # in a row, before graphs are captured
+
+
+class _Graph:
+    """A micro-batch's forward and backward, captured for batches of one signature.
+
+    pool   of another graph, whose memory it may use: the two are never replayed at once
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], compute: Compute, batch: Batch, counted: Tensor,
+        pool: Any,
+    ) -> None:  # fmt: skip
+        self._batch, self._counted = batch.each(torch.clone), counted.clone()
+        self.conditions = cuda_graphs.Conditions(model)
+        self.graph, self._results = _captured(compute, self._batch, self._counted, pool)
+        # in the graph's memory: each replay writes there
+        self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+
+    def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
+        for target, source in zip(self._batch.tensors, batch.tensors, strict=True):
+            target.copy_(source)
+        self._counted.copy_(counted)
+        self.graph.replay()
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        loss, metrics = self._results
+        # the next replay writes to the same memory
+        return loss.clone(), metrics.clone()
+
+
+def _captured(
+    compute: Compute, batch: Batch, counted: Tensor, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]:
+    graph = torch.cuda.CUDAGraph()
+    with cuda_graphs.capturing(graph, counted.device, pool=pool):
+        results = compute(batch, counted)
+    return graph, results
+
+
+def _signature(batch: Batch) -> tuple[object, ...]:
+    """Equal for batches that take the same way through the model."""
+    absent = [x is None for x in (*batch, *(batch.completions or ()))]
+    return *absent, *((x.shape, x.dtype) for x in batch.tensors)
+
+
+def _why_not_memory(device: torch.device) -> str | None:
+    """A graph takes about as much as PyTorch keeps for the micro-batches in Python, which evaluations go on to use."""
+    needed = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0]
+    if needed <= free:
+        return None
+    return f"a graph takes about {needed / 2**30:.1f} GiB of the GPU's memory, and {free / 2**30:.1f} are free"
+
+
+class MicroBatchGraphs:
+    """Replays a run's micro-batches, once the GPU was found to wait for Python in a few steps.
+
+    why_not   why no micro-batch of this run is captured, or None
+    note      called with what the user is to know
+    Batches of another signature than the first one captured are left to the Python code.
+    Memory: that of a micro-batch's forward and backward, beside what PyTorch keeps for those in Python.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], compute: Compute, note: Callable[[str], None],
+        why_not: str | None,
+    ) -> None:  # fmt: skip
+        self.model, self.parameters, self.compute, self.note = model, parameters, compute, note
+        self.why_not = why_not
+        self._device = parameters[0].device
+        self._steps = self._waits = 0
+        self.is_wanted = False
+        self._computed: Moment | None = None
+        self._documents = 0  # entries of document_starts, the most so far
+        self._signature: tuple[object, ...] | None = None
+        # of a step's first micro-batch, and of those that add to its gradients
+        self._first: _Graph | None = None
+        self._others: _Graph | None = None
+        self._adds_to_first = False  # whether the gradients so far are in the memory of `_first`
+
+    def __call__(self, batch: Batch, counted: Tensor, *, is_first: bool) -> tuple[Tensor, Tensor] | None:
+        """The loss and metrics of a micro-batch, its gradients in the parameters; None: Python must compute it."""
+        if not self.is_wanted or self.why_not is not None:
+            return None
+        batch = self._padded(batch)
+        graph = self._graph_for(batch, counted, is_first)
+        self._adds_to_first = graph is not None
+        return None if graph is None else graph(batch, counted)
+
+    def mark_computed(self) -> None:
+        """Called when the host has queued the last micro-batch of a step."""
+        if not self.is_wanted and self.why_not is None:
+            self._computed = Moment(self._device)
+
+    def end_step(self) -> None:
+        """Called when the host has queued the optimizer's step: a GPU that has no backward left waits for the host."""
+        computed, self._computed = self._computed, None
+        if computed is None:
+            return
+        self._steps += 1
+        is_waiting = computed.is_over() and self._steps >= _FIRST_WATCHED
+        self._waits = self._waits + 1 if is_waiting else 0
+        self.is_wanted = self._waits >= _STEPS_THAT_WAIT
+
+    def _padded(self, batch: Batch) -> Batch:
+        """With as many documents as the longest list so far, empty ones at the end: a graph has one number of them."""
+        starts = batch.document_starts
+        if starts is None:
+            return batch
+        if len(starts) > self._documents:
+            self._documents = len(starts)
+            self._first = self._others = self._signature = None
+            self._adds_to_first = False
+        missing = self._documents - len(starts)
+        padded = F.pad(starts, (0, missing), value=batch.tokens.numel()) if missing else starts
+        return batch._replace(document_starts=padded)
+
+    def _graph_for(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph | None:
+        # gradients of the Python code lie where no graph adds to them
+        if not (is_first or self._adds_to_first):
+            return None
+        if self._signature is None:
+            self._signature = _signature(batch)
+        elif self._signature != _signature(batch):
+            return None
+        graph = self._first if is_first else self._others
+        if graph is None:
+            graph = self._capture(batch, counted, is_first)
+        return graph if graph is not None and graph.conditions.hold() else None
+
+    def _capture(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph | None:
+        reason = cuda_graphs.why_not(self.model) or _why_not_memory(self._device)
+        if reason is None:
+            try:
+                return self._new(batch, counted, is_first)
+            except (RuntimeError, PowertrainError) as error:
+                reason = cuda_graphs.reason_of(error)
+        if is_first:
+            # a capture that failed has computed none
+            for p in self.parameters:
+                p.grad = None
+        self.why_not = reason
+        self.note(f"each micro-batch waits for its Python code, since it is not captured in a CUDA graph: {reason}")
+        return None
+
+    def _new(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph:
+        pool = None if self._first is None else self._first.graph.pool()
+        graph = _Graph(self.model, self.parameters, self.compute, batch, counted, pool)
+        if is_first:
+            self._first = graph
+            self.note("the GPU waited for Python, so micro-batches are replayed from CUDA graphs from this step on")
+        else:
+            self._others = graph
+        return graph
