@@ -78,6 +78,7 @@ class _Data:
     train: RandomTokens
     validation: None = None
     test: None = None
+    tokenizer: None = None
     identity: str = ""
 
 

@@ -1,7 +1,7 @@
 """Expected times and memory of a linear layer in FP8 and in bf16, from measured rates; needs no GPU.
 
-product    2 M N K operations at the rate of its form
-quantize   bytes of x [M, K], dy [M, N] and W [N, K], read and written, at a share of the memory's bandwidth
+product    2 M N K operations at the rate of its form, and what it takes however small it is
+quantize   bytes of x [M, K], dy [M, N] and W [N, K], read and written, at a share of the memory's bandwidth, likewise
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,9 @@ _RATES = {
 # ops/fp8/grouped.py. dW, whose sums are promoted by groups of rows, is slower than bf16 at every size
 _BF16_GROUPED = (752.0, 732.0, 696.0)
 _GROUPED_RATES = {"row": (925.0, 943.0, 225.0), "block": (534.0, 517.0, 225.0)}
+# ms of a layer's quantizations, and of each of its three products, that do not become less with its size: fitted to 12
+# random layers on one H200 (benchmarks/results/2026-12-01_h200_fp8_sizes.md)
+_QUANTIZE_LEAST, _PRODUCT_LEAST = 0.035, 0.007
 _SHARE = 0.7  # of the datasheet's bandwidth that quantizing reaches, by docs/log/fp8.md
 
 
@@ -64,13 +67,13 @@ def expected(M: int, N: int, K: int, recipe: Recipe, target: Target) -> Expected
     per_x, per_w = _bytes(recipe)
     moved = per_x * M * (N + K) + per_w * N * K
     groups = 4 * M * K // 128 if recipe.by != "tensor" else 4
-    fprop, dgrad, wgrad = (operations / rate for rate in rates)
+    fprop, dgrad, wgrad = (operations / rate + _PRODUCT_LEAST for rate in rates)
     return Expected(
         fprop,
         dgrad,
         wgrad,
-        moved / (_SHARE * target.bandwidth) * 1e3,
-        3 * operations / _BF16,
+        moved / (_SHARE * target.bandwidth) * 1e3 + _QUANTIZE_LEAST,
+        3 * (operations / _BF16 + _PRODUCT_LEAST),
         M * K + groups,
         2 * M * K,
     )

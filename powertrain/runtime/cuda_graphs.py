@@ -36,8 +36,20 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **options: Any)
     outer = torch.cuda.stream(torch.cuda.current_stream(device))
     # other threads may go on with their own work on the GPU
     options = {"stream": _stream(device), "capture_error_mode": "thread_local", **options}
-    with _capturing, outer, torch.cuda.graph(graph, **options):
-        yield
+    with _capturing, outer:
+        try:
+            with torch.cuda.graph(graph, **options):
+                yield
+        except BaseException:
+            _end_draws(device)
+            raise
+
+
+def _end_draws(device: torch.device) -> None:
+    """Behind a capture that failed: until another one ends well, PyTorch's generator refuses to draw outside of one."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_stream(device), capture_error_mode="thread_local"):
+        # a graph of nothing is a warning
+        torch.zeros(1, device=device)
 
 
 class Conditions:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from powertrain.nn.moe import MoE
 from powertrain.runtime import cuda_graphs
 from powertrain.runtime.errors import PowertrainError
 from powertrain.train.data.loader import Batch
@@ -35,7 +36,11 @@ class _Graph:
     ) -> None:  # fmt: skip
         self._batch, self._counted = batch.each(torch.clone), counted.clone()
         self.conditions = cuda_graphs.Conditions(model)
-        self.graph, self._results = _captured(compute, self._batch, self._counted, pool)
+        _forget_losses(model)
+        try:
+            self.graph, self._results = _captured(compute, self._batch, self._counted, pool)
+        finally:
+            _forget_losses(model)
         # in the graph's memory: each replay writes there
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
 
@@ -58,6 +63,13 @@ def _captured(
     with cuda_graphs.capturing(graph, counted.device, pool=pool):
         results = compute(batch, counted)
     return graph, results
+
+
+def _forget_losses(model: nn.Module) -> None:
+    """Gradients are added up on the stream of the oldest forward that is alive, which must not be another one's."""
+    for part in model.modules():
+        if isinstance(part, MoE):
+            part.balance_loss = None
 
 
 def _signature(batch: Batch) -> tuple[object, ...]:

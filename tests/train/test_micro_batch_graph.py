@@ -33,10 +33,9 @@ class Graph:
         self.compute, self.parameters = trainer._graphs.compute, trainer.optimizer.parameters
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         self.adds = any(x is not None for x in before)
-        generator = torch.get_rng_state()
-        self.results = self.compute(*self.arguments)
         # a capture computes nothing
-        torch.set_rng_state(generator)
+        with torch.random.fork_rng():
+            self.results = self.compute(*self.arguments)
         self.gradients = [p.grad for p in self.parameters]
         for gradient, value in zip(self.gradients, before, strict=True):
             if gradient is not None:

@@ -142,7 +142,9 @@ def _plan(M: int, N: int, by_group: bool, target: Target) -> _Plan:
 
 
 def _form(a: Quantized, b: Quantized) -> tuple[str, str]:
-    return granularity(a), granularity(b)
+    form = granularity(a), granularity(b)
+    # the scale of the only row looks like one of a tensor
+    return ("row", "row") if form == ("tensor", "row") and len(a.data) == 1 else form
 
 
 # form -> those that torch._scaled_mm takes; a product of the others is ours
