@@ -8,6 +8,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.attention.decode_op import Choice, asked
+from powertrain.ops.attention.step_schedule import check_schedule
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
 from powertrain.runtime.positional import hinted
@@ -69,7 +70,9 @@ def explain_decode_attention(
     call = {name: _stand_in(x, on_cpu) for name, x in (given | arguments).items()}
     call |= {"backend": None} if by_reference else {}
     # of the lengths that stand-ins do not have; no kernel is chosen by it
-    call.pop("schedule", None)
+    schedule = call.pop("schedule", None)
+    if schedule is not None and isinstance(cache_seqlens, Tensor):
+        check_schedule(schedule, cache_seqlens)
     choices: list[Choice] = []
     token = asked.set(choices)
     try:

@@ -36,13 +36,19 @@ class DecodeSchedule:
         self._shared: dict[Any, tuple[Shared, Any]] = {}
 
 
-def _check(schedule: DecodeSchedule, cache_seqlens: Tensor) -> None:
-    """Raise ValueError unless the schedule is of these lengths, as they are now."""
-    found, made_of = _contents(_OP, "cache_seqlens", cache_seqlens), schedule._found
-    is_same = found[:-1] == made_of[:-1]
+def check_schedule(schedule: Any, cache_seqlens: Tensor) -> None:
+    """Raise ValueError unless it is a DecodeSchedule of these lengths, as they are now."""
+    good = isinstance(schedule, DecodeSchedule)
+    checks.require(good, _OP, "schedule", "be a DecodeSchedule or None", checks.described(schedule))
+    # values that are traced are not known, and nothing is shared by them
+    if is_traced(cache_seqlens):
+        return
+    found = _contents(_OP, "cache_seqlens", cache_seqlens)
+    # not by the address that it was made with: a copy of the schedule (copy.deepcopy, pickle) has a tensor of its own
+    is_same = found == _contents(_OP, "cache_seqlens", schedule._seqlens)
     checks.require(is_same, _OP, "schedule", "be of the call's cache_seqlens", "one of another tensor")
     must = "be made after the last write to cache_seqlens (one for each step)"
-    checks.require(found == made_of, _OP, "schedule", must, "one from before it")
+    checks.require(found == schedule._found, _OP, "schedule", must, "one from before it")
 
 
 def shared(schedule: DecodeSchedule, others: dict[str, Tensor | None], arguments: tuple[Any, ...]) -> Shared:
@@ -76,7 +82,9 @@ def _capture(x: Tensor) -> tuple[int, int] | None:
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-    return stream, driver.capture_id(stream)
+    # 0: what is captured is a stream of another GPU
+    number = driver.capture_id(stream)
+    return (stream, number) if number else None
 
 
 def is_captured(x: Tensor) -> bool:
@@ -93,14 +101,12 @@ def shares_lists(function: F) -> F:
         if kwargs.get("schedule") is None:
             return function(*args, **kwargs)
         schedule = kwargs.pop("schedule")
-        good = isinstance(schedule, DecodeSchedule)
-        checks.require(good, _OP, "schedule", "be a DecodeSchedule or None", checks.described(schedule))
         seqlens = kwargs["cache_seqlens"] if "cache_seqlens" in kwargs else (*args, None, None, None, None)[3]
-        # what is no tensor, the function refuses; a graph of torch.compile has no place for lists
-        if not isinstance(seqlens, Tensor) or is_traced(seqlens):
-            return function(*args, **kwargs)
-        _check(schedule, seqlens)
-        if not is_captured(seqlens):
+        # what is no tensor, the function refuses
+        if isinstance(seqlens, Tensor):
+            check_schedule(schedule, seqlens)
+        # a graph of torch.compile has no place for lists
+        if not isinstance(seqlens, Tensor) or is_traced(seqlens) or not is_captured(seqlens):
             return function(*args, **kwargs)
         return function(*args, **kwargs, schedule=schedule)
 

@@ -1,7 +1,9 @@
 """Calls of decode_attention that share lists of work: one list for each kind of call, and the same bits."""
 
+import copy
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,6 +169,31 @@ def test_no_schedule_of_other_lengths() -> None:
             decode_attention(cache_seqlens=uncounted, schedule=schedule, **call)
     with pytest.raises(ValueError, match="cache_seqlens must be a tensor"):
         DecodeSchedule(3)  # type: ignore[arg-type]
+
+
+def test_a_copied_schedule_is_of_its_copied_lengths() -> None:
+    """Not of the first ones, which it does not keep: behind their end other lengths may be at their address."""
+    lengths, call = torch.tensor([3, 5], dtype=torch.int32), _small()
+    copied = copy.deepcopy(DecodeSchedule(lengths))
+    with pytest.raises(ValueError, match="schedule must be of the call's cache_seqlens, got one of another tensor"):
+        decode_attention(cache_seqlens=lengths, schedule=copied, **call)
+
+
+def test_nothing_is_shared_where_another_gpu_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a capture replays write to lengths, and PyTorch counts none of these writes."""
+    lengths = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    for number, place in ((0, None), (3, (7, 3))):
+        monkeypatch.setattr(step_schedule.driver, "capture_id", lambda stream, number=number: number)
+        assert step_schedule._capture(lengths) == place  # type: ignore[arg-type]
+
+
+def test_explained_calls_refuse_a_schedule_as_the_call_does() -> None:
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    for schedule, match in ((3, "be a DecodeSchedule or None, got"), (DecodeSchedule(lengths.clone()), "another")):
+        with pytest.raises(ValueError, match=match):
+            explain_decode_attention(cache_seqlens=lengths, schedule=schedule, **_small())
 
 
 def test_explained_and_compiled_calls_take_it() -> None:
