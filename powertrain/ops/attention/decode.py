@@ -369,7 +369,7 @@ def _decode_projected(
     window_size: tuple[int, int],
     schedule: DecodeSchedule | None = None,
 ) -> Tensor:
-    if key_cache.shape[2] != num_kv_heads or not _appends_directly(qkv, key_cache, value_cache, cache_seqlens, table):
+    if not _appends_directly(qkv, key_cache, value_cache, cache_seqlens, table, num_kv_heads):
         return _decode_rotated(
             qkv, key_cache, value_cache, cache_seqlens, table=table, num_kv_heads=num_kv_heads,
             window_size=window_size, schedule=schedule,
@@ -387,7 +387,7 @@ def _decode_projected(
 
 
 def _appends_directly(
-    qkv: Tensor, key_cache: Tensor, value_cache: Tensor, cache_seqlens: Tensor, table: RopeTable
+    qkv: Tensor, key_cache: Tensor, value_cache: Tensor, cache_seqlens: Tensor, table: RopeTable, num_kv_heads: int
 ) -> bool:
     """Whether the kernel that rotates takes the call of `decode_projected`, and it is right."""
     if not (use_kernel("rope_qkv", qkv) and use_kernel(_OP, qkv)) or is_traced(qkv) or table.axes is not None:
@@ -395,11 +395,15 @@ def _appends_directly(
     tensors = qkv, key_cache, value_cache
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    # of one kind, or the two functions say what is wrong
+    # of one kind that kernels take, or the two functions say what is wrong
+    if qkv.dtype not in checks.FLOATS:
+        return False
     if any(x.dtype is not qkv.dtype or x.device != qkv.device or x.dim() != 4 for x in tensors):
         return False
-    batch, head_dim = qkv.shape[0], qkv.shape[-1]
-    fits = key_cache.shape[0] >= batch and key_cache.shape[3] == head_dim <= MAX_HEAD_DIM_V
+    batch, _, heads, head_dim = qkv.shape
+    fits = num_kv_heads > 0 and heads % num_kv_heads == 0 and heads > 2 * num_kv_heads
+    fits = fits and key_cache.shape[2] == num_kv_heads
+    fits = fits and key_cache.shape[0] >= batch and key_cache.shape[3] == head_dim <= MAX_HEAD_DIM_V
     fits = fits and 2 * table.cos.shape[-1] <= head_dim and table.cos.device == qkv.device
     fits = fits and cache_seqlens.shape == (batch,) and cache_seqlens.device == qkv.device
     # the kernel has one set of strides for both caches

@@ -89,6 +89,9 @@ def test_one_launch_less() -> None:
         ({"num_kv_heads": 1}, "key_new must have shape"),
         ({"cache_seqlens": torch.empty(3, dtype=torch.int32, device="meta")}, "offset must"),
         ({"window_size": (3, -7)}, "window_size must"),
+        ({"qkv": torch.empty(4, 1, 7, 16, dtype=torch.bfloat16, device="meta")}, "num_heads must be a multiple"),
+        ({"key_cache": torch.empty(4, 64, dtype=torch.bfloat16, device="meta")}, "key_cache must have 4 dims"),
+        ({n: _meta()[n].double() for n in ("qkv", "key_cache", "value_cache")}, "qkv must be float32, float16 or"),
     ],
     ids=str,
 )
