@@ -50,6 +50,7 @@ from powertrain.runtime.dispatch import (
     falls_back,
     has_kernels,
     in_functorch,
+    is_disabled,
     is_traced,
     refuse_vmap,
     use_kernel,
@@ -369,21 +370,30 @@ def _decode_projected(
     window_size: tuple[int, int],
     schedule: DecodeSchedule | None = None,
 ) -> Tensor:
+    apart = partial(
+        _decode_rotated, qkv, key_cache, value_cache, cache_seqlens, table=table, num_kv_heads=num_kv_heads,
+        window_size=window_size, schedule=schedule,
+    )  # fmt: skip
     if not _appends_directly(qkv, key_cache, value_cache, cache_seqlens, table, num_kv_heads):
-        return _decode_rotated(
-            qkv, key_cache, value_cache, cache_seqlens, table=table, num_kv_heads=num_kv_heads,
-            window_size=window_size, schedule=schedule,
-        )  # fmt: skip
+        return apart()
     refuse_invariant("decode_attention", _NO_INVARIANT)
     left, _ = window_bounds(_OP, window_size)
     cache = _Cache(key_cache, value_cache, cache_seqlens, None, None, None)
     _check_values(qkv, cache, None, qkv.shape[1], left)
     num_heads = qkv.shape[2] - 2 * num_kv_heads
-    query = rotate_append_op(qkv, num_heads, key_cache, value_cache, cache_seqlens, table.cos, table.sin)
+    query = _rotate_append(qkv, num_heads, key_cache, value_cache, cache_seqlens, table.cos, table.sin)
+    if query is None:
+        return apart()
     scores = _Scores(left, 0, 0.0, float(qkv.shape[-1] ** -0.5), None, None)
     share = None if schedule is None else partial(shared, schedule, {})
     out, _ = _by_kernel(query, cache, scores, value_cache.shape[-1], qkv.shape[1], None, None, None, share)
     return out
+
+
+@falls_back("rope_qkv")
+def _rotate_append(*arguments: Any) -> Tensor | None:
+    """`rotate_append_op`; None where its kernel does not compile, for which rope_qkv is disabled and not attention."""
+    return None if is_disabled("rope_qkv") else rotate_append_op(*arguments)  # type: ignore[no-any-return]
 
 
 def _appends_directly(

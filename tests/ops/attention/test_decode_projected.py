@@ -13,8 +13,10 @@ from powertrain.ops.attention.decode import decode_attention, decode_projected
 from powertrain.ops.batch_invariance import batch_invariant
 from powertrain.ops.rope import rope_qkv
 from powertrain.ops.rope_table import rope_table
+from powertrain.runtime import dispatch
+from powertrain.runtime.errors import CompileTimeout
 from powertrain.runtime.recording import record
-from powertrain.runtime.settings import settings
+from powertrain.runtime.settings import reload, settings
 
 
 def _apart(qkv: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, **options: Any) -> Tensor:
@@ -106,3 +108,34 @@ def test_gradients_and_batch_invariance_are_refused() -> None:
         decode_projected(**{**call, "qkv": call["qkv"].requires_grad_()})
     with batch_invariant(), pytest.raises(NotImplementedError, match="compute whole sequences, without a KV cache"):
         _kernels()
+
+
+@pytest.mark.kernels
+def test_a_failed_compile_leaves_attention_its_kernel(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise CompileTimeout("_rope_kernel did not compile")
+
+    monkeypatch.setattr(decode, "rotate_append_op", fail)
+    call = _small(device)
+    with pytest.raises(CompileTimeout):
+        decode_projected(**call)
+    monkeypatch.setattr(dispatch, "_holds", [])
+    monkeypatch.setenv("POWERTRAIN_ON_COMPILE_FAILURE", "reference")
+    reload()
+    try:
+        out = decode_projected(**call)
+        assert dispatch.disabled_ops == ("rope_qkv",)
+    finally:
+        monkeypatch.undo()
+        reload()
+        dispatch._changed()
+    torch.testing.assert_close(out, decode_projected(**call))
+
+
+def _small(device: torch.device) -> dict[str, Any]:
+    keys, values = (torch.zeros(2, 8, 1, 16, device=device) for _ in range(2))
+    return {
+        "qkv": torch.ones(2, 1, 4, 16, device=device), "key_cache": keys, "value_cache": values,
+        "cache_seqlens": torch.tensor([3, 5], dtype=torch.int32, device=device),
+        "table": rope_table(16, 8, device=device), "num_kv_heads": 1,
+    }  # fmt: skip
