@@ -240,8 +240,8 @@ def decode_attention(
                        distributed by the lengths
         backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: reference on a
                        CPU, else triton
-        schedule       of these cache_seqlens: calls in one CUDA graph, such as those of a model's layers, share the
-                       list of splits that each would make of the lengths. The same bits
+        schedule       DecodeSchedule of these cache_seqlens: calls in one CUDA graph, such as those of a model's
+                       layers, split the keys once for all. The same bits
     Integer tensors are int32 or int64. All strides are allowed, except that the last dim of queries, keys and values
         has stride 1.
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 (float64 for float64)
@@ -251,9 +251,8 @@ def decode_attention(
         Deterministic. Where a sequence's keys are split, and so the rounding, depends on shapes and the lengths of the
         whole batch; with num_splits on shapes alone.
     Memory: out, and if keys are split splits * S * H * (E + 1) * 4 bytes for B * num_splits splits, or for B and as
-    many
-        more as fill the GPU eight times. For packed queries, and on Hopper for others too, (E + 1) * 4 bytes for each
-        row of a tile and each split of it. On Hopper (except for a single sequence) tiles have 64 to 192 rows, and
+        many more as fill the GPU eight times. For packed queries, and on Hopper for others too, (E + 1) * 4 bytes for
+        each row of a tile and each split of it. On Hopper (except for a single sequence) tiles have 64 to 192 rows, and
         memory for the largest possible number of splits is allocated: 17 to 65 MiB for E = 128 on an H200.
     Raises ValueError with the argument's name, requirement and value, before anything is written; NotImplementedError
         where a gradient is wanted: this is for inference.
@@ -322,12 +321,12 @@ def decode_projected(
     window_size: tuple[int, int] = (-1, -1),
     schedule: DecodeSchedule | None = None,
 ) -> Tensor:
-    """`rope_qkv` of a packed projection [B, S, H + 2 * K, D], "grouped", by positions from the lengths on, and
-    `decode_attention` of its queries to a dense cache and its keys: the same bits in one launch less.
+    """`rope_qkv` of a packed projection [B, S, H + 2 * K, D], "grouped", at the positions behind the cached ones, then
+    `decode_attention` over a dense cache with its queries, new keys and values. The same bits, by one launch less.
 
-    The kernel that rotates writes keys and values where the cache has them. Calls that it does not take, wrong ones
-    too, go to the two functions."""
-    # repeated calls of those are replayed one by one
+    The kernel that rotates writes keys and values to the cache. Calls that it cannot compute, and wrong ones, go to the
+    two functions."""
+    # on a CPU straight to them: each skips its checks in repeated calls, but not inside of another function
     function = _decode_projected if has_kernels(qkv) else _decode_rotated
     return function(
         qkv, key_cache, value_cache, cache_seqlens, table=table, num_kv_heads=num_kv_heads, window_size=window_size,

@@ -17,17 +17,19 @@ _OP = "decode_attention"
 
 
 class DecodeSchedule:
-    """What calls of `decode_attention` in one CUDA graph need not each make for themselves: the list of tiles and
-    splits that the device makes from the lengths, one for the calls of equal sizes and options.
+    """How the keys are split over the GPU: calls of `decode_attention` in one CUDA graph, such as those of a model's
+    layers, share it.
 
-    Results are the same bits as without. Each capture has lists of its own, made by the first call in it, so that a
-    replay makes them anew. Calls outside of a capture make their own lists: there the host is the limit, and a call
-    that is repeated with its list costs it no more.
+    Without a schedule each call launches a kernel that reads the lengths and lists the splits. With one the first call
+    does so, for all calls of equal sizes and options that are captured in the same graph, on the same stream. Each
+    replay makes the list anew, so that the graph is valid for any lengths. Results are the same bits. Outside of a
+    capture calls are checked, and otherwise ignore the schedule: there the time of the host is the limit.
 
-    cache_seqlens  [B] that the calls get, this tensor or a view of all of it. The schedule holds while its values do: a
-                   call after PyTorch has written to it, or with other lengths, raises ValueError. PyTorch does not
-                   count what goes past it (`.data`, kernels of other libraries): make a schedule for each step.
+    cache_seqlens  [B], of the calls: this tensor or a view of all of it. Calls with other lengths, and calls after
+                   PyTorch has written to these, raise ValueError: make a schedule for each step. Writes that PyTorch
+                   does not count (to `.data`, by kernels of other libraries) are not seen.
     Raises ValueError where the tensor is of torch.inference_mode, which counts no writes.
+    Memory: the lists and the tensors that they were made of, as long as the schedule.
     """
 
     def __init__(self, cache_seqlens: Tensor) -> None:
