@@ -392,7 +392,7 @@ def _decode_projected(
 @falls_back("rope_qkv")
 def _rotate_append(*arguments: Any) -> Tensor | None:
     """`rotate_append_op`; None where its kernel does not compile, for which rope_qkv is disabled and not attention."""
-    return None if is_disabled("rope_qkv") else rotate_append_op(*arguments)  # type: ignore[no-any-return]
+    return None if is_disabled("rope_qkv") else rotate_append_op(*arguments)
 
 
 def _appends_directly(
