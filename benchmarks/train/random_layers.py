@@ -1,7 +1,7 @@
 """`python -m benchmarks.train.random_layers [COUNT] [SEED]`: layers of random sizes beside the same in plain PyTorch.
 
 Llama and GPT-NeoX layers, hidden 512 to 6144, head dims 64 to 256, 64 to 16384 tokens, every third with an MLP whose
-width is no multiple of 8; bfloat16, forward, and forward with backward. Plain PyTorch is eager and compiled by
+width is no multiple of 8; bfloat16, forward, and forward with backward: time of the GPU, and the host's of both. Plain PyTorch is eager and compiled by
 torch.compile, and compiled with FlashAttention-3 where FLASH_3_LIBRARY names its library and a sequence has 256 tokens.
 """
 
@@ -21,8 +21,9 @@ from benchmarks.peers import flash_3, flash_3_op, set_up_torch_compile
 from benchmarks.train import twin
 from powertrain.models import gpt_neox, llama
 from powertrain.nn.attention import Context
-from powertrain.testing.bench import Timing, measure
+from powertrain.testing.bench import Timing, measure, measure_host
 
+_HEAD_START = 16_000_000  # cycles, about 8 ms: more than Python takes for a layer's forward and backward
 COMPILERS = 12  # processes that run torch.compile before anything is timed
 _LEAST_FOR_FLASH = 256  # tokens of a sequence
 Step = Callable[[], Any]
@@ -125,8 +126,8 @@ def _compile(count: int, seed: int, number: int, by_flash: bool) -> None:
     _both(call, layer, x, dy)
 
 
-def _timed(draw: Draw) -> tuple[dict[str, Timing], dict[str, Timing]]:
-    """Forward, and forward with backward, of each variant. AssertionError where the gradients of x differ."""
+def _timed(draw: Draw) -> dict[str, dict[str, Timing]]:
+    """Way -> the time of each variant. AssertionError where the gradients of x differ."""
     ours, (x, dy) = _ours(draw, "cuda"), _tensors(draw, "cuda")
     layers = {"powertrain": (ours, partial(_call, ours, x)), "torch": _plain(draw, x, compiled=False)}
     layers["torch.compile"] = _plain(draw, x, compiled=True)
@@ -140,7 +141,8 @@ def _timed(draw: Draw) -> tuple[dict[str, Timing], dict[str, Timing]]:
     assert error < 3e-2, f"{draw.label}: relative error of dx {error}"
     with torch.no_grad():
         forwards = measure({name: call for name, (_, call) in layers.items()}, seconds=0.06)
-    return forwards, measure(steps, seconds=0.12)
+    both = measure(steps, seconds=0.2, head_start=_HEAD_START)
+    return {"forward": forwards, "both": both, "host of both": measure_host(steps, calls=4, rounds=12)}
 
 
 def run(count: int = 16, seed: int = 1) -> Iterator[str]:
@@ -156,7 +158,7 @@ def run(count: int = 16, seed: int = 1) -> Iterator[str]:
         for one in waiting:
             one.result()
     for draw in chosen:
-        for way, timings in zip(("forward", "both"), _timed(draw), strict=True):
+        for way, timings in _timed(draw).items():
             best = min(timing.ms for name, timing in timings.items() if name != "powertrain")
             times = ", ".join(f"{name} {timing.ms:.3f}" for name, timing in timings.items())
             yield f"{best / timings['powertrain'].ms:.2f} {draw.label}, {way}, ms: {times}"

@@ -71,9 +71,12 @@ def _peak_mib(function: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(variants: Variants, *, seconds: float = 0.25, rounds: int = 200) -> dict[str, Timing]:
+def measure(
+    variants: Variants, *, seconds: float = 0.25, rounds: int = 200, head_start: int = _HEAD_START
+) -> dict[str, Timing]:
     """Time each variant, in turns, for about `seconds` of the clock each; 10 rounds at least, `rounds` at most.
 
+    head_start   cycles that the GPU waits in each call: more than Python takes to launch, or the host is timed
     Each round has an order of its own: one plan timed under two names differed by 2 to 3 % by what ran before it."""
     peaks = {}
     for name, function in variants.items():
@@ -82,7 +85,7 @@ def measure(variants: Variants, *, seconds: float = 0.25, rounds: int = 200) -> 
         peaks[name] = _peak_mib(function)
     start = time.perf_counter()
     for function in variants.values():
-        timed_once(function)
+        timed_once(function, head_start)
     # not the GPU's time alone: a call of 0.1 ms waits 2 ms for its launch
     one_round = time.perf_counter() - start
     samples: dict[str, list[float]] = {name: [] for name in variants}
@@ -90,7 +93,7 @@ def measure(variants: Variants, *, seconds: float = 0.25, rounds: int = 200) -> 
     for _ in range(max(10, min(rounds, int(seconds * len(variants) / one_round)))):
         orders.shuffle(names)
         for name in names:
-            samples[name].append(timed_once(variants[name]))
+            samples[name].append(timed_once(variants[name], head_start))
     return {name: _timing(times, peaks[name]) for name, times in samples.items()}
 
 
