@@ -1,8 +1,9 @@
 """`python -m benchmarks.train.random_layers [COUNT] [SEED]`: layers of random sizes beside the same in plain PyTorch.
 
 Llama and GPT-NeoX layers, hidden 512 to 6144, head dims 64 to 256, 64 to 16384 tokens, every third with an MLP whose
-width is no multiple of 8; bfloat16, forward, and forward with backward: time of the GPU, and the host's of both. Plain PyTorch is eager and compiled by
-torch.compile, and compiled with FlashAttention-3 where FLASH_3_LIBRARY names its library and a sequence has 256 tokens.
+width is no multiple of 8; bfloat16, forward, and forward with backward: time of the GPU, and the host's of both. Plain
+PyTorch is eager and compiled by torch.compile, and compiled with FlashAttention-3 where FLASH_3_LIBRARY names its
+library and a sequence has 256 tokens.
 """
 
 import random
