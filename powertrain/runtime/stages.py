@@ -20,7 +20,9 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.
 class _Kept:
     """A context that notes what `setup_context` keeps; its other attributes are the op's."""
 
-    def __init__(self) -> None:
+    def __init__(self, args: Sequence[Any]) -> None:
+        # the signature says which tensors require gradients
+        self.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)
         self._saved: tuple[Tensor | None, ...] = ()
         self._marked: tuple[Tensor, ...] = ()
 
@@ -34,7 +36,8 @@ class _Kept:
         """Autograd's node never materializes gradients (runtime/nodes.py)."""
 
     def attributes(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_saved", "_marked")}
+        own = ("needs_input_grad", "_saved", "_marked")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
 
 class Stage:
@@ -55,7 +58,7 @@ class Stage:
         results = result if isinstance(result, tuple) else (result,)
         names = {id(x): f"t{i}" for i, x in enumerate(tensors)}
         names |= {id(x): f"o{i}" for i, x in enumerate(results) if x is not None}
-        kept = _Kept()
+        kept = _Kept(args)
         op.setup_context(kept, tuple(args), result)
         self._are_saved = [x is not None for x in kept._saved]
         # attributes hold tensors that are no part of the graph and may change in place until backward

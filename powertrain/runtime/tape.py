@@ -317,14 +317,14 @@ class _Source:
         return _Part(bases[0], x.data_ptr() - bases[0].first, layout)
 
     def _output(self, out: Tensor | None) -> str:
-        """A result: an argument, or the whole of one allocation or of one op's result."""
+        """A result: an argument, or one allocation or one op's result, whole or its first elements."""
         if out is None:
             return "None"
         if id(out) in self._arguments:
             return self._arguments[id(out)]
         part = self._find(out)
-        if part is None or not part.base.is_made or part.offset or not _fills(part.layout, part.base.layout):
-            raise NotReplayable("a result is no whole allocation")
+        if part is None or not part.base.is_made or part.offset or not _begins(part.layout, part.base.layout):
+            raise NotReplayable("a result is no allocation and not the first elements of one")
         name = part.base.name
         if out.numel() and name not in self._last_use:
             raise NotReplayable("no step shown writes a result")
@@ -369,9 +369,14 @@ def below_autocast(body: list[str], names: dict[str, Any]) -> list[str]:
 
 def _fills(part: _Layout, whole: _Layout) -> bool:
     """Both have the same elements without gaps."""
+    return _begins(part, whole) and math.prod(part.shape) == math.prod(whole.shape)
+
+
+def _begins(part: _Layout, whole: _Layout) -> bool:
+    """The part, which begins where the whole does, has elements of it without gaps: rows that were not padding."""
     extent = sum((size - 1) * step for size, step in zip(part.shape, part.stride, strict=True)) + 1
     count = math.prod(part.shape)
-    return part.dtype is whole.dtype and count == math.prod(whole.shape) and (not count or extent == count)
+    return part.dtype is whole.dtype and count <= math.prod(whole.shape) and (not count or extent == count)
 
 
 def _view_expression(part: _Part, is_written: bool) -> str:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import powertrain
 from powertrain.ops.cases import Case, cases
 from powertrain.ops.fp8.current import new_states
+from powertrain.ops.gemm.odd_widths import padded_linear
 from powertrain.runtime import invalidation, recording, replay, signature
 from powertrain.runtime.dispatch import Op, falls_back
 from powertrain.runtime.launch import kernel
@@ -364,6 +365,32 @@ def test_python_calls_of_replays(device: torch.device) -> None:
         called.clear()
         with _runtime_calls(called):
             y.backward(dy)
+        assert called == ["backward", "gradients", "modes_active", "signature_of", "read", "find", "run", "run"]
+
+
+@pytest.mark.parametrize("N, K, wide, columns", [(13, 8, 8, 16), (8, 13, 16, 8)])
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, False)])
+def test_padded_products(
+    N: int, K: int, wide: int, columns: int, needs: tuple[bool, ...], device: torch.device
+) -> None:
+    """What is saved depends on the gradients wanted; gradients are the first rows of wider results."""
+    shapes = ((6, wide), (N, K), (N,))
+    dy = torch.randn(6, columns, device=device)
+    for _ in range(_CALLS):
+        leaves = [torch.randn(*s, device=device, requires_grad=r) for s, r in zip(shapes, needs, strict=True)]
+        wanted = [x for x in leaves if x.requires_grad]
+        called: list[str] = []
+        with _runtime_calls(called):
+            y = padded_linear(*leaves, columns)
+        found = torch.autograd.grad(y, wanted, dy)
+        exact = _whole(padded_linear, *leaves, columns)
+        pairs = zip((y, *found), (exact, *torch.autograd.grad(exact, wanted, dy)), strict=True)
+        assert all(torch.equal(ours, right) and ours.stride() == right.stride() for ours, right in pairs)
+    assert called[-4:] == ["function", "forward", "forward", "run"] and len(called) <= 12
+    if device.type == "cpu":
+        y, called = padded_linear(*leaves, columns), []
+        with _runtime_calls(called):
+            torch.autograd.grad(y, wanted, dy)
         assert called == ["backward", "gradients", "modes_active", "signature_of", "read", "find", "run", "run"]
 
 

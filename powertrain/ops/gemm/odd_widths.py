@@ -143,7 +143,6 @@ _padded_linear_op = Op(
     _outputs,
     backward=_backward,
     setup_context=_setup_context,
-    replays=False,
     flops=_flops,
 )
 
