@@ -40,8 +40,9 @@ class DecodeSchedule:
 
 def check_schedule(schedule: Any, cache_seqlens: Tensor) -> None:
     """Raise ValueError unless it is a DecodeSchedule of these lengths, as they are now."""
-    good = isinstance(schedule, DecodeSchedule)
-    checks.require(good, _OP, "schedule", "be a DecodeSchedule or None", checks.described(schedule))
+    # not `require`: it is given the words for an error in every call, which Dynamo of PyTorch 2.11 cannot trace
+    if not isinstance(schedule, DecodeSchedule):
+        checks.fail(_OP, "schedule", "be a DecodeSchedule or None", checks.described(schedule))
     # values that are traced are not known, and nothing is shared by them
     if is_traced(cache_seqlens):
         return
