@@ -8,7 +8,7 @@ from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.gemm.linear_activation import check_layer
 from powertrain.ops.gemm.odd_widths import are_plain, padded_linear, padded_width
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import cast_by_autocast
+from powertrain.runtime.dispatch import cast_by_autocast, falls_back
 
 
 def has_odd_width(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
@@ -16,6 +16,7 @@ def has_odd_width(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
     return are_plain(*others) and padded_width(x, weight) != weight.shape[0]
 
 
+@falls_back("linear_activation")
 def padded_mlp(
     x: Tensor,
     weight: Tensor,
