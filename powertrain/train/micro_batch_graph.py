@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from powertrain.nn.moe import MoE
 from powertrain.runtime import cuda_graphs
-from powertrain.runtime.errors import PowertrainError
 from powertrain.train.data.loader import Batch
 from powertrain.train.reporting.timers import Moment
 
@@ -104,7 +103,7 @@ class MicroBatchGraphs:
         self.why_not = why_not
         self._device = parameters[0].device
         self._steps = self._waits = 0
-        self.is_wanted = False
+        self.is_wanted = self._is_noted = False
         self._computed: Moment | None = None
         self._documents = 0  # entries of document_starts, the most so far
         self._signature: tuple[object, ...] | None = None
@@ -144,8 +143,7 @@ class MicroBatchGraphs:
             return batch
         if len(starts) > self._documents:
             self._documents = len(starts)
-            self._first = self._others = self._signature = None
-            self._adds_to_first = False
+            self._drop()
         missing = self._documents - len(starts)
         padded = F.pad(starts, (0, missing), value=batch.tokens.numel()) if missing else starts
         return batch._replace(document_starts=padded)
@@ -159,31 +157,48 @@ class MicroBatchGraphs:
         elif self._signature != _signature(batch):
             return None
         graph = self._first if is_first else self._others
-        if graph is None:
-            graph = self._capture(batch, counted, is_first)
-        return graph if graph is not None and graph.conditions.hold() else None
+        if graph is not None and not graph.conditions.hold():
+            self._drop()
+            graph = None
+            if not is_first:
+                return None
+        return graph or self._capture(batch, counted, is_first)
+
+    def _drop(self) -> None:
+        self._first = self._others = self._signature = None
+        self._adds_to_first = False
 
     def _capture(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph | None:
-        reason = cuda_graphs.why_not(self.model) or _why_not_memory(self._device)
+        reason = self._why_not_now()
+        had_gradients = [p.grad is not None for p in self.parameters]
         if reason is None:
             try:
                 return self._new(batch, counted, is_first)
-            except (RuntimeError, PowertrainError) as error:
+            except Exception as error:
+                # an error of the code itself comes again where Python computes the micro-batch
                 reason = cuda_graphs.reason_of(error)
-        if is_first:
-            # a capture that failed has computed none
-            for p in self.parameters:
+        for p, had in zip(self.parameters, had_gradients, strict=True):
+            if not had:
+                # a capture that failed may have made one, and computes none
                 p.grad = None
         self.why_not = reason
         self.note(f"each micro-batch waits for its Python code, since it is not captured in a CUDA graph: {reason}")
         return None
+
+    def _why_not_now(self) -> str | None:
+        # those on tensors, which a replay does not call either
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+            return "a parameter has hooks, which a graph does not call"
+        return cuda_graphs.why_not(self.model) or _why_not_memory(self._device)
 
     def _new(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph:
         pool = None if self._first is None else self._first.graph.pool()
         graph = _Graph(self.model, self.parameters, self.compute, batch, counted, pool)
         if is_first:
             self._first = graph
-            self.note("the GPU waited for Python, so micro-batches are replayed from CUDA graphs from this step on")
+            if not self._is_noted:
+                self.note("the GPU waited for Python, so micro-batches are replayed from CUDA graphs from this step on")
+            self._is_noted = True
         else:
             self._others = graph
         return graph

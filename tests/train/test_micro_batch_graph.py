@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from powertrain.runtime import invalidation
 from powertrain.train import micro_batch_graph
 from powertrain.train.data.loader import Batch
 from powertrain.train.reporting.metrics import PartialSink
 from powertrain.train.trainer import Trainer
+from tests.train.test_objectives import _open
 from tests.train.tiny_run import open_trainer
 
 MODELS: dict[str, tuple[str, ...]] = {
@@ -22,7 +24,15 @@ MODELS: dict[str, tuple[str, ...]] = {
     "documents": ("data.document_mask=true", "train.gradient_accumulation_steps=2"),
     "lora": ("train.lora.rank=4",),
     "tied": ("model.tie_embeddings=true",),
-}
+    "mixture": (
+        "model.architecture=deepseek", "model.moe_intermediate_size=16", "model.num_experts=4",
+        "model.experts_per_token=2", "model.balance_loss=0.01", "model.kv_lora_rank=8", "model.qk_nope_head_dim=8",
+        "model.qk_rope_head_dim=8", "model.v_head_dim=8", "train.gradient_accumulation_steps=2",
+    ),
+    "lion": ("optimizer.kind=lion", "optimizer.betas=[0.9,0.99]"),
+    "sgd": ("optimizer.kind=sgd", "optimizer.momentum=0.9", "train.gradient_accumulation_steps=2"),
+    "z-loss, evaluations": ("train.z_loss=1e-3", "evaluation.every=1"),
+}  # fmt: skip
 
 
 class Graph:
@@ -115,3 +125,74 @@ def test_the_bits_of_the_python_code(name: str, graphs: list[Graph], tmp_path: P
     assert len(graphs) >= 1 + ("accumulation" in str(MODELS[name]))
     assert sum("replayed from CUDA graphs" in note for note in found[1].notes) >= 1
     _assert_same(found, _plain(tmp_path / "plain", *MODELS[name]))
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "kto", "reward", "policy", "distill"])
+def test_every_objective(objective: str, graphs: list[Graph], tmp_path: Path) -> None:
+    """What Python reads of a batch must not become a constant of the graph."""
+    options = ("train.steps=14", "train.gradient_accumulation_steps=2")
+    runs = []
+    for name, why_not in (("graphs", None), ("plain", "not here")):
+        (tmp_path / name).mkdir()
+        trainer, recorder = _open(tmp_path / name, objective, *options)
+        trainer._graphs.why_not = why_not
+        trainer.fit()
+        trainer.close()
+        runs.append((trainer, [(step.loss, step.grad_norm, step.objective) for step in recorder.steps]))
+    assert len(graphs) >= 2 and runs[0][0]._graphs.why_not is None
+    assert str(runs[0][1]) == str(runs[1][1])
+    expected = runs[1][0].optimizer.tensors()
+    for name, x in runs[0][0].optimizer.tensors().items():
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_capture_that_fails(failing: int, graphs: list[Graph], tmp_path: Path, monkeypatch: Any) -> None:
+    """Of a step's first micro-batch, or of the others: gradients that it has made hold nothing."""
+    captured, calls = micro_batch_graph._captured, []
+
+    def fails(*arguments: Any) -> Any:
+        calls.append(1)
+        result = captured(*arguments)
+        if len(calls) == failing:
+            raise TypeError("as a user's module may")
+        return result
+
+    monkeypatch.setattr(micro_batch_graph, "_captured", fails)
+    options = ("train.gradient_accumulation_steps=3",)
+    found = _run(tmp_path / "graphs", *options)
+    assert len(calls) == failing and "as a user's module may" in str(found[0]._graphs.why_not)
+    assert sum("as a user's module may" in note for note in found[1].notes) == 1
+    _assert_same(found, _plain(tmp_path / "plain", *options))
+
+
+def test_what_comes_later_is_seen(graphs: list[Graph], tmp_path: Path) -> None:
+    """A setting: captured again; a hook: left to Python, which calls it."""
+    called: list[int] = []
+
+    class Acts(Seen):
+        def step(self, record: Any) -> None:
+            super().step(record)
+            if record.step == 9:
+                invalidation.changed()
+            if record.step == 11:
+                layers[0].register_forward_hook(lambda *_: called.append(1))
+
+    (tmp_path / "graphs").mkdir()
+    seen = Acts()
+    trainer = open_trainer(tmp_path / "graphs", "train.steps=16", "evaluation.every=0", sinks=lambda trainer: [seen])
+    layers: Any = trainer.model.layers
+    trainer.fit()
+    trainer.close()
+    assert len(graphs) == 2 and len(called) >= 3 and "hooks" in str(trainer._graphs.why_not)
+    _assert_same((trainer, seen), _plain(tmp_path / "plain", "train.steps=16", "evaluation.every=0"))
+
+
+def test_a_hook_of_a_parameter(graphs: list[Graph], tmp_path: Path) -> None:
+    (tmp_path / "graphs").mkdir()
+    trainer = open_trainer(tmp_path / "graphs", sinks=lambda trainer: [])
+    called: list[int] = []
+    trainer.optimizer.parameters[0].register_hook(lambda gradient: called.append(1))
+    trainer.fit()
+    trainer.close()
+    assert not graphs and len(called) == 12 and "a parameter has hooks" in str(trainer._graphs.why_not)
