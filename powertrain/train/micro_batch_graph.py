@@ -116,6 +116,8 @@ class MicroBatchGraphs:
         """The loss and metrics of a micro-batch, its gradients in the parameters; None: Python must compute it."""
         if not self.is_wanted or self.why_not is not None:
             return None
+        if self._has_more_documents(batch):
+            return None
         batch = self._padded(batch)
         graph = self._graph_for(batch, counted, is_first)
         self._adds_to_first = graph is not None
@@ -136,16 +138,21 @@ class MicroBatchGraphs:
         self._waits = self._waits + 1 if is_waiting else 0
         self.is_wanted = self._waits >= _STEPS_THAT_WAIT
 
+    def _has_more_documents(self, batch: Batch) -> bool:
+        """Than all before: Python computes it, and compiles what that needs, before a graph has as many."""
+        starts = batch.document_starts
+        if starts is None or len(starts) <= self._documents:
+            return False
+        self._documents = len(starts)
+        self._drop()
+        return True
+
     def _padded(self, batch: Batch) -> Batch:
         """With as many documents as the longest list so far, empty ones at the end: a graph has one number of them."""
         starts = batch.document_starts
-        if starts is None:
+        if starts is None or len(starts) == self._documents:
             return batch
-        if len(starts) > self._documents:
-            self._documents = len(starts)
-            self._drop()
-        missing = self._documents - len(starts)
-        padded = F.pad(starts, (0, missing), value=batch.tokens.numel()) if missing else starts
+        padded = F.pad(starts, (0, self._documents - len(starts)), value=batch.tokens.numel())
         return batch._replace(document_starts=padded)
 
     def _graph_for(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph | None:

@@ -139,7 +139,7 @@ def test_every_objective(objective: str, graphs: list[Graph], tmp_path: Path) ->
         trainer.fit()
         trainer.close()
         runs.append((trainer, [(step.loss, step.grad_norm, step.objective) for step in recorder.steps]))
-    assert len(graphs) >= 2 and runs[0][0]._graphs.why_not is None
+    assert graphs and runs[0][0]._graphs.why_not is None
     assert str(runs[0][1]) == str(runs[1][1])
     expected = runs[1][0].optimizer.tensors()
     for name, x in runs[0][0].optimizer.tensors().items():
@@ -196,3 +196,31 @@ def test_a_hook_of_a_parameter(graphs: list[Graph], tmp_path: Path) -> None:
     trainer.fit()
     trainer.close()
     assert not graphs and len(called) == 12 and "a parameter has hooks" in str(trainer._graphs.why_not)
+
+
+def test_longer_lists_of_documents_are_captured_again(graphs: list[Graph], tmp_path: Path) -> None:
+    """Python computes the first micro-batch of each length; shorter lists are padded."""
+    (tmp_path / "graphs").mkdir()
+    options = ("data.document_mask=true", "train.gradient_accumulation_steps=2")
+    trainer = open_trainer(tmp_path / "graphs", *options, sinks=lambda trainer: [])
+    trainer.fit()
+    replayed, computed = trainer._graphs, []
+    compute = replayed.compute
+    batch = Batch(*(graphs[0].arguments[0]))
+    starts = batch.document_starts
+    assert starts is not None
+
+    def counts(*arguments: Any) -> Any:
+        computed.append(len(arguments[0].document_starts))
+        return compute(*arguments)
+
+    replayed.compute = counts
+    longer = torch.nn.functional.pad(starts, (0, len(starts)), value=batch.tokens.numel())
+    counted, before = torch.tensor(1.0), len(graphs)
+    for given, is_replayed in ((starts, True), (longer, False), (longer, True), (starts, True)):
+        for p in trainer.optimizer.parameters:
+            p.grad = None
+        found = replayed(batch._replace(document_starts=given), counted, is_first=True)
+        assert (found is not None) == is_replayed
+    assert len(graphs) == before + 1 and computed and set(computed) == {len(longer)}
+    trainer.close()
