@@ -2,7 +2,8 @@
 
 Python takes about 1 ms a layer, forward and backward, however little work a layer has; a graph is launched at once.
 Two graphs are captured: of a step's first micro-batch, whose gradients are the step's, and of the others, which add to
-them. Kernels, their order and dropout's random numbers are those of the Python code, and so are all bits.
+them. Kernels, their order and dropout's random numbers are those of the Python code; so are all bits where kernels are
+deterministic.
 """
 
 from collections.abc import Callable, Sequence

@@ -183,7 +183,7 @@ class TrainConfig(Section):
     z_loss               so many times the square of the logits' log-sum-exp is added to each token's loss, in training;
                          losses of evaluations are without it
     deterministic        the same bits every run, on a GPU too
-    cuda_graphs          replay micro-batches from CUDA graphs where the GPU waits for Python; the same bits. On one
+    cuda_graphs          replay micro-batches from CUDA graphs where the GPU waits for Python; the same kernels. On one
                          GPU, without FP8, activation checkpointing and logging.phase_timers. Takes the memory of a
                          micro-batch's forward and backward a second time; left out where that is not free
     batch_invariant      forward passes whose bits do not depend on the batch (powertrain.batch_invariant); slower
