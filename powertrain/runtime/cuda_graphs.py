@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 
 from powertrain.runtime import invalidation
 from powertrain.runtime.hooks import has_own_forward
+from powertrain.runtime.kept_tensors import noted
 
 # PyTorch captures one graph at a time in a process
 _capturing = threading.Lock()
@@ -36,7 +37,9 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **options: Any)
     outer = torch.cuda.stream(torch.cuda.current_stream(device))
     # other threads may go on with their own work on the GPU
     options = {"stream": _stream(device), "capture_error_mode": "thread_local", **options}
-    with _capturing, outer:
+    with _capturing, outer, noted() as read:
+        # alive as long as the graph
+        graph.read_tensors = read  # type: ignore[attr-defined]
         try:
             with torch.cuda.graph(graph, **options):
                 yield

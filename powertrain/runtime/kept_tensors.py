@@ -1,7 +1,8 @@
 """Cache of constant tensors, such as rotary tables: made by the first call, used by all later ones."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeVar
 
@@ -18,6 +19,22 @@ class _Compiled:
 _compiled = _Compiled()
 # of each kept function, by its full name: arguments -> the name of the attribute
 _names: dict[str, Callable[..., str]] = {}
+
+
+_readers: list[list[Any]] = []
+
+
+@contextmanager
+def noted() -> Iterator[list[Any]]:
+    """The tensors that kept functions return inside, in any thread: a CUDA graph goes on to read them where they are,
+    and the cache may forget them."""
+    read: list[Any] = []
+    _readers.append(read)
+    try:
+        yield read
+    finally:
+        # by identity: two lists may be equal
+        _readers[:] = [other for other in _readers if other is not read]
 
 
 class Description:
@@ -82,8 +99,12 @@ def kept(count: int) -> Callable[[F], F]:
                 else:
                     name = name_of(*constants)
                 return getattr(_compiled, name)
-            is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-            return make(*args) if is_fake else once(*args)
+            if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+                return make(*args)
+            result = once(*args)
+            for read in _readers:
+                read.append(result)
+            return result
 
         return get  # type: ignore[return-value]
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from powertrain.nn.attention import Rotary, SelfAttention
 from powertrain.nn.block_sparsity import BlockSparsity
-from powertrain.runtime.kept_tensors import kept
+from powertrain.runtime.kept_tensors import kept, noted
 
 LAYERS: list[dict[str, Any]] = [
     {"rotary": Rotary(8, 77)}, {"alibi": True}, {"sparsity": BlockSparsity(block=2, before=1)},
@@ -26,6 +26,22 @@ def test_the_first_call_makes_them() -> None:
 
     assert ramp(3) is ramp(3) and ramp(4) is not ramp(3)
     assert calls == [3, 4]
+
+
+def test_those_that_a_cuda_graph_reads_are_noted() -> None:
+    """Found in the cache or made: another call may end their life there."""
+
+    @kept(1)
+    def ramp(size: int) -> Tensor:
+        return torch.arange(size)
+
+    first = ramp(3)
+    with noted() as read, noted() as other:
+        ramp(3)
+        ramp(4)
+    ramp(5)
+    assert read[0] is first and [x.tolist() for x in read] == [[0, 1, 2], [0, 1, 2, 3]]
+    assert other == read and other is not read
 
 
 @pytest.mark.parametrize("options", LAYERS)
