@@ -80,7 +80,7 @@ def _rope_kernel(
         source = outer[:, None] * stride_ko + inner[:, None] * stride_ki + heads * stride_kh
         row = inner[:, None]
         if APPENDS:
-            # k_out and v_out are a KV cache, whose row is the position; what is beyond its capacity is dropped
+            # k_out and v_out are a KV cache with a row for each position; tokens beyond its capacity are dropped
             row = position.to(tl.int64)
             mask = mask & (row >= 0) & (row < capacity)
         target = outer[:, None] * stride_k_out_o + row * stride_k_out_i + heads * stride_k_out_h

@@ -1,7 +1,8 @@
 """Expected times and memory of a linear layer in FP8 and in bf16, from measured rates; needs no GPU.
 
-product    2 M N K operations at the rate of its form, and what it takes however small it is
-quantize   bytes of x [M, K], dy [M, N] and W [N, K], read and written, at a share of the memory's bandwidth, likewise
+product    2 M N K operations at the rate of its form, plus a fixed time
+quantize   bytes of x [M, K], dy [M, N] and W [N, K], read and written, at a share of the memory's bandwidth, plus a
+           fixed time
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ _RATES = {
 # ops/fp8/grouped.py. dW, whose sums are promoted by groups of rows, is slower than bf16 at every size
 _BF16_GROUPED = (752.0, 732.0, 696.0)
 _GROUPED_RATES = {"row": (925.0, 943.0, 225.0), "block": (534.0, 517.0, 225.0)}
-# ms of a layer's quantizations, and of each of its three products, that do not become less with its size: fitted to 12
+# fixed times in ms, of a layer's quantizations and of each of its three products, whatever their sizes: fitted to 12
 # random layers on one H200 (benchmarks/results/2026-12-01_h200_fp8_sizes.md)
 _QUANTIZE_LEAST, _PRODUCT_LEAST = 0.035, 0.007
 _SHARE = 0.7  # of the datasheet's bandwidth that quantizing reaches, by docs/log/fp8.md

@@ -1,4 +1,4 @@
-"""Capture of Python code in CUDA graphs: one at a time, and not where a replay would leave something out."""
+"""Captures Python code in CUDA graphs, one at a time, and says why a model cannot be captured (hooks, modes)."""
 
 import threading
 from collections.abc import Iterator

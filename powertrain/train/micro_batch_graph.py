@@ -91,7 +91,7 @@ class MicroBatchGraphs:
     """Replays a run's micro-batches, once the GPU was found to wait for Python in a few steps.
 
     why_not   why no micro-batch of this run is captured, or None
-    note      called with what the user is to know
+    note      prints a line for the user
     Batches of another signature than the first one captured are left to the Python code.
     Memory: that of a micro-batch's forward and backward, beside what PyTorch keeps for those in Python.
     """
@@ -177,7 +177,7 @@ class MicroBatchGraphs:
         self._adds_to_first = False
 
     def _capture(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph | None:
-        reason = self._why_not_now()
+        reason = self._why_not_now(is_first)
         had_gradients = [p.grad is not None for p in self.parameters]
         if reason is None:
             try:
@@ -193,11 +193,12 @@ class MicroBatchGraphs:
         self.note(f"each micro-batch waits for its Python code, since it is not captured in a CUDA graph: {reason}")
         return None
 
-    def _why_not_now(self) -> str | None:
+    def _why_not_now(self, is_first: bool) -> str | None:
         # those on tensors, which a replay does not call either
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
             return "a parameter has hooks, which a graph does not call"
-        return cuda_graphs.why_not(self.model) or _why_not_memory(self._device)
+        # the graph of the others uses the memory of the first one
+        return cuda_graphs.why_not(self.model) or (_why_not_memory(self._device) if is_first else None)
 
     def _new(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph:
         pool = None if self._first is None else self._first.graph.pool()

@@ -195,7 +195,7 @@ def test_a_reason_is_noted_once() -> None:
 
 @pytest.mark.parametrize("name, count", [("pythia", 1), ("mistral", 1), ("deepseek", 1), ("amlp", 2)])
 def test_layers_of_a_step_share_one_list(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they need of the lengths is made once in each captured step, of each kind of attention."""
+    """The list of splits is made once in each captured step for each kind of attention."""
     shared: list[Any] = []
     monkeypatch.setattr(step_schedule, "_capture", lambda x: (0, 1))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The models' functions raise errors that name a wrong argument and what it must be."""
+"""Functions of models: the error for a wrong argument names the argument and says what it must be."""
 
 from collections.abc import Callable
 from typing import Any

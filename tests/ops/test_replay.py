@@ -375,7 +375,7 @@ def test_python_calls_of_replays(device: torch.device) -> None:
 def test_padded_products(
     N: int, K: int, wide: int, columns: int, needs: tuple[bool, ...], device: torch.device
 ) -> None:
-    """What is saved depends on the gradients wanted; gradients are the first rows of wider results."""
+    """The tensors saved depend on which gradients are wanted; the gradients are the first rows of wider tensors."""
     shapes = ((6, wide), (N, K), (N,))
     dy = torch.randn(6, columns, device=device)
     for _ in range(_CALLS):

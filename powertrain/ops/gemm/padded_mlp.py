@@ -31,7 +31,7 @@ def padded_mlp(
     """`linear_activation` and the linear layer behind it, with inner features of `padded_width`.
 
     Columns behind the last feature are act(0), times zeros of the padded down_weight.
-    Raises ValueError as `linear_activation` does: what is padded or cut off would fit.
+    Raises ValueError for shapes that do not match, as `linear_activation` does; padding would hide them.
     """
     check_layer(x, weight, kind, bias, up_weight, up_bias)
     N, width = weight.shape[0], padded_width(x, weight)
