@@ -173,7 +173,7 @@ class Op:
                 f"{self.name} is registered with PyTorch already: its module was imported before, and interrupted or "
                 "reloaded; start a new process (in a notebook: restart the kernel)"
             ) from None
-        _library.impl(self.name, _without_none(forward), "CompositeExplicitAutograd")
+        _library.impl(self.name, _without_none(self._dispatched), "CompositeExplicitAutograd")
         torch.library.register_fake(qualified, _without_none(self._recorded_or(fake)), lib=_library)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
         if backward is not None and setup_context is not None:
@@ -239,6 +239,13 @@ class Op:
         if tape is not None:
             return tape.run(*signature.tensors)
         return self._tapes.record(signature.key, signature, lambda: self._whole(args))
+
+    def _dispatched(self, *args: Any) -> Any:
+        """Called by torch.library, of a compiled graph for instance: its calls are repeated as eager ones are."""
+        # a mode sees each allocation, and a call of an op while another one is observed belongs to that one
+        if replay.recorder() is not None or replay.modes_active():
+            return self.forward(*args)
+        return self.run(args)
 
     def _whole(self, args: tuple[Any, ...]) -> Any:
         active = replay.recorder()

@@ -6,9 +6,10 @@ import random
 import sys
 import weakref
 from collections import Counter, namedtuple
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.skipif(
     not (settings().interpret or torch.cuda.is_available()), reason="replays kernels: a GPU or the interpreter"
 )
 _CALLS = 7  # whole, recorded, then replayed; a backward is recorded two calls later
+_COMPILED = frozenset({"rms_norm", "attention", "cross_entropy"})  # in a compiled graph, likewise
 _CASES = 1  # of each op; its other cases are slow tests here, and the op's own tests run them without replay
 
 
@@ -48,11 +50,11 @@ def _replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class _Counted:
-    """Counts the replays of tapes and routes."""
+    """Counts the replays of tapes and routes, and the ops that run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tapes = self.routes = 0
-        build, run = replay.Tape.__init__, replay.Route.run
+        self.tapes = self.routes = self.runs = 0
+        build, run, run_op = replay.Tape.__init__, replay.Route.run, Op.run
 
         def counting(tape: Any, *args: Any) -> None:
             build(tape, *args)
@@ -68,8 +70,13 @@ class _Counted:
             self.routes += 1
             return run(route, tensors)
 
+        def counted_op(op: Op, args: Any) -> Any:
+            self.runs += 1
+            return run_op(op, args)
+
         monkeypatch.setattr(replay.Tape, "__init__", counting)
         monkeypatch.setattr(replay.Route, "run", counted_route)
+        monkeypatch.setattr(Op, "run", counted_op)
 
 
 @pytest.fixture
@@ -91,17 +98,32 @@ def _results(case: Case, tensors: dict[str, Tensor | None]) -> list[Tensor]:
     return [x.detach() for x in (*outputs, *grads) if isinstance(x, Tensor)]
 
 
-def _every_case() -> Iterator[Any]:
+def _every_case(ops: Container[str] | None = None) -> Iterator[Any]:
+    """Slow in the interpreter: an op's further cases, and those of other ops than `ops`."""
     met: Counter[str] = Counter()
     for case in cases():
         met[case.op] += 1
-        yield pytest.param(case, id=case.id, marks=SLOW_IN_INTERPRETER if met[case.op] > _CASES else ())
+        is_slow = met[case.op] > _CASES or (ops is not None and case.op not in ops)
+        yield pytest.param(case, id=case.id, marks=SLOW_IN_INTERPRETER if is_slow else ())
 
 
 @pytest.mark.parametrize("case", list(_every_case()))
-def test_every_op_gives_the_same_bits(
-    case: Case, device: torch.device, counted: _Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_op_gives_the_same_bits(case: Case, device: torch.device, counted: _Counted) -> None:
+    _same_bits(case, device)
+    assert counted.tapes >= 2
+
+
+@pytest.mark.parametrize("case", list(_every_case(_COMPILED)))
+def test_every_op_in_a_compiled_graph(case: Case, device: torch.device, counted: _Counted) -> None:
+    """There the dispatcher calls it."""
+    torch._dynamo.reset()
+    _same_bits(replace(case, run=torch.compile(case.run, fullgraph=True, backend="aot_eager")), device)
+    # some activations are left to the compiler
+    assert counted.tapes >= 2 or not counted.runs
+    assert not counted.routes
+
+
+def _same_bits(case: Case, device: torch.device) -> None:
     """Other values, at other addresses, at each call."""
     kept = []
     for call in range(_CALLS):
@@ -113,14 +135,11 @@ def test_every_op_gives_the_same_bits(
         if call < _CALLS - 2:
             continue
         torch.random.set_rng_state(random)
-        with monkeypatch.context() as patch:
-            patch.setattr(replay, "signature_of", lambda values: None)
-            whole = _results(case, tensors)
+        whole = _whole(_results, case, tensors)
         assert len(replayed) == len(whole)
         for ours, exact in zip(replayed, whole, strict=True):
             torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True)
             assert ours.stride() == exact.stride()
-    assert counted.tapes >= 2
 
 
 def _whole(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
