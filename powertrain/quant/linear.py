@@ -105,7 +105,7 @@ class FP8State(nn.Module):
         keeps = self.keeps and not weight.requires_grad and not weight.is_inference()
         if not self.shares and not keeps:
             return None
-        if keeps and not (self._copied[0]() is weight and self._copied[1:] == (weight._version, weight.data_ptr())):
+        if keeps and not self._are_of(weight):
             self.copies, self._copied = None, (ref(weight), weight._version, weight.data_ptr())
         if self.copies is None:
             # of a frozen weight by its own values: by delayed scales a resumed run would quantize it otherwise
@@ -122,6 +122,15 @@ class FP8State(nn.Module):
                 if is_delayed:
                     self._record_weight(self.copies)
         return self.copies
+
+    def _are_of(self, weight: Tensor | None) -> bool:
+        """Whether `copies` are of this weight, as it is now."""
+        is_same = weight is not None and self._copied[0]() is weight
+        return is_same and self._copied[1:] == (weight._version, weight.data_ptr())  # type: ignore[union-attr]
+
+    def kept_copies(self) -> Copies | None:
+        """Those of a frozen weight, if the next forward takes them: the weight has not changed."""
+        return self.copies if self.keeps and self._are_of(self._copied[0]()) else None
 
     def _gathered_copies(self, x: Tensor, weight: GatheredWeight) -> Copies:
         autocast = torch.is_autocast_enabled(x.device.type)

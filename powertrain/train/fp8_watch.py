@@ -19,6 +19,7 @@ from torch import nn
 from powertrain.quant.linear import FP8Linear, HasFP8State
 from powertrain.quant.readings import Reading, watch
 from powertrain.quant.recipe import Recipe, grad_format
+from powertrain.runtime import invalidation
 from powertrain.train.config.schema import FP8Config
 from powertrain.train.fp8 import recipe_of
 
@@ -37,6 +38,7 @@ class FP8Watch:
     group    ranks whose readings count together, so that all move the same layers; None: this process alone
     moved    name of a layer -> the recipe it was moved to; saved with the run, and applied again by `restore`
     bad      name of a layer -> its bad readings in a row; likewise
+    is_measuring   within a step whose operands are measured, by hooks
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class FP8Watch:
         self.model, self.config, self.note, self.group = model, config, note, group
         self.moved: dict[str, str] = {}
         self.bad: dict[str, int] = {}
+        self.is_measuring = False
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -56,8 +59,12 @@ class FP8Watch:
         if config.recipe == "none" or not config.watch or step % config.watch:
             yield
             return
-        with watch(self.model) as readings:
-            yield
+        self.is_measuring = True
+        try:
+            with watch(self.model) as readings:
+                yield
+        finally:
+            self.is_measuring = False
         # every rank must move the same layers, so all judge by the same numbers
         if self.group is not None:
             readings.reduce(self.group)
@@ -123,6 +130,8 @@ class FP8Watch:
         else:
             layer.set_recipe(made, layer.weight.device)
         self.moved[name] = recipe
+        # CUDA graphs of the model compute by the recipe before
+        invalidation.changed()
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""

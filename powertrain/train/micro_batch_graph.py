@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from powertrain.nn.moe import MoE
+from powertrain.quant.linear import FP8State
 from powertrain.runtime import cuda_graphs
 from powertrain.train.data.loader import Batch
 from powertrain.train.reporting.timers import Moment
@@ -35,14 +36,26 @@ class _Graph:
         pool: Any,
     ) -> None:  # fmt: skip
         self._batch, self._counted = batch.each(torch.clone), counted.clone()
-        self.conditions = cuda_graphs.Conditions(model)
+        self._conditions = cuda_graphs.Conditions(model)
+        states = [module for module in model.modules() if isinstance(module, FP8State)]
         _forget_losses(model)
         try:
             self.graph, self._results = _captured(compute, self._batch, self._counted, pool)
+        except BaseException:
+            for state in states:
+                # of a weight that the capture has quantized they hold nothing
+                state.copies = None
+            raise
         finally:
             _forget_losses(model)
         # in the graph's memory: each replay writes there
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        # FP8 copies of frozen weights, which the graph reads
+        self._copies = [(state, state.kept_copies()) for state in states if state.keeps]
+
+    def holds(self) -> bool:
+        """Whether a replay still computes what Python would."""
+        return self._conditions.hold() and all(state.kept_copies() is copies for state, copies in self._copies)
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         for target, source in zip(self._batch.tensors, batch.tensors, strict=True):
@@ -165,7 +178,7 @@ class MicroBatchGraphs:
         elif self._signature != _signature(batch):
             return None
         graph = self._first if is_first else self._others
-        if graph is not None and not graph.conditions.hold():
+        if graph is not None and not graph.holds():
             self._drop()
             graph = None
             if not is_first:

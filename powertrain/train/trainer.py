@@ -233,7 +233,8 @@ class Trainer:
             for index, batch in enumerate(micro_batches):
                 # earlier micro-batches accumulate locally: one reduction per step
                 set_gradient_sync(self.model, index == len(micro_batches) - 1)
-                replayed = self._graphs(batch, counted, is_first=index == 0)
+                is_first = index == 0
+                replayed = None if self._fp8_watch.is_measuring else self._graphs(batch, counted, is_first=is_first)
                 loss, seen = self._compute(batch, counted) if replayed is None else replayed
                 total += loss
                 metrics += seen
@@ -258,8 +259,6 @@ class Trainer:
             return "there is no GPU"
         if self.ranks.world_size > 1:
             return "ranks exchange gradients in backward"
-        if self.fp8 is not None:
-            return "FP8 layers keep weights and statistics from step to step"
         if train.activation_checkpointing != "none":
             return "recomputing activations reads the random numbers' state on the host"
         return "logging.phase_timers times forward and backward apart" if self._timed.wanted else None

@@ -76,6 +76,12 @@ _CAPTURED = {
     "lora": (*_MODELS["llama"], "train.lora.rank=4"),
     "tied, fp16": (*_MODELS["llama"], "model.tie_embeddings=true", "train.precision=fp16"),
     "odd width": (*_MODELS["llama"], "model.intermediate_size=181"),
+    "fp8 by tensor": (*_MODELS["llama"], "fp8.recipe=tensor", "fp8.watch=7"),
+    "fp8, delayed, accumulation": (
+        *_MODELS["gpt_neox"], "fp8.recipe=tensor-delayed", "fp8.history=4", "train.gradient_accumulation_steps=3",
+    ),
+    "fp8 by row, accumulation": (*_MODELS["llama"], "fp8.recipe=row", "train.gradient_accumulation_steps=2"),
+    "fp8 by block, lora": (*_MODELS["llama"], "fp8.recipe=block", "train.lora.rank=4"),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powertrain.quant.linear import FP8State
 from powertrain.runtime import invalidation
 from powertrain.train import micro_batch_graph
 from powertrain.train.data.loader import Batch
@@ -31,6 +32,11 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
     "lion": ("optimizer.kind=lion", "optimizer.betas=[0.9,0.99]"),
     "sgd": ("optimizer.kind=sgd", "optimizer.momentum=0.9", "train.gradient_accumulation_steps=2"),
+    "fp8, measured steps": (
+        "fp8.recipe=tensor-delayed", "fp8.history=4", "fp8.watch=5", "train.gradient_accumulation_steps=2",
+        "train.steps=18",
+    ),
+    "fp8, frozen weights": ("fp8.recipe=block", "train.lora.rank=4", "train.gradient_accumulation_steps=2"),
     "z-loss, evaluations": ("train.z_loss=1e-3", "evaluation.every=1"),
 }  # fmt: skip
 
@@ -40,6 +46,7 @@ class Graph:
 
     def __init__(self, trainer: Trainer, batch: Batch, counted: Tensor) -> None:
         self.arguments = batch, counted
+        self.model = trainer.model
         self.compute, self.parameters = trainer._graphs.compute, trainer.optimizer.parameters
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         self.adds = any(x is not None for x in before)
@@ -186,6 +193,59 @@ def test_what_comes_later_is_seen(graphs: list[Graph], tmp_path: Path) -> None:
     trainer.close()
     assert len(graphs) == 2 and len(called) >= 3 and "hooks" in str(trainer._graphs.why_not)
     _assert_same((trainer, seen), _plain(tmp_path / "plain", "train.steps=16", "evaluation.every=0"))
+
+
+@pytest.mark.parametrize("changed", ["a frozen weight", "a recipe"])
+def test_what_fp8_layers_hold(changed: str, graphs: list[Graph], tmp_path: Path) -> None:
+    """A graph reads the copies of a frozen weight, and has the recipe, that were there when it was captured."""
+    options = ("train.steps=12", "fp8.recipe=row", "evaluation.every=0")
+    if changed == "a frozen weight":
+        options += ("train.lora.rank=4",)
+
+    def run(name: str) -> tuple[Trainer, Seen]:
+        class Changes(Seen):
+            def step(self, record: Any) -> None:
+                super().step(record)
+                if record.step != 9:
+                    return
+                if changed == "a recipe":
+                    trainer._fp8_watch._move("layers.0.mlp.up", "block")
+                else:
+                    with torch.no_grad():
+                        trainer.model.layers[0].mlp.up.weight.mul_(1.5)
+
+        (tmp_path / name).mkdir()
+        seen = Changes()
+        trainer = open_trainer(tmp_path / name, *options, sinks=lambda trainer: [seen])
+        trainer.fit()
+        trainer.close()
+        return trainer, seen
+
+    found = run("graphs")
+    assert len(graphs) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_why_no_graphs", lambda trainer: "not here")
+        _assert_same(found, run("plain"))
+
+
+def test_a_capture_that_fails_leaves_no_quantized_weights(
+    graphs: list[Graph], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Those that it has made hold nothing, as nothing has run."""
+    captured = micro_batch_graph._captured
+
+    def fails(*arguments: Any) -> Any:
+        captured(*arguments)
+        for module in graphs[-1].model.modules():
+            if isinstance(module, FP8State) and module.copies is not None:
+                module.copies.data.zero_()
+        raise TypeError("as a user's module may")
+
+    monkeypatch.setattr(micro_batch_graph, "_captured", fails)
+    options = ("fp8.recipe=tensor", "train.gradient_accumulation_steps=2")
+    found = _run(tmp_path / "graphs", *options)
+    assert len(graphs) == 1
+    _assert_same(found, _plain(tmp_path / "plain", *options))
 
 
 def test_a_hook_of_a_parameter(graphs: list[Graph], tmp_path: Path) -> None:
