@@ -40,23 +40,31 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(x, residual, context)
-        options: dict[str, Any] = {"context_fn": _keep_products} if self.recompute == "selective" else {}
+        # without draws the host need not read the generator's state, which a CUDA graph that is captured refuses
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.may_draw()}
+        if self.recompute == "selective":
+            options["context_fn"] = _keep_products
         mlp = getattr(self, "mlp", None)
         if not (isinstance(mlp, MoE) and mlp.training):
-            return checkpoint(self.compute, x, residual, context, use_reentrant=False, **options)
+            return checkpoint(self.compute, x, residual, context, **options)
 
         def routed(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
             routed_tensors: list[Tensor] = []
             return *self.compute(x, residual, context._replace(routed=routed_tensors)), *routed_tensors
 
         # kept outside: inside, torch.compile takes no change of a module, and recomputing would count again
-        y, stream, *routed_tensors = checkpoint(routed, x, residual, use_reentrant=False, **options)
+        y, stream, *routed_tensors = checkpoint(routed, x, residual, **options)
         if routed_tensors:  # a user's forward in place of the module's may keep nothing
             mlp.keep(*routed_tensors)
         return y, stream
 
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
+
+    def may_draw(self) -> bool:
+        """Whether the layer may draw random numbers in training: modules with dropout or jitter do, and others than
+        ours may."""
+        return any(map(_may_draw, self.modules()))
 
     @property
     def cache_row(self) -> CacheRow:
@@ -69,6 +77,11 @@ class Layer(nn.Module):
         if residual is not None and self.dropout and self.training:
             x, residual = bias_dropout_add(x, None, residual, self.dropout), None
         return (norm(x), x) if residual is None else norm(x, residual)
+
+
+def _may_draw(part: nn.Module) -> bool:
+    is_known = type(part) is nn.Linear or type(part).__module__.startswith(("powertrain.nn.", "powertrain.quant."))
+    return not is_known or bool(getattr(part, "dropout", 0.0) or getattr(part, "jitter", 0.0))
 
 
 class Block(Layer):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import psutil
 import torch
@@ -252,15 +252,15 @@ class Trainer:
 
     def _why_no_graphs(self) -> str | None:
         """Why micro-batches of this run are not captured in CUDA graphs, or None."""
-        train = self.config.train
+        train, model = self.config.train, cast(Any, self.model)
         if not train.cuda_graphs:
             return "train.cuda_graphs is false"
         if self.ranks.device.type != "cuda":
             return "there is no GPU"
         if self.ranks.world_size > 1:
             return "ranks exchange gradients in backward"
-        if train.activation_checkpointing != "none":
-            return "recomputing activations reads the random numbers' state on the host"
+        if train.activation_checkpointing != "none" and any(layer.may_draw() for layer in model.layers):
+            return "recomputing dropout reads the state of the random numbers on the host"
         return "logging.phase_timers times forward and backward apart" if self._timed.wanted else None
 
     def _means(self, total: Tensor, metrics: Tensor) -> Tensor:

@@ -76,6 +76,12 @@ _CAPTURED = {
     "lora": (*_MODELS["llama"], "train.lora.rank=4"),
     "tied, fp16": (*_MODELS["llama"], "model.tie_embeddings=true", "train.precision=fp16"),
     "odd width": (*_MODELS["llama"], "model.intermediate_size=181"),
+    "recomputed": (*_MODELS["llama"], "train.activation_checkpointing=full", "train.gradient_accumulation_steps=2"),
+    "partly recomputed": (*_MODELS["llama"], "train.activation_checkpointing=selective", "fp8.recipe=row"),
+    "a mixture, recomputed": (
+        "model.architecture=deepseek", "model.moe_intermediate_size=64", "model.num_experts=8",
+        "model.experts_per_token=2", "model.balance_loss=0.01", "train.activation_checkpointing=full",
+    ),
     "fp8 by tensor": (*_MODELS["llama"], "fp8.recipe=tensor", "fp8.watch=7"),
     "fp8, delayed, accumulation": (
         *_MODELS["gpt_neox"], "fp8.recipe=tensor-delayed", "fp8.history=4", "train.gradient_accumulation_steps=3",

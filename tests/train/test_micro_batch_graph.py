@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         "train.steps=18",
     ),
     "fp8, frozen weights": ("fp8.recipe=block", "train.lora.rank=4", "train.gradient_accumulation_steps=2"),
+    "recomputed": ("train.activation_checkpointing=full", "fp8.recipe=tensor-delayed"),
     "z-loss, evaluations": ("train.z_loss=1e-3", "evaluation.every=1"),
 }  # fmt: skip
 

@@ -184,8 +184,9 @@ class TrainConfig(Section):
                          losses of evaluations are without it
     deterministic        the same bits every run, on a GPU too
     cuda_graphs          replay micro-batches from CUDA graphs where the GPU waits for Python; the same kernels. On one
-                         GPU, without activation checkpointing and logging.phase_timers. Takes the memory of a
-                         micro-batch's forward and backward a second time; left out where that is not free
+                         GPU, without logging.phase_timers and without dropout where activations are recomputed.
+                         Takes the memory of a micro-batch's forward and backward a second time; left out where
+                         that is not free
     batch_invariant      forward passes whose bits do not depend on the batch (powertrain.batch_invariant); slower
     spike_factor         a loss so many times the median of the last 100 steps stops the run, from the 21st step on; 0:
                          never. For pretrain, sft and distill: the other objectives' losses are near 0 or below
