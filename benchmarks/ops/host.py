@@ -24,8 +24,8 @@ from powertrain.testing.bench import Variants, host_us, measure_host, note
 
 # constants of the one launch that is timed: rows of 1024 columns
 LAUNCH: dict[str, Any] = {
-    "IS_LAYER": False, "ZERO_CENTERED": False, "ROUND_FIRST": False, "BLOCK_M": 4, "BLOCK_N": 1024, "BLOCK_TAIL": 0,
-    "WEIGHTS_FIRST": False, "STARTS_EARLY": False, "num_warps": 4,
+    "LEVELS": 1, "IS_LAYER": False, "ZERO_CENTERED": False, "ROUND_FIRST": False, "BLOCK_M": 4, "BLOCK_N": 1024,
+    "BLOCK_TAIL": 0, "WEIGHTS_FIRST": False, "STARTS_EARLY": False, "num_warps": 4,
 }  # fmt: skip
 _FIRST_USE = """
 import time, torch, powertrain.ops.norm as norm
@@ -205,7 +205,7 @@ def _norm_inputs(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 def _launch_arguments(x: torch.Tensor, w: torch.Tensor) -> tuple[Any, ...]:
     y, rstd = torch.empty_like(x), torch.empty(128, device=x.device)
-    return (x, None, w, None, y, None, None, rstd, 128, 1024, 1024, 0, 1e-6)
+    return (x, None, w, None, y, None, None, rstd, 128, 1024, 128, 1, 1024, 0, 0, 0, 0, 0, 1e-6)
 
 
 def launch() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from powertrain.ops.column_sums import PartialSums, store_sum
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
-from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
+from powertrain.ops.row_groups import empty_like_rows, row_groups, row_places
+from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -37,9 +38,21 @@ def _norm_bwd_kernel(
     db_partial_ptr,
     M,
     N,
+    inner,
+    middle,
     stride_dym,
+    stride_dyg,
+    stride_dyo,
     stride_dhm,
+    stride_dhg,
+    stride_dho,
     stride_hm,
+    stride_hg,
+    stride_ho,
+    stride_dxm,
+    stride_dxg,
+    stride_dxo,
+    LEVELS: tl.constexpr,
     IS_LAYER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -54,6 +67,7 @@ def _norm_bwd_kernel(
     # a row is BLOCK_N columns, and BLOCK_TAIL after them: 18432 as one power of 2 would leave half of the lanes idle
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
+    sizes = (inner, middle)
     # summed over a block's rows at the end: each sum crosses warps through shared memory, which short rows do not hide
     SUMS: tl.constexpr = BLOCK_M if SUM_ROWS_LAST else 1
     dw = tl.zeros([SUMS, BLOCK_N], tl.float32)
@@ -66,9 +80,12 @@ def _norm_bwd_kernel(
         tail_db = tl.zeros([SUMS, BLOCK_TAIL], tl.float32)
     # strided rows, pipelined: with num_stages=1 this took 0.125 to 0.134 ms at 16384x4096 on an H200, with 3 0.107
     for block in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=PIPELINE):
-        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        dy_rows = dy_ptr + row_places(rows, (stride_dym, stride_dyg, stride_dyo), sizes, LEVELS)
+        h_rows = h_ptr + row_places(rows, (stride_hm, stride_hg, stride_ho), sizes, LEVELS)
+        rows = rows.to(tl.int64)
         dy, xhat, rstd = _dy_xhat(
-            dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER, False
+            dy_rows, h_rows, mean_ptr, rstd_ptr, rows, cols, M, N, IS_LAYER, False
         )  # fmt: skip
         if dw_partial_ptr is not None:
             # kept over all rows of the program and written once: no atomics, so the same bits every time
@@ -87,7 +104,7 @@ def _norm_bwd_kernel(
             sum_wdy = tl.sum(wdy, axis=1, keep_dims=True)  # [BLOCK_M, 1]
         if BLOCK_TAIL > 0:
             tail_dy, tail_xhat, rstd = _dy_xhat(
-                dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, tail_cols, M, N, stride_dym, stride_hm, IS_LAYER, False
+                dy_rows, h_rows, mean_ptr, rstd_ptr, rows, tail_cols, M, N, IS_LAYER, False
             )  # fmt: skip
             if dw_partial_ptr is not None:
                 tail_dw += _over_rows(tail_dy * tail_xhat, SUM_ROWS_LAST)
@@ -100,25 +117,31 @@ def _norm_bwd_kernel(
             if IS_LAYER:
                 sum_wdy += tl.sum(tail_wdy, axis=1, keep_dims=True)
         if dx_ptr is not None:
+            # gradients of rows of one stride are dense: N says more than a stride on how they are aligned
+            dx_places = rows * N
+            if LEVELS > 1:
+                dx_places = row_places(rows.to(tl.int32), (stride_dxm, stride_dxg, stride_dxo), sizes, LEVELS)
+            dh_rows = None
+            if dh_ptr is not None:
+                dh_rows = dh_ptr + row_places(rows.to(tl.int32), (stride_dhm, stride_dhg, stride_dho), sizes, LEVELS)
             if RELOAD:
                 # from the L2 once more: kept over the sums, dy and x̂ of so wide a row would spill
                 wdy, xhat, rstd = _dy_xhat(
-                    dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER, True
+                    dy_rows, h_rows, mean_ptr, rstd_ptr, rows, cols, M, N, IS_LAYER, True
                 )  # fmt: skip
                 if weight_ptr is not None:
                     wdy *= _norm_weight(weight_ptr, cols, N, ZERO_CENTERED)
             dx = (wdy - xhat * (sum_wdy_xhat / N) - sum_wdy / N) * rstd  # [BLOCK_M, BLOCK_N]
-            _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, cols, M, N, stride_dhm)
+            _store_dx(dx, dx_ptr, dresidual_ptr, dh_rows, dx_places, cols, (rows < M) & (cols < N))
             if BLOCK_TAIL > 0:
                 if RELOAD:
                     tail_wdy, tail_xhat, rstd = _dy_xhat(
-                        dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, tail_cols, M, N, stride_dym, stride_hm, IS_LAYER,
-                        True,
+                        dy_rows, h_rows, mean_ptr, rstd_ptr, rows, tail_cols, M, N, IS_LAYER, True
                     )  # fmt: skip
                     if weight_ptr is not None:
                         tail_wdy *= _norm_weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
                 dx = (tail_wdy - tail_xhat * (sum_wdy_xhat / N) - sum_wdy / N) * rstd  # [BLOCK_M, BLOCK_TAIL]
-                _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, tail_cols, M, N, stride_dhm)
+                _store_dx(dx, dx_ptr, dresidual_ptr, dh_rows, dx_places, tail_cols, (rows < M) & (tail_cols < N))
     _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N)
     if BLOCK_TAIL > 0:
         _store_partials(tail_dw, tail_db, dw_partial_ptr, db_partial_ptr, program, tail_cols, N)
@@ -126,15 +149,14 @@ def _norm_bwd_kernel(
 
 @triton.jit
 def _dy_xhat(
-    dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER: tl.constexpr,
-    AGAIN: tl.constexpr,
+    dy_rows, h_rows, mean_ptr, rstd_ptr, rows, cols, M, N, IS_LAYER: tl.constexpr, AGAIN: tl.constexpr
 ):  # fmt: skip
     # another policy than the first load's, or the compiler would make one load of the two
     POLICY: tl.constexpr = "evict_first" if AGAIN else ""
     mask = (rows < M) & (cols < N)
     # both [BLOCK_M, BLOCK_N]
-    h = tl.load(h_ptr + rows * stride_hm + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
-    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    h = tl.load(h_rows + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    dy = tl.load(dy_rows + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)  # [BLOCK_M, 1]
     if IS_LAYER:
         h = tl.where(mask, h - tl.load(mean_ptr + rows, mask=rows < M, other=0.0), 0.0)  # [BLOCK_M, 1]
@@ -150,15 +172,13 @@ def _over_rows(x, LATER: tl.constexpr):
 
 
 @triton.jit
-def _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, cols, M, N, stride_dhm):
-    mask = (rows < M) & (cols < N)
-    if dh_ptr is not None:
-        # [BLOCK_M, BLOCK_N]
-        dx += tl.load(dh_ptr + rows * stride_dhm + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
+def _store_dx(dx, dx_ptr, dresidual_ptr, dh_rows, places, cols, mask):
+    if dh_rows is not None:
+        dx += tl.load(dh_rows + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    tl.store(dx_ptr + places + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
     if dresidual_ptr is not None:
         # [BLOCK_M, BLOCK_N]
-        tl.store(dresidual_ptr + rows * N + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
+        tl.store(dresidual_ptr + places + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -181,15 +201,34 @@ def _norm_bwd_looped_kernel(
     dx_ptr,
     dresidual_ptr,
     N,
+    inner,
+    middle,
     stride_dym,
+    stride_dyg,
+    stride_dyo,
     stride_dhm,
+    stride_dhg,
+    stride_dho,
     stride_hm,
+    stride_hg,
+    stride_ho,
+    stride_dxm,
+    stride_dxg,
+    stride_dxo,
+    LEVELS: tl.constexpr,
     IS_LAYER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
+    sizes = (inner, middle)
+    dy_row = dy_ptr + row_places(tl.program_id(0), (stride_dym, stride_dyg, stride_dyo), sizes, LEVELS)
+    h_row = h_ptr + row_places(tl.program_id(0), (stride_hm, stride_hg, stride_ho), sizes, LEVELS)
+    dh_place = row_places(tl.program_id(0), (stride_dhm, stride_dhg, stride_dho), sizes, LEVELS)
+    dx_place = row * N
+    if LEVELS > 1:
+        dx_place = row_places(tl.program_id(0), (stride_dxm, stride_dxg, stride_dxo), sizes, LEVELS)
     rstd = tl.load(rstd_ptr + row)  # scalar
     mean = 0.0
     if IS_LAYER:
@@ -198,9 +237,7 @@ def _norm_bwd_looped_kernel(
     sum_wdy_xhat = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + lanes
-        wdy, xhat = _wdy_xhat(
-            dy_ptr + row * stride_dym, h_ptr + row * stride_hm, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED
-        )
+        wdy, xhat = _wdy_xhat(dy_row, h_row, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED)
         sum_wdy += wdy
         sum_wdy_xhat += wdy * xhat
     mean_wdy_xhat = tl.sum(sum_wdy_xhat, axis=0) / N
@@ -209,15 +246,13 @@ def _norm_bwd_looped_kernel(
         mean_wdy = tl.sum(sum_wdy, axis=0) / N
     for start in range(0, N, BLOCK_N):
         cols = start + lanes
-        wdy, xhat = _wdy_xhat(
-            dy_ptr + row * stride_dym, h_ptr + row * stride_hm, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED
-        )
+        wdy, xhat = _wdy_xhat(dy_row, h_row, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED)
         dx = (wdy - mean_wdy - xhat * mean_wdy_xhat) * rstd
         if dh_ptr is not None:
-            dx += tl.load(dh_ptr + row * stride_dhm + cols, mask=cols < N, other=0.0).to(tl.float32)  # [BLOCK_N]
-        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK_N]
+            dx += tl.load(dh_ptr + dh_place + cols, mask=cols < N, other=0.0).to(tl.float32)  # [BLOCK_N]
+        tl.store(dx_ptr + dx_place + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK_N]
         if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + row * N + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK_N]
+            tl.store(dresidual_ptr + dx_place + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK_N]
 
 
 @triton.jit
@@ -241,8 +276,15 @@ def _norm_dw_looped_kernel(
     db_partial_ptr,
     M,
     N,
+    inner,
+    middle,
     stride_dym,
+    stride_dyg,
+    stride_dyo,
     stride_hm,
+    stride_hg,
+    stride_ho,
+    LEVELS: tl.constexpr,
     IS_LAYER: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -250,11 +292,13 @@ def _norm_dw_looped_kernel(
     mask = cols < N
     dw = tl.zeros([BLOCK_N], tl.float32)
     db = tl.zeros([BLOCK_N], tl.float32)
+    sizes = (inner, middle)
     for step in range(tl.program_id(1), M, tl.num_programs(1)):
-        # row * stride passes 2^31 for long tensors
-        row = step + tl.zeros([], tl.int64)
-        dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
-        h = tl.load(h_ptr + row * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+        row = step + tl.zeros([], tl.int32)
+        dy_row = dy_ptr + row_places(row, (stride_dym, stride_dyg, stride_dyo), sizes, LEVELS)
+        h_row = h_ptr + row_places(row, (stride_hm, stride_hg, stride_ho), sizes, LEVELS)
+        dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+        h = tl.load(h_row + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         if IS_LAYER:
             h -= tl.load(mean_ptr + row)  # scalar
         # rstd: scalar
@@ -459,8 +503,8 @@ def norm_bwd_outputs(
     *need: bool,  # dx, dw, db
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
-    dx = h.new_empty(h.shape, dtype=x_dtype) if need_dx else None
-    dresidual = h.new_empty(h.shape) if need_dx and h.dtype != x_dtype else None
+    dx = empty_like_rows(h, x_dtype) if need_dx else None
+    dresidual = empty_like_rows(h, h.dtype) if need_dx and h.dtype != x_dtype else None
     dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
     db = bias.new_empty(bias.shape) if need_db and bias is not None else None
     return dx, dresidual, dw, db
@@ -482,19 +526,23 @@ def norm_bwd(
     dx, dresidual, dw, db = norm_bwd_outputs(
         dy, dh, h, weight, bias, mean, rstd, is_layer, zero_centered, x_dtype, *need
     )
-    dy, h, dh = as_rows(dy), as_rows(h), None if dh is None else as_rows(dh)
     mean = mean if is_layer else None
-    M, N = h.shape
+    M, N = h.shape[:-1].numel(), h.shape[-1]
+    (dy, dh, h, _), groups = row_groups(dy, dh, h, dx)  # type: ignore[assignment]
     stage_bytes = dy.element_size() + h.element_size() + (0 if dh is None else dh.element_size())
     weight_bytes = 0 if weight is None else weight.element_size()
     target = Target.of(h.device)
     plan = _plan_bwd(M, N, is_layer, bias is not None, stage_bytes, weight_bytes, target)
     sums = PartialSums([dw, db], plan.programs)
-    strides = (dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0))
-    modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered}
+    of_dy, of_dh, of_h, of_dx = groups.strides
+    if groups.levels == 1:
+        # dense, and the stride of the others need not be aligned as N is
+        of_dx = (0, 0, 0)
+    places = (*groups.sizes, *of_dy, *of_dh, *of_h, *of_dx)
+    modes = {"LEVELS": groups.levels, "IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered}
     if not plan.looped:
         _norm_bwd_kernel[(plan.programs,)](
-            dy, dh, h, weight, mean, rstd, dx, dresidual, *sums.launches[0], M, N, *strides,
+            dy, dh, h, weight, mean, rstd, dx, dresidual, *sums.launches[0], M, N, *places,
             **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_TAIL=plan.tail,
             SUM_ROWS_LAST=plan.sum_rows_last, PIPELINE=plan.pipeline, RELOAD=plan.reload,
             STARTS_EARLY=starts_early_if_small(target, plan.programs, M * N),
@@ -502,13 +550,13 @@ def norm_bwd(
         )  # fmt: skip
     elif dx is not None:
         _norm_bwd_looped_kernel[(M,)](
-            dy, dh, h, weight, mean, rstd, dx, dresidual, N, *strides,
+            dy, dh, h, weight, mean, rstd, dx, dresidual, N, *places,
             **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
         )  # fmt: skip
     if plan.looped and (dw is not None or db is not None):
         _norm_dw_looped_kernel[(cdiv(N, plan.block_n), plan.programs)](
-            dy, h, mean, rstd, *sums.launches[0], M, N, dy.stride(0), h.stride(0),
-            IS_LAYER=is_layer, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+            dy, h, mean, rstd, *sums.launches[0], M, N, *groups.sizes, *of_dy, *of_h,
+            LEVELS=groups.levels, IS_LAYER=is_layer, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
         )  # fmt: skip
     sums.add_up()
     return dx, dresidual, dw, db

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.early_start import starts_early_if_small, wait_then_let_next_start
-from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
+from powertrain.ops.row_groups import row_groups, row_places
+from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -27,9 +28,16 @@ def _norm_fwd_kernel(
     rstd_ptr,
     M,
     N,
+    inner,
+    middle,
     stride_xm,
+    stride_xg,
+    stride_xo,
     stride_rm,
+    stride_rg,
+    stride_ro,
     eps,
+    LEVELS: tl.constexpr,
     IS_LAYER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
@@ -42,8 +50,12 @@ def _norm_fwd_kernel(
     wait_then_let_next_start(STARTS_EARLY)
     pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr)
     block = tl.program_id(0)
-    strides = (stride_xm, stride_rm)
-    loaded = _load_rows(x_ptr, residual_ptr, block, M, N, strides, BLOCK_M, BLOCK_N, BLOCK_TAIL)
+    rows = (block * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    x_rows = x_ptr + row_places(rows, (stride_xm, stride_xg, stride_xo), (inner, middle), LEVELS)
+    residual_rows = None
+    if residual_ptr is not None:
+        residual_rows = residual_ptr + row_places(rows, (stride_rm, stride_rg, stride_ro), (inner, middle), LEVELS)
+    loaded = _load_rows(x_rows, residual_rows, rows < M, N, BLOCK_N, BLOCK_TAIL)
     _norm_rows(
         pointers, loaded, block, M, N, eps, IS_LAYER, ZERO_CENTERED, ROUND_FIRST, WEIGHTS_FIRST,
         BLOCK_M, BLOCK_N, BLOCK_TAIL,
@@ -51,34 +63,20 @@ def _norm_fwd_kernel(
 
 
 @triton.jit
-def _load_rows(
-    x_ptr,
-    residual_ptr,
-    block,
-    M,
-    N,
-    strides,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-):
-    """x and residual of BLOCK_M rows, each as BLOCK_N columns and the BLOCK_TAIL behind them, in their own dtypes."""
-    rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+def _load_rows(x_rows, residual_rows, are_rows, N, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr):
+    """x and residual, from pointers to rows [BLOCK_M, 1], as BLOCK_N columns and the BLOCK_TAIL behind them, in their
+    own dtypes."""
     cols = tl.arange(0, BLOCK_N)[None, :]
-    x = tl.load(x_ptr + rows * strides[0] + cols, mask=(rows < M) & (cols < N), other=0.0)  # [BLOCK_M, BLOCK_N]
+    x = tl.load(x_rows + cols, mask=are_rows & (cols < N), other=0.0)  # [BLOCK_M, BLOCK_N]
     residual, tail, residual_tail = x, x, x
-    if residual_ptr is not None:
-        # [BLOCK_M, BLOCK_N]
-        residual = tl.load(residual_ptr + rows * strides[1] + cols, mask=(rows < M) & (cols < N), other=0.0)
+    if residual_rows is not None:
+        residual = tl.load(residual_rows + cols, mask=are_rows & (cols < N), other=0.0)  # [BLOCK_M, BLOCK_N]
     if BLOCK_TAIL > 0:
         cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
-        tail = tl.load(
-            x_ptr + rows * strides[0] + cols, mask=(rows < M) & (cols < N), other=0.0
-        )  # [BLOCK_M, BLOCK_TAIL]
+        tail = tl.load(x_rows + cols, mask=are_rows & (cols < N), other=0.0)  # [BLOCK_M, BLOCK_TAIL]
         residual_tail = tail
-        if residual_ptr is not None:
-            # [BLOCK_M, BLOCK_TAIL]
-            residual_tail = tl.load(residual_ptr + rows * strides[1] + cols, mask=(rows < M) & (cols < N), other=0.0)
+        if residual_rows is not None:
+            residual_tail = tl.load(residual_rows + cols, mask=are_rows & (cols < N), other=0.0)  # like tail
     return x, residual, tail, residual_tail
 
 
@@ -189,9 +187,16 @@ def _norm_fwd_wide_kernel(
     mean_ptr,
     rstd_ptr,
     N,
+    inner,
+    middle,
     stride_xm,
+    stride_xg,
+    stride_xo,
     stride_rm,
+    stride_rg,
+    stride_ro,
     eps,
+    LEVELS: tl.constexpr,
     IS_LAYER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
@@ -208,7 +213,11 @@ def _norm_fwd_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
     sources = (x_ptr, residual_ptr, h_ptr)
-    places = (row * stride_xm, row * stride_rm)
+    sizes = (inner, middle)
+    places = (
+        row_places(tl.program_id(0), (stride_xm, stride_xg, stride_xo), sizes, LEVELS),
+        row_places(tl.program_id(0), (stride_rm, stride_rg, stride_ro), sizes, LEVELS),
+    )
     # a row of one step has no loop at all
     end = N if LOOPED else 1
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -455,26 +464,25 @@ def norm_fwd(
     round_first: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     y, h, mean, rstd = norm_fwd_outputs(x, residual, weight, bias, eps, is_layer, zero_centered, round_first)
-    rows = as_rows(x)
-    residual = None if residual is None else as_rows(residual)
-    M, N = rows.shape
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    (x, residual), groups = row_groups(x, residual)  # type: ignore[assignment]
     target = Target.of(x.device)
     plan = _plan_fwd(M, N, is_layer, residual is not None, x.element_size(), target)
-    tensors = (rows, residual, weight, bias, y, h, mean, rstd)
-    strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
-    modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
+    tensors = (x, residual, weight, bias, y, h, mean, rstd)
+    places = (*groups.sizes, *groups.strides[0], *groups.strides[1])
+    modes = {"LEVELS": groups.levels, "IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
     if plan.chunks:
         # a warp's registers are given out 8 a thread at a time
         registers = target.registers_per_sm // (32 * plan.num_warps * plan.programs) // 8 * 8 if plan.programs else None
         _norm_fwd_wide_kernel[(M,)](
-            *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, CHUNKS=plan.chunks, LOOPED=plan.looped,
+            *tensors, N, *places, eps, **modes, BLOCK_N=plan.block_n, CHUNKS=plan.chunks, LOOPED=plan.looped,
             WEIGHTS_FIRST=plan.weights_first, STARTS_EARLY=starts_early_if_small(target, M, M * N),
             num_warps=plan.num_warps, maxnreg=registers,
         )  # fmt: skip
     else:
         blocks = cdiv(M, plan.block_m)
         _norm_fwd_kernel[(blocks,)](
-            *tensors, M, N, *strides, eps, **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+            *tensors, M, N, *places, eps, **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
             BLOCK_TAIL=plan.tail, WEIGHTS_FIRST=plan.weights_first,
             STARTS_EARLY=starts_early_if_small(target, blocks, M * N), num_warps=plan.num_warps,
         )  # fmt: skip

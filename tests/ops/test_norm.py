@@ -1,5 +1,8 @@
 """rms_norm and layer_norm: every option, size class and error."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +10,7 @@ from torch import Tensor
 from powertrain.ops import norm_fwd_kernels
 from powertrain.ops.norm import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
 from powertrain.ops.norm_bwd_kernels import _plan_bwd
+from powertrain.ops.row_groups import row_groups
 from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
@@ -185,9 +189,55 @@ def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
     assert y.shape == shape and x.grad.shape == shape and not weight.grad.any()
 
 
-def test_leading_dims_and_permuted(device: torch.device) -> None:
-    x = torch.randn(2, 3, 5, 24, device=device).transpose(1, 2)
-    torch.testing.assert_close(layer_norm(x), layer_norm_ref(x))
+# of x [2, 5, 3, N]: rows that lie elsewhere, and whether kernels read them where they are
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    # the first ones: others begin at another address, which the order of a sum may depend on
+    "heads of a projection": (lambda x: torch.cat([x, x, x], 2)[:, :, :3], True),
+    "tokens before heads": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), True),
+    "tokens before sequences": (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), True),
+    "without the last token": (lambda x: torch.cat([x, x[:, :1]], 1)[:, :-1], True),
+    "every second head": (lambda x: x.repeat_interleave(2, 2)[:, :, ::2], True),
+    "one sequence twice": (lambda x: x[:1].expand(2, -1, -1, -1), True),
+    "columns of wider rows": (lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]], True),
+    "one row": (lambda x: x[1:, 2:3, ::5], True),
+    "a last dim with a stride": (lambda x: x.mT.contiguous().mT, False),
+    "five dims, three distances": (lambda x: torch.stack([x, x], 1)[:, :, ::2, :2], True),
+    "five dims, four distances": (lambda x: torch.stack([x, x, x], 1)[:, :2, ::2, :2], False),
+}
+
+
+# 9010: read in passes; 20000: a tail behind 16384
+@pytest.mark.parametrize("N", [24, 65, *(pytest.param(N, marks=SLOW_IN_INTERPRETER) for N in (3, 2047, 9010, 20000))])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.kernels
+def test_rows_that_lie_anywhere(layout: str, N: int, device: torch.device) -> None:
+    """The bits of dense rows, in gradients too."""
+    make, in_place = LAYOUTS[layout]
+
+    def made(dtype: torch.dtype) -> Tensor:
+        return make(torch.randn(2, 5, 3, N, device=device, dtype=dtype)).detach()
+
+    x, dy = made(torch.bfloat16), made(torch.bfloat16)
+    residual, dh = made(torch.float32), made(torch.float32)
+    weight, bias = torch.randn(N, device=device), torch.randn(N, device=device)
+    assert (row_groups(x)[0][0] is x) is in_place
+    for op in (rms_norm, layer_norm):
+        for others, gradients in (((None,), (dy,)), ((residual,), (dy, dh)), ((residual,), (dy.contiguous(), dh))):
+            found = _with_gradients(op, (x, weight, bias, *others), gradients)
+            exact = _with_gradients(op, (x.contiguous(), weight, bias, *others), [g.contiguous() for g in gradients])
+            for ours, expected in zip(found, exact, strict=True):
+                assert torch.equal(ours, expected)
+            if layout.startswith("tokens before") and others == (None,):
+                assert found[1].stride() == x.stride()
+
+
+def _with_gradients(op: Any, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Results, then the gradients of x, weight, bias and residual."""
+    x, weight, bias, residual = (None if t is None else t.detach().requires_grad_() for t in tensors)
+    result = op(x, weight, bias, residual=residual)
+    results = result if isinstance(result, tuple) else (result,)
+    leaves = [t for t in (x, weight, bias, residual) if t is not None]
+    return [*results, *torch.autograd.grad(results, leaves, gradients)]
 
 
 def test_errors(device: torch.device) -> None:

@@ -342,7 +342,7 @@ def test_python_calls_of_one_eager_op() -> None:
         namespace["current_device"] = lambda: None
         namespace["launch_kernel"] = driver.launcher
         norm_fwd_kernels._norm_fwd_kernel._tables.clear()
-    assert calls <= 61, f"{calls} Python calls"
+    assert calls <= 69, f"{calls} Python calls"
 
 
 @native
