@@ -3,7 +3,7 @@
 Llama and GPT-NeoX layers, hidden 512 to 6144, head dims 64 to 256, 64 to 16384 tokens, every third with an MLP whose
 width is no multiple of 8; bfloat16, forward, and forward with backward: time of the GPU, and the host's of both. Plain
 PyTorch is eager and compiled by torch.compile, and compiled with FlashAttention-3 where FLASH_3_LIBRARY names its
-library and a sequence has 256 tokens.
+library and a sequence has 256 tokens. Ours is eager, and compiled by torch.compile too.
 """
 
 import random
@@ -116,12 +116,25 @@ def launch(draw: Draw) -> None:
     _both(partial(_call, layer, x), layer, x, dy)
 
 
-def _compile(count: int, seed: int, number: int, by_flash: bool) -> None:
+def _compiled(draw: Draw, x: Tensor) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Step]]]]:
+    """What torch.compile compiles: name, and what makes the layer and its forward."""
+    yield "powertrain, torch.compile", lambda: _ours_compiled(draw, x)
+    yield "torch.compile", lambda: _plain(draw, x, compiled=True)
+    if draw.takes_flash:
+        yield "torch.compile, flash-attn-3", lambda: _plain(draw, x, compiled=True, by_flash=True)
+
+
+def _ours_compiled(draw: Draw, x: Tensor) -> tuple[nn.Module, Step]:
+    layer = _ours(draw, str(x.device))
+    return layer, torch.compile(partial(_call, layer, x), dynamic=False, fullgraph=True)
+
+
+def _compile(count: int, seed: int, number: int, name: str) -> None:
     """In a process of its own; the compiled code is in PyTorch's cache then."""
     set_up_torch_compile()
     draw = draws(count, seed)[number]
     x, dy = _tensors(draw, "cuda")
-    layer, call = _plain(draw, x, compiled=True, by_flash=by_flash)
+    layer, call = dict(_compiled(draw, x))[name]()
     with torch.no_grad():
         call()
     _both(call, layer, x, dy)
@@ -131,9 +144,7 @@ def _timed(draw: Draw) -> dict[str, dict[str, Timing]]:
     """Way -> the time of each variant. AssertionError where the gradients of x differ."""
     ours, (x, dy) = _ours(draw, "cuda"), _tensors(draw, "cuda")
     layers = {"powertrain": (ours, partial(_call, ours, x)), "torch": _plain(draw, x, compiled=False)}
-    layers["torch.compile"] = _plain(draw, x, compiled=True)
-    if draw.takes_flash:
-        layers["torch.compile, flash-attn-3"] = _plain(draw, x, compiled=True, by_flash=True)
+    layers |= {name: make() for name, make in _compiled(draw, x)}
     for layer, _ in layers.values():
         layer.load_state_dict(ours.state_dict())
     steps = {name: partial(_both, call, layer, x, dy) for name, (layer, call) in layers.items()}
@@ -152,15 +163,15 @@ def run(count: int = 16, seed: int = 1) -> Iterator[str]:
     yield ahead.build([partial(launch, draw) for draw in chosen])
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
         waiting = [
-            pool.submit(_compile, count, seed, number, by_flash)
+            pool.submit(_compile, count, seed, number, name)
             for number, draw in enumerate(chosen)
-            for by_flash in (False, True)[: 1 + draw.takes_flash]
+            for name, _ in _compiled(draw, torch.empty(0))
         ]
         for one in waiting:
             one.result()
     for draw in chosen:
         for way, timings in _timed(draw).items():
-            best = min(timing.ms for name, timing in timings.items() if name != "powertrain")
+            best = min(timing.ms for name, timing in timings.items() if not name.startswith("powertrain"))
             times = ", ".join(f"{name} {timing.ms:.3f}" for name, timing in timings.items())
             yield f"{best / timings['powertrain'].ms:.2f} {draw.label}, {way}, ms: {times}"
         torch._dynamo.reset()
