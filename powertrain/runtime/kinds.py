@@ -35,9 +35,9 @@ def annotations(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def scalars(function: Callable[..., Any]) -> dict[str, frozenset[type] | None]:
+def scalars(function: Callable[..., Any]) -> dict[str, tuple[type, ...] | None]:
     """For each parameter, in order: the types of numbers, flags and texts that need no further check; None for
-    parameters that take other things."""
+    parameters that take other things. (No sets: Dynamo takes none from the closure of a class's `__init__`.)"""
     return {name: _scalar_types(annotation) for name, annotation in annotations(function).items()}
 
 
@@ -58,17 +58,17 @@ def with_constants(
     return {**{name: float(text) for index, name, text in defaults if index >= len(args)}, **kwargs}
 
 
-def _scalar_types(annotation: Any) -> frozenset[type] | None:
+def _scalar_types(annotation: Any) -> tuple[type, ...] | None:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         each = [_scalar_types(part) for part in parts]
-        return None if None in each else frozenset().union(*filter(None, each))
+        return None if None in each else tuple({kind: None for found in each for kind in found or ()})
     if origin is Literal:
         # another text, the function itself refuses
-        return frozenset(map(type, parts))
+        return tuple({type(part): None for part in parts})
     if annotation is float:
-        return frozenset((float, int))
-    return frozenset((annotation,)) if annotation in (bool, int, str, type(None)) else None
+        return float, int
+    return (annotation,) if annotation in (bool, int, str, type(None)) else None
 
 
 def fits(annotation: Any, value: Any) -> bool:

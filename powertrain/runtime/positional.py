@@ -94,7 +94,7 @@ def refuse_wrong_kind(op: str, function: Callable[..., Any], args: tuple[Any, ..
 
 
 def python_numbers(
-    op: str, scalars: dict[str, frozenset[type] | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    op: str, scalars: dict[str, tuple[type, ...] | None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]] | None:
     """The arguments with numbers and flags of other types (a Fraction, 1 for True) as Python's; None if one is in a
     tensor or is a symbol, which each call reads again. ValueError for a tensor that wants a gradient: numbers get none.

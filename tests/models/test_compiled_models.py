@@ -66,6 +66,21 @@ def test_one_graph_for_symbolic_sizes(name: str) -> None:
     assert len(graphs) == (2 if name == "sparse" else 1)
 
 
+def test_a_cache_is_made_and_filled_in_one_graph() -> None:
+    model: Any = build(configure(**SIZES, **MODELS["llama"])).to_empty(device="cpu").eval()
+    model.init_weights(1)
+
+    def prompt(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cache = model.new_cache(2, 16)
+        logits = model(tokens, cache=cache)
+        return logits, cache.keys[0], cache.lengths
+
+    with torch.no_grad():
+        tokens = torch.randint(SIZES["vocab_size"], (2, 7))
+        compiled = torch.compile(prompt, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(tokens), prompt(tokens))
+
+
 def test_recomputed_experts() -> None:
     moe = MoE(Router(8, 4, 2), 8, 16)
     layer = Block(torch.nn.Linear(8, 8), moe, RMSNorm(8), RMSNorm(8))
