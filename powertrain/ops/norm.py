@@ -195,7 +195,9 @@ def rms_norm(
     """Root-mean-square norm over the last dim of `x`, or of `x + residual`, which is then returned too.
 
     Shapes: N hidden size, any leading dims.
-        x         [..., N]  float32, float16 or bfloat16 (float64 on the CPU); any strides
+        x         [..., N]  float32, float16 or bfloat16 (float64 on the CPU); any strides: rows are read where they
+                            lie (heads of a fused projection, heads before tokens), and copied only if N has a stride
+                            or leading dims merge to more than three
         weight    [N]       any of these dtypes, or None
         bias      [N]       likewise
         residual  [..., N]  x's shape; may be float32 beside a bfloat16 x

@@ -10,9 +10,10 @@ the third on a function generated from the recording does the allocations and la
     Route   one call of a public function, or one backward: its tape, or the stages and tapes of the ops it consists of
 
 A recording (runtime/call_recorder.py) is used only if it shows the whole effect of the call: nothing that reads values
-on the host or leaves the device. Random draws are drawn again. Calls under torch.compile, dispatch modes, functorch and
-graph capture, and with arguments that are neither tensors nor plain values go the whole way. Where a tensor begins
-within 16 bytes is part of the signature.
+on the host or leaves the device. Random draws are drawn again. Calls that Dynamo traces, in dispatch modes, functorch
+and graph capture, and with arguments that are neither tensors nor plain values go the whole way; in a graph that
+torch.compile has made, ops are replayed, and public functions are not there. Where a tensor begins within 16 bytes is
+part of the signature.
 
 A call on a CPU without kernels has no launches: its Route is the function of plain PyTorch that computed the first call
 of the signature (runtime/plain_calls.py).
