@@ -79,8 +79,11 @@ class Layer(nn.Module):
         return (norm(x), x) if residual is None else norm(x, residual)
 
 
+_OURS = f"{__package__}.", "powertrain.quant."
+
+
 def _may_draw(part: nn.Module) -> bool:
-    is_known = type(part) is nn.Linear or type(part).__module__.startswith(("powertrain.nn.", "powertrain.quant."))
+    is_known = type(part) is nn.Linear or type(part).__module__.startswith(_OURS)
     return not is_known or bool(getattr(part, "dropout", 0.0) or getattr(part, "jitter", 0.0))
 
 
