@@ -1,6 +1,6 @@
 """What Python does around graphs of micro-batches: a stand-in for PyTorch's graphs computes on this CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,15 @@ def _assert_same(found: tuple[Trainer, Seen], expected: tuple[Trainer, Seen]) ->
         assert torch.equal(x, tensors[name]), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+# the optimizers come behind the graphs, as they are
+_SLOW = {"tied", "lion", "sgd", "kto", "reward", "distill"}
+
+
+def _each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", _each(MODELS))
 def test_the_bits_of_the_python_code(name: str, graphs: list[Graph], tmp_path: Path) -> None:
     found = _run(tmp_path / "graphs", *MODELS[name])
     assert len(graphs) >= 1 + ("accumulation" in str(MODELS[name]))
@@ -135,7 +143,7 @@ def test_the_bits_of_the_python_code(name: str, graphs: list[Graph], tmp_path: P
     _assert_same(found, _plain(tmp_path / "plain", *MODELS[name]))
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo", "kto", "reward", "policy", "distill"])
+@pytest.mark.parametrize("objective", _each(["sft", "dpo", "kto", "reward", "policy", "distill"]))
 def test_every_objective(objective: str, graphs: list[Graph], tmp_path: Path) -> None:
     """What Python reads of a batch must not become a constant of the graph."""
     options = ("train.steps=14", "train.gradient_accumulation_steps=2")
