@@ -1,9 +1,10 @@
 """Forward and backward of a micro-batch as CUDA graphs, in runs whose GPU waits for the Python code of the layers.
 
 Python takes about 1 ms a layer, forward and backward, however little work a layer has; a graph is launched at once.
-Two graphs are captured: of a step's first micro-batch, whose gradients are the step's, and of the others, which add to
-them. Kernels, their order and dropout's random numbers are those of the Python code; so are all bits where kernels are
-deterministic.
+One graph makes the gradients of a step: of its first micro-batch. Others add to them: one for each signature (shapes)
+of a batch, as packed completions differ in number. A step whose first micro-batch has another signature than the graph
+that makes gradients begins with zeros. Kernels, their order and dropout's random numbers are those of the Python code;
+so are all bits where kernels are deterministic.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +22,16 @@ from powertrain.train.reporting.timers import Moment
 
 # forward and backward of a micro-batch: (batch, units that count in the global batch) -> (loss, metrics), detached
 Compute = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]
+Signature = tuple[object, ...]
 _FIRST_WATCHED = 4  # step of the process: the first ones compile, and the third is profiled (kernel_profile.py)
 _STEPS_THAT_WAIT = 3  # in a row, before graphs are captured
+_MOST_SIGNATURES = 32  # that have graphs; the driver keeps some MiB for each
 
 
 class _Graph:
     """A micro-batch's forward and backward, captured for batches of one signature.
 
-    pool   of another graph, whose memory it may use: the two are never replayed at once
+    pool   of another graph, whose memory it may use: no two are replayed at once
     """
 
     def __init__(
@@ -38,15 +41,21 @@ class _Graph:
         self._batch, self._counted = batch.each(torch.clone), counted.clone()
         self._conditions = cuda_graphs.Conditions(model)
         states = [module for module in model.modules() if isinstance(module, FP8State)]
+        # each graph quantizes the weights: a copy that another one has made may be of the step before
+        shared = [(state, state.copies) for state in states if state.shares]
+        for state, _ in shared:
+            state.copies = None
         _forget_losses(model)
         try:
             self.graph, self._results = _captured(compute, self._batch, self._counted, pool)
         except BaseException:
             for state in states:
-                # of a weight that the capture has quantized they hold nothing
+                # of a frozen weight that the capture has quantized they hold nothing
                 state.copies = None
             raise
         finally:
+            for state, copies in shared:
+                state.copies = copies
             _forget_losses(model)
         # in the graph's memory: each replay writes there
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -56,6 +65,12 @@ class _Graph:
     def holds(self) -> bool:
         """Whether a replay still computes what Python would."""
         return self._conditions.hold() and all(state.kept_copies() is copies for state, copies in self._copies)
+
+    def zero_gradients(self) -> None:
+        """Those in the graph's memory, which become the parameters' own."""
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        torch._foreach_zero_([gradient for _, gradient in self._gradients])
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         for target, source in zip(self._batch.tensors, batch.tensors, strict=True):
@@ -85,7 +100,7 @@ def _forget_losses(model: nn.Module) -> None:
             part.balance_loss = None
 
 
-def _signature(batch: Batch) -> tuple[object, ...]:
+def _signature(batch: Batch) -> Signature:
     """Equal for batches that take the same way through the model."""
     absent = [x is None for x in (*batch, *(batch.completions or ()))]
     return *absent, *((x.shape, x.dtype) for x in batch.tensors)
@@ -105,8 +120,9 @@ class MicroBatchGraphs:
 
     why_not   why no micro-batch of this run is captured, or None
     note      prints a line for the user
-    Batches of another signature than the first one captured are left to the Python code.
-    Memory: that of a micro-batch's forward and backward, beside what PyTorch keeps for those in Python.
+    A signature is captured when it comes for the second time: Python computes the first, and compiles what it needs.
+    Memory: that of a micro-batch's forward and backward, beside what PyTorch keeps for those in Python. All graphs
+    share it.
     """
 
     def __init__(
@@ -117,24 +133,31 @@ class MicroBatchGraphs:
         self.why_not = why_not
         self._device = parameters[0].device
         self._steps = self._waits = 0
-        self.is_wanted = self._is_noted = False
+        self.is_wanted = False
+        self._said: set[str] = set()
         self._computed: Moment | None = None
         self._documents = 0  # entries of document_starts, the most so far
-        self._signature: tuple[object, ...] | None = None
-        # of a step's first micro-batch, and of those that add to its gradients
+        self._drop()
+
+    def _drop(self) -> None:
+        self._seen: set[Signature] = set()  # by Python
+        # makes the gradients of a step, and its signature
         self._first: _Graph | None = None
-        self._others: _Graph | None = None
-        self._adds_to_first = False  # whether the gradients so far are in the memory of `_first`
+        self._first_signature: Signature | None = None
+        self._adding: dict[Signature, _Graph] = {}  # to the gradients that `_first` has made
+        self._has_gradients = False  # whether this step's, so far, are in the memory of `_first`
 
     def __call__(self, batch: Batch, counted: Tensor, *, is_first: bool) -> tuple[Tensor, Tensor] | None:
         """The loss and metrics of a micro-batch, its gradients in the parameters; None: Python must compute it."""
         if not self.is_wanted or self.why_not is not None:
             return None
         if self._has_more_documents(batch):
+            self._drop()
+            self._seen.add(_signature(batch))
             return None
         batch = self._padded(batch)
         graph = self._graph_for(batch, counted, is_first)
-        self._adds_to_first = graph is not None
+        self._has_gradients = graph is not None
         return None if graph is None else graph(batch, counted)
 
     def mark_computed(self) -> None:
@@ -158,7 +181,6 @@ class MicroBatchGraphs:
         if starts is None or len(starts) <= self._documents:
             return False
         self._documents = len(starts)
-        self._drop()
         return True
 
     def _padded(self, batch: Batch) -> Batch:
@@ -171,30 +193,44 @@ class MicroBatchGraphs:
 
     def _graph_for(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph | None:
         # gradients of the Python code lie where no graph adds to them
-        if not (is_first or self._adds_to_first):
+        if not (is_first or self._has_gradients):
             return None
-        if self._signature is None:
-            self._signature = _signature(batch)
-        elif self._signature != _signature(batch):
-            return None
-        graph = self._first if is_first else self._others
+        signature = _signature(batch)
+        graph = self._captured(signature, is_first)
         if graph is not None and not graph.holds():
             self._drop()
-            graph = None
-            if not is_first:
-                return None
-        return graph or self._capture(batch, counted, is_first)
+            self._seen.add(signature)
+            return None
+        if graph is None and not self._is_due(signature):
+            return None
+        if is_first and self._first is not None and signature != self._first_signature:
+            self._first.zero_gradients()
+        return graph or self._capture(batch, counted, signature, is_first)
 
-    def _drop(self) -> None:
-        self._first = self._others = self._signature = None
-        self._adds_to_first = False
+    def _captured(self, signature: Signature, is_first: bool) -> _Graph | None:
+        return self._first if is_first and signature == self._first_signature else self._adding.get(signature)
 
-    def _capture(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph | None:
-        reason = self._why_not_now(is_first)
+    def _is_due(self, signature: Signature) -> bool:
+        """Whether to capture a signature that has no graph."""
+        if signature not in self._seen and len(self._seen) < _MOST_SIGNATURES:
+            self._seen.add(signature)
+            return False
+        if signature not in self._seen:
+            self._say(f"micro-batches of more than {_MOST_SIGNATURES} shapes: those of the others stay in Python")
+        return signature in self._seen
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.note(text)
+
+    def _capture(self, batch: Batch, counted: Tensor, signature: Signature, is_first: bool) -> _Graph | None:
+        makes_gradients = is_first and self._first is None
+        reason = self._why_not_now(makes_gradients)
         had_gradients = [p.grad is not None for p in self.parameters]
         if reason is None:
             try:
-                return self._new(batch, counted, is_first)
+                return self._new(batch, counted, signature, makes_gradients)
             except Exception as error:
                 # an error of the code itself comes again where Python computes the micro-batch
                 reason = cuda_graphs.reason_of(error)
@@ -203,24 +239,22 @@ class MicroBatchGraphs:
                 # a capture that failed may have made one, and computes none
                 p.grad = None
         self.why_not = reason
-        self.note(f"each micro-batch waits for its Python code, since it is not captured in a CUDA graph: {reason}")
+        self._say(f"each micro-batch waits for its Python code, since it is not captured in a CUDA graph: {reason}")
         return None
 
-    def _why_not_now(self, is_first: bool) -> str | None:
+    def _why_not_now(self, makes_gradients: bool) -> str | None:
         # those on tensors, which a replay does not call either
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
             return "a parameter has hooks, which a graph does not call"
-        # the graph of the others uses the memory of the first one
-        return cuda_graphs.why_not(self.model) or (_why_not_memory(self._device) if is_first else None)
+        # the others use the memory of the graph that makes gradients
+        return cuda_graphs.why_not(self.model) or (_why_not_memory(self._device) if makes_gradients else None)
 
-    def _new(self, batch: Batch, counted: Tensor, is_first: bool) -> _Graph:
+    def _new(self, batch: Batch, counted: Tensor, signature: Signature, makes_gradients: bool) -> _Graph:
         pool = None if self._first is None else self._first.graph.pool()
         graph = _Graph(self.model, self.parameters, self.compute, batch, counted, pool)
-        if is_first:
-            self._first = graph
-            if not self._is_noted:
-                self.note("the GPU waited for Python, so micro-batches are replayed from CUDA graphs from this step on")
-            self._is_noted = True
+        if makes_gradients:
+            self._first, self._first_signature = graph, signature
+            self._say("the GPU waited for Python, so micro-batches are replayed from CUDA graphs from this step on")
         else:
-            self._others = graph
+            self._adding[signature] = graph
         return graph

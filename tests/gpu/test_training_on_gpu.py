@@ -12,6 +12,7 @@ from powertrain.train.checkpoint.load import load_model
 from powertrain.train.objective import NextToken
 from powertrain.train.reporting.timers import Moment
 from powertrain.train.trainer import Trainer, TrainingStopped
+from tests.train.test_objectives import _open
 from tests.train.tiny_run import At, open_trainer
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +106,25 @@ def test_graphs_of_micro_batches_have_the_bits_of_the_python_code(
         runs[wanted] = _run(tmp_path / wanted, *options, f"train.cuda_graphs={wanted}")
     (trainer, losses), (plain, expected) = runs["true"], runs["false"]
     assert trainer._graphs.is_wanted and trainer._graphs.why_not is None
+    assert losses == expected
+    for key, x in plain.optimizer.tensors().items():
+        assert torch.equal(x, trainer.optimizer.tensors()[key]), key
+
+
+@pytest.mark.parametrize("objective", ["kto", "sft"])
+def test_graphs_of_packed_completions(objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of several shapes: each has a graph, whichever comes first in a step."""
+    monkeypatch.setattr(Moment, "is_over", lambda moment: True)
+    options = ("train.steps=30", "train.gradient_accumulation_steps=3", "train.precision=bf16", "train.spike_factor=0")
+    runs = {}
+    for wanted in ("true", "false"):
+        (tmp_path / wanted).mkdir()
+        trainer, recorder = _open(tmp_path / wanted, objective, *options, f"train.cuda_graphs={wanted}")
+        trainer.fit()
+        trainer.close()
+        runs[wanted] = trainer, [repr((step.loss, step.grad_norm)) for step in recorder.steps]
+    (trainer, losses), (plain, expected) = runs["true"], runs["false"]
+    assert trainer._graphs.why_not is None and len(trainer._graphs._adding) >= (2 if objective == "kto" else 1)
     assert losses == expected
     for key, x in plain.optimizer.tensors().items():
         assert torch.equal(x, trainer.optimizer.tensors()[key]), key
