@@ -25,7 +25,7 @@ Compute = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]
 Signature = tuple[object, ...]
 _FIRST_WATCHED = 4  # step of the process: the first ones compile, and the third is profiled (kernel_profile.py)
 _STEPS_THAT_WAIT = 3  # in a row, before graphs are captured
-_MOST_SIGNATURES = 32  # that have graphs; the driver keeps some MiB for each
+_MOST_SIGNATURES = 64  # that have graphs; the driver keeps some MiB for each
 
 
 class _Graph:

@@ -167,7 +167,7 @@ def test_every_objective(objective: str, graphs: list[Graph], tmp_path: Path) ->
         assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.parametrize("most", [32, 2])
+@pytest.mark.parametrize("most", [64, 2])
 def test_batches_of_other_shapes(most: int, graphs: list[Graph], tmp_path: Path, monkeypatch: Any) -> None:
     """Packed completions differ in number: each number has a graph, whichever comes first in a step."""
     monkeypatch.setattr(micro_batch_graph, "_MOST_SIGNATURES", most)
